@@ -1,0 +1,107 @@
+"""How even a placement makes the ranks' load, and how even any placement could.
+
+imbalance is max / mean over ranks (1.0 is perfect); balancedness is its inverse.
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.placement import Placement
+from eplb.topology import Topology
+
+BISECTIONS = 40  # halvings: the lower bound is then short of exact by less than 1e-12
+
+# Tokens as counted, or weighed by what a token costs at each expert.
+Load = NDArray[np.int64] | NDArray[np.float64]
+
+
+def slot_load(tokens: Load, placement: Placement) -> NDArray[np.float64]:
+    """[..., L, S] tokens that each slot gets when ``tokens`` [..., L, E] are split by share."""
+    experts = np.maximum(placement.slot_to_expert, 0)
+    shape = (*tokens.shape[:-1], placement.num_slots)
+    per_slot = np.take_along_axis(tokens, np.broadcast_to(experts, shape), axis=-1)
+    load: NDArray[np.float64] = np.multiply(per_slot, placement.slot_share, dtype=np.float64)
+    return load
+
+
+def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
+    """[..., L, R] tokens that each rank gets when ``tokens`` [..., L, E] are split by share."""
+    per_slot = slot_load(tokens, placement)
+    load = np.zeros((*tokens.shape[:-1], topology.num_ranks))
+    for rank in range(topology.num_ranks):
+        load[..., rank] = per_slot[..., topology.slots_on(rank)].sum(axis=-1)
+    return load
+
+
+def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
+    """Max over mean of a rank load [..., R], by the time that each rank needs for it.
+
+    Dead ranks count neither in the maximum nor in the mean. A layer without tokens counts as 1.0.
+    """
+    time = (load / topology.rank_speed)[..., topology.alive]
+    fair = load[..., topology.alive].sum(axis=-1) / topology.rank_speed[topology.alive].sum()
+    ratio: NDArray[np.float64] = np.ones(load.shape[:-1])
+    np.divide(time.max(axis=-1), fair, out=ratio, where=fair > 0)
+    return ratio
+
+
+def imbalance(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
+    """Busiest over mean rank load, one value per layer.
+
+    Args:
+        tokens: [..., L, E] tokens routed to each expert.
+        placement: the placement to judge; need not be the one the tokens were counted under.
+        topology: says which slots share a rank, and how fast and alive each rank is.
+
+    Returns:
+        [..., L], 1.0 or more. 1.0 is perfect; 2.0 means the busiest rank takes twice as long as
+        it would at perfect balance, so the layer runs at half speed.
+    """
+    return imbalance_of(rank_load(tokens, placement, topology), topology)
+
+
+def balancedness(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
+    """Mean over busiest rank load: the inverse of ``imbalance``, in (0, 1].
+
+    Source: the ratio that vLLM logs (vllm/distributed/eplb/eplb_state.py), but per layer, and 1.0
+    for an idle layer.
+    """
+    inverse: NDArray[np.float64] = 1.0 / imbalance(tokens, placement, topology)
+    return inverse
+
+
+def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
+    """[L] imbalance that no placement with equal split can beat on ``tokens`` [L, E].
+
+    Giving the next replica to the expert with the largest load per replica minimises the largest
+    replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
+    gets no more replicas than there are live ranks, because two on one rank balance nothing.
+    """
+    speed = topology.rank_speed[topology.alive]
+    num_slots = int(topology.slots_of_rank[topology.alive].sum())
+    num_ranks = int((topology.alive & (topology.slots_of_rank > 0)).sum())
+    total = tokens.sum(axis=1)
+    if num_slots < tokens.shape[1]:
+        return np.ones(len(tokens))
+    largest = _smallest_largest_replica(tokens.astype(np.float64), num_slots, num_ranks)
+    bound: NDArray[np.float64] = np.ones(len(tokens))
+    np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
+    bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
+    return bounded
+
+
+def _smallest_largest_replica(
+    tokens: NDArray[np.float64], num_slots: int, most: int
+) -> NDArray[np.float64]:
+    """[L] bisect, all layers at once, for a value just under the smallest possible maximum."""
+    high = tokens.max(axis=1)
+    low = high / most
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        limit = np.where(middle > 0, middle, 1.0)[:, None]
+        needed = np.maximum(np.ceil(tokens / limit), 1)
+        fits = (needed <= most).all(axis=1) & (needed.sum(axis=1) <= num_slots)
+        high, low = np.where(fits, middle, high), np.where(fits, low, middle)
+    return low

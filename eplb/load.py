@@ -1,0 +1,163 @@
+"""How many tokens each expert got: one rank's sample, and the windows folded from many samples.
+
+Shapes:  L MoE layers, C slots of one rank, E experts, T windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.errors import HistoryError
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadSample:
+    """What one rank held and received over some steps.
+
+    Self-describing: it carries the rank's own slots, so folding it needs no placement and no
+    collective. It never spans a swap. Padding, dummy and warm-up batches are not in it.
+
+    Raises:
+        HistoryError: shapes that differ, steps in the wrong order, or negative counts.
+    """
+
+    deployment: str
+    run: str  # one start of the serving processes
+    rank: int
+    sequence: int  # 0, 1, 2, ... per rank and run: a gap is a lost sample
+    time: float  # seconds since the epoch, by the rank's clock
+    first_step: int
+    last_step: int  # inclusive
+    phase: Phase
+    generation: int
+    slot_to_expert: NDArray[np.int32]  # [L, C]
+    tokens: NDArray[np.int64]  # [L, C] received by each slot
+
+    def __post_init__(self) -> None:
+        held, tokens = owned(self.slot_to_expert, np.int32), owned(self.tokens, np.int64)
+        freeze(self, slot_to_expert=held, tokens=tokens)
+        where = f"sample {self.sequence} of rank {self.rank}"
+        if held.ndim != 2 or held.shape != tokens.shape:
+            raise HistoryError(
+                f"{where}: slot_to_expert has shape {held.shape} and tokens {tokens.shape}, "
+                "expected the same [layers, slots]"
+            )
+        if self.last_step < self.first_step:
+            raise HistoryError(
+                f"{where}: steps {self.first_step}..{self.last_step}, expected first <= last"
+            )
+        if (tokens < 0).any():
+            raise HistoryError(f"{where}: {tokens.min()} tokens in a slot, expected 0 or more")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadHistory:
+    """Windows of load, oldest first. They stay apart: a planner wants T of them, not their sum.
+
+    Raises:
+        HistoryError: shapes that differ, negative counts, or no window at all.
+    """
+
+    tokens: NDArray[np.int64]  # [T, L, E]
+    first_step: NDArray[np.int64] = field(default_factory=unset)  # [T]; default: 0, 1, 2, ...
+    last_step: NDArray[np.int64] = field(default_factory=unset)  # [T] inclusive
+    phase: Phase = "mixed"
+    missing_ranks: tuple[frozenset[int], ...] = ()  # per window; () means none anywhere
+
+    def __post_init__(self) -> None:
+        tokens = owned(self.tokens, np.int64)
+        if tokens.ndim != 3 or not tokens.size:
+            raise HistoryError(
+                f"tokens has shape {tokens.shape}, expected [windows, layers, experts], none empty"
+            )
+        if (tokens < 0).any():
+            raise HistoryError(f"a window holds {tokens.min()} tokens, expected 0 or more")
+        steps = np.arange(len(tokens))
+        first = steps if self.first_step is UNSET else self.first_step
+        last = first if self.last_step is UNSET else self.last_step
+        freeze(self, tokens=tokens, first_step=owned(first, np.int64))
+        freeze(self, last_step=owned(last, np.int64))
+        if not self.missing_ranks:
+            object.__setattr__(self, "missing_ranks", (frozenset[int](),) * len(tokens))
+        for name in ("first_step", "last_step", "missing_ranks"):
+            if len(getattr(self, name)) != len(tokens):
+                raise HistoryError(
+                    f"{name} has {len(getattr(self, name))} entries, expected {len(tokens)} windows"
+                )
+
+    @property
+    def num_windows(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.tokens.shape[2])
+
+    @property
+    def steps_per_window(self) -> NDArray[np.int64]:
+        """[T] steps that each window spans."""
+        steps: NDArray[np.int64] = self.last_step - self.first_step + 1
+        return steps
+
+    def total(self) -> NDArray[np.int64]:
+        """[L, E] all windows summed."""
+        summed: NDArray[np.int64] = self.tokens.sum(axis=0)
+        return summed
+
+    def latest(self, num_windows: int) -> LoadHistory:
+        """The last ``num_windows`` windows, or all when there are fewer."""
+        keep = slice(max(0, self.num_windows - num_windows), None)
+        return LoadHistory(
+            self.tokens[keep],
+            self.first_step[keep],
+            self.last_step[keep],
+            self.phase,
+            self.missing_ranks[keep],
+        )
+
+
+def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
+    """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
+
+    Fractional loads are scaled to integers so that planning stays exact and repeatable.
+
+    Raises:
+        HistoryError: another shape, negative or non-finite figures.
+    """
+    if isinstance(history, LoadHistory):
+        return history
+    # Tensors on a device answer to .cpu(); numpy must not be handed those directly.
+    values = np.asarray(history.cpu() if hasattr(history, "cpu") else history)
+    if values.ndim == 2:
+        values = values[None]
+    if values.dtype.kind == "f":
+        values = _as_counts(values)
+    if values.dtype.kind not in "iub":
+        raise HistoryError(f"load has dtype {values.dtype}, expected integers or floats")
+    return LoadHistory(values)
+
+
+def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:
+    if not np.isfinite(values).all():
+        raise HistoryError("load holds a figure that is not finite, expected finite token counts")
+    if (values < 0).any():
+        raise HistoryError(f"load holds {values.min()}, expected 0 or more")
+    if (values == np.floor(values)).all():
+        return values.astype(np.int64)
+    # 2**40 for the largest figure keeps 12 digits and leaves room to sum 2**23 of them.
+    counts: NDArray[np.int64] = np.rint(values * (2.0**40 / values.max())).astype(np.int64)
+    return counts

@@ -1,0 +1,118 @@
+"""The shape of a mixture-of-experts model, as far as balancing needs it.
+
+Shapes:  L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """What a planner may know of a model.
+
+    A shared expert is load on every rank and is never placed. ``layer_ids`` are the model's own
+    layer numbers: dense layers are absent, multi-token-prediction layers are layers.
+
+    Raises:
+        ConfigError: a count that no model can have.
+    """
+
+    layer_ids: tuple[int, ...]  # [L]
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int  # of one routed expert
+    num_shared_experts: int = 0
+    num_expert_groups: int = 1  # the model's routing groups; 1 means none
+    expert_bytes: int = 0  # of one routed expert as served; 0: three BF16 matrices
+    expert_cost: NDArray[np.float64] = field(default_factory=unset)  # [E] work per token, 1.0 usual
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"top-{self.top_k} of {self.num_experts} experts, "
+                "expected at least one expert and 1 <= top_k <= num_experts"
+            )
+        if not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids):
+            raise ConfigError(f"layer_ids is {self.layer_ids}, expected distinct layer numbers")
+        if self.num_expert_groups < 1 or self.num_experts % self.num_expert_groups:
+            raise ConfigError(
+                f"{self.num_experts} experts in {self.num_expert_groups} expert groups, "
+                "expected groups of equal size"
+            )
+        if not self.expert_bytes:
+            object.__setattr__(self, "expert_bytes", 3 * self.hidden * self.intermediate * 2)
+        cost = np.ones(self.num_experts) if self.expert_cost is UNSET else self.expert_cost
+        freeze(self, expert_cost=owned(cost, np.float64))
+        if self.expert_cost.shape != (self.num_experts,):
+            raise ConfigError(
+                f"expert_cost has shape {self.expert_cost.shape}, expected ({self.num_experts},)"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layer_ids)
+
+
+def _preset(
+    first: int, last: int, num_experts: int, top_k: int, hidden: int, intermediate: int
+) -> ModelShape:
+    layers = tuple(range(first, last + 1))
+    return ModelShape(layers, num_experts, top_k, hidden, intermediate)
+
+
+def _zero_computation(model: ModelShape, num_zero: int) -> ModelShape:
+    """Make the last ``num_zero`` experts identities, which cost nothing (LongCat-Flash)."""
+    cost = np.ones(model.num_experts)
+    cost[-num_zero:] = 0.0
+    return replace(model, expert_cost=cost)
+
+
+_V3 = replace(
+    _preset(3, 60, 256, 8, 7168, 2048),
+    num_shared_experts=1,
+    num_expert_groups=8,
+    expert_bytes=44_040_192 + 10_752,  # FP8 weights and their 128 x 128 float32 block scales
+)
+
+# Figures are those of each model's published config.json.
+PRESETS: dict[str, ModelShape] = {
+    "deepseek-v3": _V3,
+    "deepseek-r1": _V3,
+    "deepseek-v3.2": _V3,
+    "deepseek-v2-lite": replace(_preset(1, 26, 64, 6, 2048, 1408), num_shared_experts=2),
+    "kimi-k2": replace(_preset(1, 60, 384, 8, 7168, 2048), num_shared_experts=1),
+    "qwen3-235b": _preset(0, 93, 128, 8, 4096, 1536),
+    "qwen3-30b": _preset(0, 47, 128, 8, 2048, 768),
+    "qwen3-next": replace(_preset(0, 47, 512, 10, 2048, 512), num_shared_experts=1),
+    "ling-1t": replace(
+        _preset(4, 79, 256, 8, 8192, 2048), num_shared_experts=1, num_expert_groups=8
+    ),
+    "longcat-flash": _zero_computation(_preset(0, 27, 768, 12, 6144, 2048), 256),
+    "step-3": replace(_preset(4, 59, 48, 3, 7168, 5120), num_shared_experts=1),
+    "minimax-m2": _preset(0, 61, 256, 8, 3072, 1536),
+    "glm-4.5": replace(_preset(3, 91, 160, 8, 5120, 1536), num_shared_experts=1),
+    "gpt-oss-120b": _preset(0, 35, 128, 4, 2880, 2880),
+    "gpt-oss-20b": _preset(0, 23, 32, 4, 2880, 2880),
+    "mixtral-8x7b": _preset(0, 31, 8, 2, 4096, 14336),
+}
+
+
+def preset(name: str) -> ModelShape:
+    """Look a published model up by name.
+
+    Raises:
+        ConfigError: an unknown name; the message lists the known ones.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown model {name!r}, expected one of: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]

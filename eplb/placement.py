@@ -1,0 +1,222 @@
+"""Which expert each slot holds, and what share of its tokens each slot gets.
+
+A placement is one array, ``slot_to_expert``, and the shares beside it. Everything else (replica
+counts, the inverse map, loads per rank) is derived, so two views of a placement cannot disagree.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.errors import PlacementError
+from eplb.topology import Topology
+
+EMPTY = -1  # a slot that holds no expert: a spare, a dead rank's slot, an uneven layer
+SHARE_TOLERANCE = 1e-6  # float64 shares of one expert must sum to 1 within this
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The one truth about where experts are.
+
+    Raises:
+        PlacementError: an id out of range, an expert without a slot, or shares that do not
+            sum to 1.
+    """
+
+    slot_to_expert: NDArray[np.int32]  # [L, S], EMPTY where a slot holds nothing
+    num_experts: int
+    generation: int = 0  # number of the committed placement; only grows
+    slot_share: NDArray[np.float64] = field(default_factory=unset)  # [L, S]; default: equal split
+    source_share: NDArray[np.float64] | None = None  # [N, L, S], the same per source node
+
+    def __post_init__(self) -> None:
+        held = owned(self.slot_to_expert, np.int32)
+        if held.ndim != 2:
+            raise PlacementError(f"slot_to_expert has shape {held.shape}, expected [layers, slots]")
+        freeze(self, slot_to_expert=held)
+        self._check_ids()
+        share = self._equal_share() if self.slot_share is UNSET else self.slot_share
+        freeze(self, slot_share=owned(share, np.float64))
+        _check_shares("slot_share", self.slot_share, self)
+        if self.source_share is not None:
+            per_source = owned(self.source_share, np.float64)
+            freeze(self, source_share=per_source)
+            if per_source.ndim != 3:
+                raise PlacementError(
+                    f"source_share has shape {per_source.shape}, expected [nodes, layers, slots]"
+                )
+            for node, share_from_node in enumerate(per_source):
+                _check_shares(f"source_share of node {node}", share_from_node, self)
+
+    def _check_ids(self) -> None:
+        held = self.slot_to_expert
+        wrong = np.argwhere((held < EMPTY) | (held >= self.num_experts))
+        if wrong.size:
+            layer, slot = wrong[0]
+            raise PlacementError(
+                f"layer {layer} slot {slot} holds expert {held[layer, slot]}, "
+                f"expected 0..{self.num_experts - 1}, or {EMPTY} for an empty slot"
+            )
+        missing = np.argwhere(self.replica_count == 0)
+        if missing.size:
+            layer, expert = missing[0]
+            raise PlacementError(f"layer {layer}: expert {expert} has no slot")
+
+    def _equal_share(self) -> NDArray[np.float64]:
+        held = self.slot_to_expert
+        count = np.take_along_axis(self.replica_count, np.maximum(held, 0), axis=1)
+        share: NDArray[np.float64] = np.where(held == EMPTY, 0.0, 1.0 / count)
+        return share
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.slot_to_expert)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        _, num_slots = self.slot_to_expert.shape
+        return int(num_slots)
+
+    @cached_property
+    def replica_count(self) -> NDArray[np.int32]:
+        """[L, E] how many slots hold each expert."""
+        num_layers, _ = self.slot_to_expert.shape
+        count = np.zeros((num_layers, self.num_experts), dtype=np.int32)
+        layer, slot = np.nonzero(self.slot_to_expert != EMPTY)
+        np.add.at(count, (layer, self.slot_to_expert[layer, slot]), 1)
+        return owned(count, np.int32)
+
+    @cached_property
+    def expert_to_slots(self) -> NDArray[np.int32]:
+        """[L, E, Rmax] slots of each expert, lowest first, padded with EMPTY."""
+        most = int(self.replica_count.max())
+        slots = np.full((self.num_layers, self.num_experts, most), EMPTY, dtype=np.int32)
+        filled = np.zeros((self.num_layers, self.num_experts), dtype=np.int64)
+        for slot in range(self.num_slots):
+            layers = np.flatnonzero(self.slot_to_expert[:, slot] != EMPTY)
+            experts = self.slot_to_expert[layers, slot]
+            slots[layers, experts, filled[layers, experts]] = slot
+            filled[layers, experts] += 1
+        return owned(slots, np.int32)
+
+    @cached_property
+    def hash(self) -> str:
+        """Hex digest of experts and shares; two ranks with one hash route alike."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(np.array([*self.slot_to_expert.shape, self.num_experts]).tobytes())
+        digest.update(self.slot_to_expert.tobytes())
+        digest.update(self.slot_share.tobytes())
+        if self.source_share is not None:
+            digest.update(self.source_share.tobytes())
+        return digest.hexdigest()
+
+    def with_layers(self, other: Placement, layers: Iterable[int]) -> Placement:
+        """This placement with some layers taken from ``other``: the legal state in mid-migration.
+
+        Keeps this placement's generation, because nothing is committed until the last layer is.
+        """
+        if other.slot_to_expert.shape != self.slot_to_expert.shape:
+            raise PlacementError(
+                f"the other placement has shape {other.slot_to_expert.shape}, "
+                f"expected {self.slot_to_expert.shape}"
+            )
+        chosen = sorted(layers)
+        held, share = self.slot_to_expert.copy(), self.slot_share.copy()
+        held[chosen], share[chosen] = other.slot_to_expert[chosen], other.slot_share[chosen]
+        source_share = self._source_share_with(other, chosen)
+        return Placement(held, self.num_experts, self.generation, share, source_share)
+
+    def _source_share_with(self, other: Placement, chosen: list[int]) -> NDArray[np.float64] | None:
+        mine, theirs = self.source_share, other.source_share
+        if mine is None and theirs is None:
+            return None
+        template = mine if mine is not None else theirs
+        assert template is not None, "one of the two has shares per source"
+        # A side without shares per source has the same share from every node.
+        merged = np.array(
+            np.broadcast_to(self.slot_share, template.shape) if mine is None else mine
+        )
+        merged[:, chosen] = other.slot_share[chosen] if theirs is None else theirs[:, chosen]
+        return merged
+
+    def with_generation(self, generation: int) -> Placement:
+        """The same experts and shares under another generation number."""
+        return Placement(
+            self.slot_to_expert, self.num_experts, generation, self.slot_share, self.source_share
+        )
+
+
+def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -> None:
+    held = placement.slot_to_expert
+    if share.shape != held.shape:
+        raise PlacementError(f"{name} has shape {share.shape}, expected {held.shape}")
+    wrong = np.argwhere(~((share >= 0) & (share <= 1)) | ((held == EMPTY) & (share != 0)))
+    if wrong.size:
+        layer, slot = wrong[0]
+        raise PlacementError(
+            f"{name}: layer {layer} slot {slot} has {share[layer, slot]}, "
+            "expected 0..1, and 0 for an empty slot"
+        )
+    total = np.zeros(placement.replica_count.shape)
+    layer_index, slot_index = np.nonzero(held != EMPTY)
+    np.add.at(total, (layer_index, held[layer_index, slot_index]), share[layer_index, slot_index])
+    off = np.argwhere(np.abs(total - 1.0) > SHARE_TOLERANCE)
+    if off.size:
+        layer, expert = off[0]
+        raise PlacementError(
+            f"{name}: the shares of expert {expert} in layer {layer} sum to "
+            f"{total[layer, expert]:.6g}, expected 1"
+        )
+
+
+def check_fits(placement: Placement, topology: Topology) -> None:
+    """Refuse a placement that this topology cannot serve.
+
+    Raises:
+        PlacementError: another number of slots, two replicas of an expert on one rank, or an
+            expert on a rank that is not alive.
+    """
+    if placement.num_slots != topology.num_slots:
+        raise PlacementError(
+            f"the placement has {placement.num_slots} slots a layer, "
+            f"the topology has {topology.num_slots}"
+        )
+    duplicates = duplicate_replicas(placement, topology)
+    if duplicates.size:
+        layer, rank, expert = duplicates[0]
+        raise PlacementError(f"layer {layer}: rank {rank} holds expert {expert} more than once")
+    dead = ~topology.alive[topology.rank_of_slot]
+    stranded = np.argwhere(placement.slot_to_expert[:, dead] != EMPTY)
+    if stranded.size:
+        layer, column = stranded[0]
+        slot = int(np.flatnonzero(dead)[column])
+        raise PlacementError(
+            f"layer {layer} slot {slot} holds expert {placement.slot_to_expert[layer, slot]} "
+            f"on rank {topology.rank_of_slot[slot]}, which is not alive"
+        )
+
+
+def duplicate_replicas(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[D, 3] (layer, rank, expert) for every expert that a rank holds more than once.
+
+    A second replica on the same rank balances nothing and wastes the memory of a slot
+    (deepseek-ai/EPLB issue 22).
+    """
+    shape = (placement.num_layers, topology.num_ranks, placement.num_experts)
+    count = np.zeros(shape, dtype=np.int32)
+    layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
+    expert = placement.slot_to_expert[layer, slot]
+    np.add.at(count, (layer, topology.rank_of_slot[slot], expert), 1)
+    return np.argwhere(count > 1)

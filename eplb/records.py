@@ -1,0 +1,155 @@
+"""Placements, migrations and shapes as bytes and as plain dictionaries, for stores and files.
+
+Bytes are numpy's own ``.npz`` without pickles, with the version of this layout inside; a reader
+refuses a version that it does not know.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import StoreError
+from eplb.migration import Migration, Move, Pace, Source, Transaction
+from eplb.model import ModelShape
+from eplb.placement import Placement
+from eplb.topology import Topology
+
+RECORD_VERSION = 1
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def placement_to_bytes(placement: Placement) -> bytes:
+    """Pack a placement."""
+    return _pack("placement", {}, _placement_arrays("", placement))
+
+
+def placement_from_bytes(record: bytes) -> Placement:
+    """Unpack a placement.
+
+    Raises:
+        StoreError: damaged bytes, another kind of record, or an unknown version.
+    """
+    _, arrays = _unpack("placement", record)
+    return _placement("", arrays)
+
+
+def migration_to_bytes(migration: Migration) -> bytes:
+    """Pack a migration with both of its placements."""
+    rows = [
+        (txn, one_round, move.layer, move.expert, move.dst_slot, move.source, move.src_slot)
+        for txn, transaction in enumerate(migration.transactions)
+        for one_round, moves in enumerate(transaction.rounds)
+        for move in moves
+    ]
+    meta = {
+        "plan_id": migration.plan_id,
+        "layers": [list(txn.layers) for txn in migration.transactions],
+        "pace": vars(migration.pace),
+    }
+    arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
+    arrays |= _placement_arrays("base_", migration.base)
+    arrays |= _placement_arrays("target_", migration.target)
+    return _pack("migration", meta, arrays)
+
+
+def migration_from_bytes(record: bytes) -> Migration:
+    """Unpack a migration.
+
+    Raises:
+        StoreError: damaged bytes, another kind of record, or an unknown version.
+    """
+    meta, arrays = _unpack("migration", record)
+    rounds: list[list[list[Move]]] = [[] for _ in meta["layers"]]
+    for txn, one_round, layer, expert, dst_slot, source, src_slot in arrays["moves"].tolist():
+        while len(rounds[txn]) <= one_round:
+            rounds[txn].append([])
+        rounds[txn][one_round].append(Move(layer, expert, dst_slot, Source(source), src_slot))
+    transactions = tuple(
+        Transaction(tuple(layers), tuple(tuple(moves) for moves in rounds_of_txn))
+        for layers, rounds_of_txn in zip(meta["layers"], rounds, strict=True)
+    )
+    base, target = _placement("base_", arrays), _placement("target_", arrays)
+    return Migration(meta["plan_id"], base, target, transactions, Pace(**meta["pace"]))
+
+
+def topology_to_dict(topology: Topology) -> dict[str, Any]:
+    """Give a topology as JSON-ready lists."""
+    names = (
+        "node_of_rank",
+        "slots_of_rank",
+        "host_of_rank",
+        "failure_domain",
+        "rank_speed",
+        "alive",
+    )
+    return {name: getattr(topology, name).tolist() for name in names}
+
+
+def topology_from_dict(fields: dict[str, Any]) -> Topology:
+    """Make a topology of what ``topology_to_dict`` gave."""
+    return Topology(**fields)
+
+
+def model_to_dict(model: ModelShape) -> dict[str, Any]:
+    """Give a model shape as JSON-ready values."""
+    return vars(model) | {
+        "layer_ids": list(model.layer_ids),
+        "expert_cost": model.expert_cost.tolist(),
+    }
+
+
+def model_from_dict(fields: dict[str, Any]) -> ModelShape:
+    """Make a model shape of what ``model_to_dict`` gave."""
+    return ModelShape(**(fields | {"layer_ids": tuple(fields["layer_ids"])}))
+
+
+def _placement_arrays(prefix: str, placement: Placement) -> Arrays:
+    arrays: Arrays = {
+        "slot_to_expert": placement.slot_to_expert,
+        "slot_share": placement.slot_share,
+        "scalars": np.array([placement.num_experts, placement.generation]),
+    }
+    if placement.source_share is not None:
+        arrays["source_share"] = placement.source_share
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _placement(prefix: str, arrays: Arrays) -> Placement:
+    num_experts, generation = (int(value) for value in arrays[prefix + "scalars"])
+    return Placement(
+        arrays[prefix + "slot_to_expert"],
+        num_experts,
+        generation,
+        arrays[prefix + "slot_share"],
+        arrays.get(prefix + "source_share"),
+    )
+
+
+def _pack(kind: str, meta: dict[str, Any], arrays: Arrays) -> bytes:
+    header = json.dumps({"kind": kind, "version": RECORD_VERSION} | meta)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, header=np.array(header), **arrays)
+    return buffer.getvalue()
+
+
+def _unpack(kind: str, record: bytes) -> tuple[dict[str, Any], Arrays]:
+    try:
+        with np.load(io.BytesIO(record), allow_pickle=False) as archive:
+            arrays = dict(archive)
+        meta = json.loads(str(arrays.pop("header")))
+        found = (meta["kind"], meta["version"])
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as exc:
+        raise StoreError(f"a {kind} record of {len(record)} bytes cannot be read: {exc}") from exc
+    if found != (kind, RECORD_VERSION):
+        raise StoreError(
+            f"found a record of kind {found[0]!r} version {found[1]}, "
+            f"expected kind {kind!r} version {RECORD_VERSION}"
+        )
+    return meta, arrays
