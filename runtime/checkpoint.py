@@ -1,0 +1,189 @@
+"""Weights on disk: sharded safetensors with an index, read by name; and a writer of random ones.
+
+Names are those of DeepSeek-V3's checkpoints: gate, up and down apart, one tensor per expert.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from eplb.errors import CheckpointError
+from eplb.model import ModelShape
+from runtime.experts import ExpertSchema
+
+INDEX_FILE = "model.safetensors.index.json"
+Weights = Mapping[str, torch.Tensor]  # by checkpoint name
+
+
+def layer_name(layer: int) -> str:
+    """Prefix of a layer's tensors."""
+    return f"model.layers.{layer}"
+
+
+def expert_name(layer: int, expert: int) -> str:
+    """Prefix of a routed expert's tensors."""
+    return f"{layer_name(layer)}.mlp.experts.{expert}"
+
+
+class Checkpoint:
+    """An opened checkpoint. Every shard's header is read at once, so damage shows at the start.
+
+    Raises:
+        CheckpointError: no index, or a shard is missing, truncated or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = path / INDEX_FILE
+        try:
+            self._shard_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError) as exc:
+            raise CheckpointError(f"{index} cannot be read as a checkpoint index: {exc}") from exc
+        self._shards: dict[str, Any] = {
+            name: _open_shard(path / name) for name in sorted(set(self._shard_of.values()))
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shard_of
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: the index or its shard has no such tensor.
+        """
+        try:
+            tensor: torch.Tensor = self._shards[self._shard_of[name]].get_tensor(name)
+        except (KeyError, SafetensorError) as exc:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing") from exc
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it.
+
+        Raises:
+            CheckpointError: the index or its shard has no such tensor.
+        """
+        try:
+            shard = self._shards[self._shard_of[name]]
+            return tuple(shard.get_slice(name).get_shape())
+        except (KeyError, SafetensorError) as exc:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing") from exc
+
+    def cook(self, layer: int, expert: int, schema: ExpertSchema, record: torch.Tensor) -> None:
+        """Write one routed expert into a record [record_bytes], in kernel layout."""
+        where = expert_name(layer, expert)
+        parts = {
+            part: self.tensor(f"{where}.{part}") for spec in schema.tensors for part in spec.parts
+        }
+        schema.cook(parts, record, where)
+
+    def dense_weights(self) -> dict[str, torch.Tensor]:
+        """Read everything but the routed experts: what every rank holds."""
+        return {name: self.tensor(name) for name in self._shard_of if ".mlp.experts." not in name}
+
+    def all_weights(self) -> dict[str, torch.Tensor]:
+        """Read everything, for the single-process reference."""
+        return {name: self.tensor(name) for name in self._shard_of}
+
+    def check(self, model: ModelShape, schema: ExpertSchema) -> None:
+        """Refuse a checkpoint that is not of this model, before anything is started on it.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape than the model needs.
+        """
+        expected = dict(_dense_shapes(model, self.shape("model.embed_tokens.weight")[0]))
+        for layer in range(model.num_layers):
+            for expert in range(model.num_experts):
+                for spec in schema.tensors:
+                    for part in spec.parts:
+                        name = f"{expert_name(layer, expert)}.{part}"
+                        expected[name] = schema.part_shape(spec)
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {self.shape(name)}, "
+                    f"expected {shape} for this model"
+                )
+
+
+def _open_shard(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"weight file {path} is missing, the index names it") from exc
+    except (OSError, SafetensorError) as exc:
+        size = path.stat().st_size
+        raise CheckpointError(
+            f"weight file {path} of {size} bytes is truncated or damaged: {exc}"
+        ) from exc
+
+
+def _dense_shapes(model: ModelShape, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = model.hidden
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(model.num_layers):
+        name = layer_name(layer)
+        yield f"{name}.self_attn.qkv_proj.weight", (3 * hidden, hidden)
+        yield f"{name}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{name}.mlp.gate.weight", (model.num_experts, hidden)
+        if model.num_shared_experts:
+            width = model.num_shared_experts * model.intermediate
+            for part, shape in (
+                ("gate_proj", (width, hidden)),
+                ("up_proj", (width, hidden)),
+                ("down_proj", (hidden, width)),
+            ):
+                yield f"{name}.mlp.shared_experts.{part}.weight", shape
+
+
+def write_random_checkpoint(
+    path: Path, model: ModelShape, schema: ExpertSchema, *, vocabulary: int, seed: int
+) -> None:
+    """Write seeded random weights of a model, one shard per layer. All of it appears, or nothing.
+
+    Raises:
+        CheckpointError: the disk is full or read-only.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+        _write_shards(unfinished, model, schema, vocabulary, seed)
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as exc:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"weights cannot be written to {path}: {exc}") from exc
+
+
+def _write_shards(
+    path: Path, model: ModelShape, schema: ExpertSchema, vocabulary: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dense = dict(_dense_shapes(model, vocabulary))
+    weight_map: dict[str, str] = {}
+    for layer in range(-1, model.num_layers):  # -1: the embedding
+        prefix = "model.embed" if layer < 0 else f"{layer_name(layer)}."
+        shapes = {name: shape for name, shape in dense.items() if name.startswith(prefix)}
+        for expert in range(model.num_experts if layer >= 0 else 0):
+            for spec in schema.tensors:
+                for part in spec.parts:
+                    shapes[f"{expert_name(layer, expert)}.{part}"] = schema.part_shape(spec)
+        # Fan-in scaling keeps activations near 1; the embedding is looked up, not multiplied.
+        shard = {
+            name: torch.randn(shape, generator=generator)
+            * (1.0 if layer < 0 else shape[-1] ** -0.5)
+            for name, shape in shapes.items()
+        }
+        file = f"model-{layer + 2:05d}-of-{model.num_layers + 1:05d}.safetensors"
+        save_file(shard, path / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=1))

@@ -1,0 +1,142 @@
+"""Where a rank keeps its experts: live slots that serve, and a staging ring that is being filled.
+
+An expert is one record: all its tensors in the layout that the kernels read, page-aligned, so that
+moving an expert is moving one run of bytes and nothing that belongs to it can be left behind.
+
+Shapes:  L MoE layers, C slots of this rank, K staging entries, H hidden, M intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from eplb.errors import CheckpointError
+from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of an expert, and the checkpoint tensors that it is made of, stacked on dim 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[str, ...]  # e.g. gate_proj.weight and up_proj.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExpertSchema:
+    """Every tensor that belongs to an expert. What is not named here would not move with it."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @staticmethod
+    def swiglu(hidden: int, intermediate: int, dtype: torch.dtype = torch.float32) -> ExpertSchema:
+        """Gate and up fused as the kernel wants them, then down."""
+        gate_up = TensorSpec(
+            "gate_up", (2 * intermediate, hidden), dtype, ("gate_proj.weight", "up_proj.weight")
+        )
+        down = TensorSpec("down", (hidden, intermediate), dtype, ("down_proj.weight",))
+        return ExpertSchema((gate_up, down))
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes from one record to the next: whole pages."""
+        used = sum(spec.num_bytes for spec in self.tensors)
+        return -(-used // PAGE_BYTES) * PAGE_BYTES
+
+    def views(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Tensors [..., *shape] of uint8 ``records`` [..., record_bytes], sharing their storage."""
+        views, offset = {}, 0
+        for spec in self.tensors:
+            span = records[..., offset : offset + spec.num_bytes]
+            views[spec.name] = span.view(spec.dtype).view(*records.shape[:-1], *spec.shape)
+            offset += spec.num_bytes
+        return views
+
+    def part_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Shape of each checkpoint tensor that ``spec`` is made of."""
+        return (spec.shape[0] // len(spec.parts), *spec.shape[1:])
+
+    def cook(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
+        """Write one expert's checkpoint tensors into a record, in kernel layout.
+
+        Raises:
+            CheckpointError: a tensor has another shape than the model needs.
+        """
+        for spec in self.tensors:
+            for name in spec.parts:
+                found, expected = tuple(parts[name].shape), self.part_shape(spec)
+                if found != expected:
+                    raise CheckpointError(f"{where}.{name} has shape {found}, expected {expected}")
+            target = self.views(record)[spec.name]
+            target.copy_(torch.cat([parts[name] for name in spec.parts]))
+
+
+class ExpertBank:
+    """A rank's live slots and its staging ring, in one arena that peers on the host can read.
+
+    All memory is reserved here, once: serving never allocates for a migration.
+    """
+
+    def __init__(
+        self, schema: ExpertSchema, num_layers: int, num_slots: int, *, num_staging: int
+    ) -> None:
+        self.schema = schema
+        self.num_layers, self.num_slots, self.num_staging = num_layers, num_slots, num_staging
+        size = schema.record_bytes
+        num_live = num_layers * num_slots
+        self._arena = SharedArena("eplb-experts", (num_live + num_staging) * size)
+        records = self._arena.bytes.view(num_live + num_staging, size)
+        self._live = records[:num_live].view(num_layers, num_slots, size)
+        self._staging = records[num_live:]
+        self._weights = [schema.views(self._live[layer]) for layer in range(num_layers)]
+
+    @property
+    def handle(self) -> str:
+        """Path by which peers on this host attach (PeerBank)."""
+        return self._arena.handle
+
+    def live(self, layer: int, slot: int) -> torch.Tensor:
+        """Record [record_bytes] of one of this rank's slots, 0..C-1."""
+        return self._live[layer, slot]
+
+    def staging(self, entry: int) -> torch.Tensor:
+        """Record [record_bytes] of a staging entry, 0..K-1."""
+        return self._staging[entry]
+
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """Tensors [C, *shape] that the layer's kernels read: the live slots themselves."""
+        return self._weights[layer]
+
+    def swap(self, layer: int, slot: int, entry: int) -> None:
+        """Copy a staged record into a live slot. Only between steps."""
+        self._live[layer, slot].copy_(self._staging[entry])
+
+    def digest(self, layer: int, slot: int) -> tuple[int, int]:
+        """Digest of the bytes that a live slot holds now."""
+        return digest(self._live[layer, slot])
+
+
+class PeerBank:
+    """Another rank's live slots, read without that rank's help."""
+
+    def __init__(self, handle: str, mine: ExpertBank, num_slots: int) -> None:
+        size = mine.schema.record_bytes
+        num_live = mine.num_layers * num_slots
+        arena = attach(handle, (num_live + mine.num_staging) * size)
+        self._live = arena[: num_live * size].reshape(mine.num_layers, num_slots, size)
+
+    def read(self, layer: int, slot: int, into: torch.Tensor) -> None:
+        """Copy the record of one of the peer's slots into ``into``."""
+        np.copyto(into.numpy(), self._live[layer, slot])

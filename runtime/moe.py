@@ -1,0 +1,130 @@
+"""One mixture-of-experts layer as a rank runs it, and the model stack that the demo serves.
+
+    route -> choose replicas -> dispatch -> experts -> combine
+
+Shapes:  B sequences, N positions, T = B * N tokens, H hidden, E experts, K top-k, C slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from eplb.model import ModelShape
+from runtime.checkpoint import Weights, layer_name
+from runtime.counters import SlotCounter
+from runtime.dispatch import Dispatcher
+from runtime.experts import ExpertBank
+from runtime.routing import RoutingTable
+
+NUM_HEADS = 4
+
+
+def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """silu(rows @ gate.T) * (rows @ up.T) @ down.T, with gate and up stacked on dim 0."""
+    gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
+    return (F.silu(gate) * up) @ down.T
+
+
+def normalise(hidden: torch.Tensor) -> torch.Tensor:
+    """RMS norm without a weight."""
+    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (expert ids [T, K], weights [T, K] that sum to 1) of router logits [T, E]."""
+    top, experts = torch.topk(logits, top_k, dim=-1)
+    return experts, torch.softmax(top, dim=-1)
+
+
+def mix_causally(hidden: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Causal self-attention over sequences [B, N, H]."""
+    batch, length, width = hidden.shape
+    heads = (hidden @ qkv.T).view(batch, length, 3, NUM_HEADS, width // NUM_HEADS)
+    query, key, value = heads.permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return mixed.transpose(1, 2).reshape(batch, length, width) @ out.T
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The routed experts of one layer, spread over all ranks, and an optional shared expert."""
+
+    layer: int
+    top_k: int
+    bank: ExpertBank
+    table: RoutingTable
+    dispatcher: Dispatcher
+    counter: SlotCounter
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
+
+    def forward(
+        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, salt: int
+    ) -> torch.Tensor:
+        """Outputs [T, H] for tokens [T, H] routed to experts [T, K] with weights [T, K].
+
+        Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
+        """
+        slots = self.table.choose(self.layer, experts, salt=salt)
+        received = self.dispatcher.dispatch(self.layer, tokens, slots)
+        self.counter.add(self.layer, received.counts)
+        results = self._run_experts(received.rows, received.counts)
+        per_pair = self.dispatcher.combine(self.layer, results, received)
+        per_expert = per_pair.view(*experts.shape, tokens.shape[1])
+        output = (per_expert * weights[..., None]).sum(dim=1)
+        if self.shared is not None:
+            output = output + swiglu(tokens, *self.shared)
+        return output
+
+    def _run_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        tensors = self.bank.weights(self.layer)
+        results = torch.empty_like(rows)
+        start = 0
+        for slot, count in enumerate(counts.tolist()):
+            if count:
+                part = slice(start, start + count)
+                results[part] = swiglu(rows[part], tensors["gate_up"][slot], tensors["down"][slot])
+                start += count
+        return results
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one forward pass gave, and what a reference needs to follow it."""
+
+    hidden: torch.Tensor  # [T, H] after the last layer
+    experts: torch.Tensor  # [L, T, K] where each token went
+
+
+class MoEStack:
+    """Embedding, then layers of causal mixing and experts, each added to the residual stream."""
+
+    def __init__(self, model: ModelShape, weights: Weights, layers: list[MoELayer]) -> None:
+        self._model, self._weights, self._layers = model, weights, layers
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, *, salt: int, forced: torch.Tensor | None = None
+    ) -> Forward:
+        """Run token ids [B, N]; ``forced`` [L, T, K] replaces the router's choice of experts."""
+        hidden = self._weights["model.embed_tokens.weight"][token_ids]
+        chosen = []
+        for moe in self._layers:
+            name = layer_name(moe.layer)
+            hidden = hidden + mix_causally(
+                normalise(hidden),
+                self._weights[f"{name}.self_attn.qkv_proj.weight"],
+                self._weights[f"{name}.self_attn.o_proj.weight"],
+            )
+            tokens = normalise(hidden).flatten(0, 1)
+            logits = tokens @ self._weights[f"{name}.mlp.gate.weight"].T
+            experts, weights = route(logits, self._model.top_k)
+            if forced is not None:
+                experts = forced[moe.layer]
+                weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
+            output = moe.forward(tokens, experts, weights, salt=salt)
+            hidden = hidden + output.view_as(hidden)
+            chosen.append(experts)
+        return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))

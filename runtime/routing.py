@@ -1,0 +1,122 @@
+"""Where a token for an expert goes: the routing table, and the choice among an expert's replicas.
+
+The table's tensors keep their addresses and shapes for ever and are changed by copies between
+steps, so a captured graph that reads them stays valid through every swap.
+
+Shapes:  L MoE layers, E experts, Rmax most replicas of an expert, T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.errors import PlacementError
+from eplb.placement import EMPTY, Placement
+
+SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
+
+
+class RoutingTable:
+    """Slots and cumulative shares of every expert, as this rank routes to them.
+
+    The last replica's cumulative share is SHARE_ONE exactly, so that no draw can fall past it: a
+    draw that found no replica would be dropped in silence by a dispatcher.
+    """
+
+    def __init__(self, placement: Placement, *, max_replicas: int, source_node: int = 0) -> None:
+        shape = (placement.num_layers, placement.num_experts, max_replicas)
+        self.slots = torch.full(shape, EMPTY, dtype=torch.int32)  # [L, E, Rmax], padded
+        self.cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32)  # [L, E, Rmax]
+        self.source_node = source_node
+        self.generation = placement.generation
+        self.load(placement, range(placement.num_layers))
+
+    def load(self, placement: Placement, layers: Iterable[int]) -> None:
+        """Take over some layers of a placement. Only between steps.
+
+        Raises:
+            PlacementError: an expert has more replicas than the table has room for.
+        """
+        chosen = sorted(layers)
+        slots, cumulative = _lookup(placement, self.source_node)
+        room, found = self.slots.shape[2], slots.shape[2]
+        if found > room:
+            raise PlacementError(
+                f"an expert has {found} replicas, expected at most {room}, the table's size"
+            )
+        for layer in chosen:
+            self.slots[layer].fill_(EMPTY)
+            self.cumulative[layer].fill_(SHARE_ONE)
+            self.slots[layer, :, :found].copy_(torch.tensor(slots[layer]))
+            self.cumulative[layer, :, :found].copy_(torch.tensor(cumulative[layer]))
+        self.generation = placement.generation
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return self.slots.nbytes + self.cumulative.nbytes
+
+    def choose(self, layer: int, experts: torch.Tensor, *, salt: int) -> torch.Tensor:
+        """Pick a replica for every (token, expert) pair, by share.
+
+        Systematic sampling: the n tokens of an expert are laid at even distances over its shares,
+        from a start that the salt decides. Each replica gets its share of n to within one token,
+        and ranks with other salts do not favour the same replica.
+
+        Args:
+            layer: the MoE layer, 0..L-1.
+            experts: [T, K] expert ids; negative for padding.
+            salt: any integer; alike on ranks that must choose alike.
+
+        Returns:
+            [T, K] int64 slots, EMPTY for padding.
+        """
+        flat = experts.flatten()
+        used = flat.clamp(min=0)
+        nth, count = _position_among_equals(flat)
+        start = _hash(used + self.slots.shape[1] * (layer + 1), salt)
+        draw = (nth * SHARE_ONE + start % SHARE_ONE) // count  # in 0..SHARE_ONE - 1
+        draw = draw.clamp(max=SHARE_ONE - 1)
+        replica = (draw[:, None] >= self.cumulative[layer][used]).sum(dim=1)
+        slot = self.slots[layer][used, replica].to(torch.int64)
+        slot.masked_fill_(flat < 0, EMPTY)
+        return slot.view_as(experts)
+
+
+def _lookup(placement: Placement, source_node: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    slots = placement.expert_to_slots
+    share = placement.slot_share
+    if placement.source_share is not None:
+        share = placement.source_share[source_node]
+    layer = np.arange(placement.num_layers)[:, None, None]
+    per_replica = np.where(slots == EMPTY, 0.0, share[layer, np.maximum(slots, 0)])
+    cumulative = np.rint(np.cumsum(per_replica, axis=2) * SHARE_ONE).astype(np.int32)
+    last = placement.replica_count - 1
+    at_or_past_last = np.arange(slots.shape[2]) >= last[:, :, None]
+    cumulative[at_or_past_last] = SHARE_ONE
+    return slots, cumulative
+
+
+def _position_among_equals(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each entry: how many equal ones stand before it, and how many there are in all."""
+    order = torch.argsort(ids, stable=True)
+    _, where, counts = torch.unique_consecutive(ids[order], return_inverse=True, return_counts=True)
+    first = torch.cumsum(counts, 0) - counts
+    nth = torch.empty_like(ids)
+    count = torch.empty_like(ids)
+    nth[order] = torch.arange(len(ids)) - first[where]
+    count[order] = counts[where]
+    return nth, count
+
+
+def _hash(values: torch.Tensor, salt: int) -> torch.Tensor:
+    """Mix integers and a salt into evenly spread non-negative 31-bit figures."""
+    # Multiply-and-fold with odd constants; every step stays below 2**63 in int64.
+    mixed = (values * 0x9E3779B1 + (salt & 0x7FFFFFFF) * 0x85EBCA6B) & 0x7FFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
+    mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0x7FFFFFFF
+    return mixed ^ (mixed >> 15)
