@@ -1,0 +1,315 @@
+"""The one object that a serving process holds: a rank's part in balancing.
+
+    agent.start()
+    while agent.step():        # between forward passes, on every rank, dummy batches included
+        model.forward(batch)
+    agent.close()
+
+``step`` reads the counters, votes, and swaps what the vote decided. Everything slow happens on the
+agent's own two threads: one brings bytes, one talks to the store. A dead store or a failed
+migration never fails a step; a dead peer always does, because its tokens would be lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from eplb.errors import RankError
+from eplb.load import LoadSample
+from eplb.load import Phase as LoadPhase
+from eplb.migration import Migration
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance import phases
+from rebalance.mover import Mover, PhaseBox
+from rebalance.phases import PlanRef, RankPhase, Swap
+from rebalance.transport import PendingVote, VoteGroup, WeightTransport
+from rebalance.vote import Ballot, Outcome, Verdict
+from rebalance.watcher import SampleSink, Watcher
+from runtime.counters import SlotCounter
+from runtime.dispatch import Dispatcher
+from runtime.experts import ExpertBank
+from runtime.routing import RoutingTable
+from telemetry.store import Control, LoadStore, RankState
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What every rank must be given alike."""
+
+    deployment: str
+    run: str
+    topology: Topology
+    sample_steps: int  # steps per sample; a divisor of the window
+    vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
+    vote_deadline_s: float = 30.0
+    load_phase: LoadPhase = "mixed"
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The live pieces of one rank that the agent reads and changes between steps."""
+
+    rank: int
+    bank: ExpertBank
+    table: RoutingTable
+    counter: SlotCounter
+    dispatcher: Dispatcher
+    digests: torch.Tensor  # [L, E, 2] of every expert
+
+
+@dataclass(frozen=True)
+class Links:
+    """The agent's ways to the outside."""
+
+    votes: VoteGroup
+    transport: WeightTransport
+    store: LoadStore
+    reporter: SampleSink
+    clock: Callable[[], float] = time.time
+
+
+@dataclass
+class StepFigures:
+    """What the agent has measured of itself."""
+
+    samples: int = 0
+    experts_moved: int = 0
+    rebalances: int = 0
+    swap_pauses_ms: list[float] = field(default_factory=list)
+
+
+class RankAgent:
+    """A rank's part in balancing: counts out, migrations in, swaps by vote."""
+
+    def __init__(
+        self, settings: AgentSettings, parts: RankParts, links: Links, placement: Placement
+    ) -> None:
+        self._settings, self._parts, self._links = settings, parts, links
+        self.placement = placement  # what serves now; a legal mix in mid-migration
+        self.figures = StepFigures()
+        self._box = PhaseBox(RankPhase(generation=placement.generation))
+        self._mover = Mover(
+            parts.rank, settings.topology, parts.bank, links.transport, parts.digests
+        )
+        self._watcher = Watcher(links.store, self, self._mover, self._box, links.reporter)
+        self._migration: Migration | None = None
+        self._pending: tuple[Ballot, PendingVote] | None = None
+        self._last_step = -1
+        self._first_unsampled = 0
+        self._wants_halt = False
+        self._halt_at: int | None = None
+
+    # -- what the serving process calls
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._watcher.start()
+
+    def step(self) -> bool:
+        """Do what is due between two forward passes; False when serving ends on every rank.
+
+        Calling it twice between the same two passes does nothing the second time.
+
+        Raises:
+            RankError: a peer is dead, or ranks are out of step. Run no further forward pass.
+        """
+        step = self._parts.dispatcher.steps
+        if step == self._last_step:
+            return True
+        if step != self._last_step + 1:
+            raise RankError(
+                f"rank {self._parts.rank}: step {step} follows step {self._last_step}, "
+                "expected one call of step() before every forward pass"
+            )
+        self._last_step = step
+        if step % self._settings.sample_steps == 0:
+            self._cut_sample(step)
+        is_vote_due = step % self._settings.vote_every == 0
+        self._read_vote(step, must_finish=is_vote_due)
+        if step == self._halt_at:
+            self._cut_sample(step)
+            return False
+        if is_vote_due:
+            self._cast_vote(step)
+        return True
+
+    def request_halt(self) -> None:
+        """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
+        self._wants_halt = True
+
+    def close(self) -> None:
+        """Stop the threads. The last samples are the reporter's to flush."""
+        self._watcher.close()
+
+    # -- votes
+
+    def _cast_vote(self, step: int) -> None:
+        state = self._box.state
+        ballot = phases.ballot(
+            state, step=step, membership=0, weights_version=0, halt=self._wants_halt
+        )
+        self._pending = (ballot, self._links.votes.cast(ballot.encode()))
+
+    def _read_vote(self, step: int, *, must_finish: bool) -> None:
+        """Read the vote of an earlier boundary, if it is due and there.
+
+        A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
+        smallest of all, so nobody can have swapped by it. A rank that had must wait, and if the
+        vote never ends it must not serve: others may have swapped.
+        """
+        if self._pending is None:
+            return
+        cast, vote = self._pending
+        may_skip = cast.prepared == self._box.state.swapped and not must_finish
+        outcome, reduced = vote.poll(0.0 if may_skip else self._settings.vote_deadline_s)
+        if outcome is Outcome.LATE and may_skip:
+            return
+        if outcome is not Outcome.VALUE:
+            raise RankError(
+                f"rank {self._parts.rank}: the vote of step {cast.step} is {outcome.value} at step "
+                f"{step}; a peer is dead or more than {self._settings.vote_deadline_s:.0f} s late"
+            )
+        self._pending = None
+        self._obey(cast, Verdict.decode(reduced), step)
+
+    def _obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+        if verdict.halt and self._halt_at is None:
+            # The next vote boundary: by then every rank has read this verdict, a late one too.
+            self._halt_at = cast.step + self._settings.vote_every
+        with self._box.changed:
+            before = self._box.state
+            state, order = phases.read_verdict(before, cast, verdict)
+            self._box.state = state
+            if order is not None:
+                self._swap(order, step)
+            elif state.phase is phases.Phase.ABORTED and before.phase is not state.phase:
+                self._drop(state)
+            self._box.changed.notify_all()
+
+    # -- swaps
+
+    def _swap(self, order: Swap, step: int) -> None:
+        """Copy staged records into live slots and turn the routing table, between two steps."""
+        started = time.perf_counter()
+        migration = self._migration
+        assert migration is not None, "a verdict orders only what this rank works on"
+        self._cut_sample(step)  # a sample never spans a swap
+        serving = migration.placement_after(order.last)
+        first_slot = int(self._settings.topology.first_slot[self._parts.rank])
+        for transaction in migration.transactions[order.first : order.last]:
+            for move in self._mover.own_moves(transaction):
+                entry = self._mover.ring.release(move)
+                self._parts.bank.swap(move.layer, move.dst_slot - first_slot, entry)
+                self.figures.experts_moved += 1
+            self._parts.table.load(serving, transaction.layers)
+        self.placement = serving
+        self._box.state = phases.completed(self._box.state, migration.plan_id, order.last)
+        self._box.state = phases.finish_swap(self._box.state)
+        if self._box.state.plan is None:
+            self._commit(migration)
+        self.figures.swap_pauses_ms.append((time.perf_counter() - started) * 1e3)
+
+    def _commit(self, migration: Migration) -> None:
+        self.placement = migration.target
+        self._parts.table.generation = migration.target.generation
+        self.figures.rebalances += 1
+        reason = f"plan {migration.plan_id} serves on every rank"
+        self._watcher.commit(migration, migration.target, "committed", reason)
+
+    def _drop(self, state: RankPhase) -> None:
+        """Keep what was swapped of a dropped migration, under a generation of its own."""
+        migration = self._migration
+        assert migration is not None, "a plan that is dropped was seen"
+        if state.swapped:
+            self.placement = self.placement.with_generation(state.generation)
+            self._parts.table.generation = state.generation
+        self._watcher.commit(migration, self.placement, "aborted", state.abort_reason)
+
+    # -- samples
+
+    def _cut_sample(self, step: int) -> None:
+        """Hand over what was counted in the steps before ``step``."""
+        if step == self._first_unsampled:
+            return
+        topology, rank = self._settings.topology, self._parts.rank
+        sample = LoadSample(
+            deployment=self._settings.deployment,
+            run=self._settings.run,
+            rank=rank,
+            sequence=self.figures.samples,
+            time=self._links.clock(),
+            first_step=self._first_unsampled,
+            last_step=step - 1,
+            phase=self._settings.load_phase,
+            generation=self.placement.generation,
+            slot_to_expert=self.placement.slot_to_expert[:, topology.slots_on(rank)],
+            tokens=self._parts.counter.drain(),
+        )
+        self._first_unsampled = step
+        self.figures.samples += 1
+        self._links.reporter.offer(sample)
+
+    # -- what the watcher calls, on its own thread
+
+    def hear(self, control: Control, published: Migration | None) -> None:
+        """Take in what the store says now."""
+        state = self._box.state
+        if state.plan is not None:
+            if not control.movement:
+                self._box.update(phases.want_abort, state.plan.plan_id, "movement is switched off")
+            elif published is None or published.plan_id != state.plan.plan_id:
+                self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
+        elif published is not None and control.movement:
+            self._adopt(published)
+
+    def _adopt(self, migration: Migration) -> None:
+        plan = PlanRef(
+            migration.plan_id,
+            migration.vote_hash,
+            migration.base.generation,
+            len(migration.transactions),
+            migration.pace.transactions_per_commit,
+        )
+        with self._box.changed:
+            if migration.base.hash != self.placement.hash:
+                return  # made for another placement; its maker will see the commit and withdraw it
+            state = phases.see_plan(self._box.state, plan)
+            if state is not self._box.state:
+                self._migration = migration
+                self._box.state = state
+                self._box.changed.notify_all()
+                self._watcher.bring(migration)
+
+    def describe(self) -> RankState:
+        """Say how this rank stands, for the store."""
+        with self._box.changed:
+            state = self._box.state
+            migration = self._migration if state.plan is not None else None
+        to_stage = 0
+        if migration is not None:
+            to_stage = sum(len(self._mover.own_moves(txn)) for txn in migration.transactions)
+        return RankState(
+            run=self._settings.run,
+            rank=self._parts.rank,
+            time=self._links.clock(),
+            step=max(self._last_step, 0),
+            generation=state.generation,
+            phase=state.phase.value,
+            plan_id=state.plan.plan_id if state.plan else 0,
+            applied=state.applied,
+            sequence=self.figures.samples,
+            detail={
+                "bytes_by_source": dict(self._mover.bytes_by_source),
+                "experts_moved": self.figures.experts_moved,
+                "rebalances": self.figures.rebalances,
+                "prepared": state.prepared,
+                "to_stage": to_stage,
+                "swap_pauses_ms": self.figures.swap_pauses_ms[-256:],
+                "frozen": state.frozen_reason,
+            },
+        )

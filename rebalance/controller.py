@@ -1,0 +1,255 @@
+"""The one that decides: window -> plan -> publish -> watch the commit.
+
+It runs in a process of its own and remembers nothing that the store does not: killed at any moment
+and started again, it folds the samples anew and goes on. It never speaks to a rank, and it commits
+nothing: what serves is written by the ranks, after the swap.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from eplb.errors import EplbError, StaleGeneration
+from eplb.gate import CostModel, Decision
+from eplb.load import LoadHistory
+from eplb.migration import Migration, Pace, build_migration
+from eplb.model import ModelShape
+from eplb.placement import Placement
+from eplb.plan import Plan, plan
+from eplb.problem import Budget
+from eplb.records import model_from_dict, topology_from_dict
+from eplb.topology import Topology
+from telemetry.store import LoadStore, Outcome, RunInfo, Task
+from telemetry.windows import Window, WindowFolder, history
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """How the controller decides."""
+
+    policy: str = "auto"
+    plan_windows: int = 4  # complete windows that a plan looks at
+    cost: CostModel = field(default_factory=CostModel)
+    budget: Budget = field(default_factory=Budget)
+    pace: Pace = field(default_factory=Pace)
+    seed: int = 0
+    migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
+    keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that serve now, and their load as far as it was folded."""
+
+    run: RunInfo
+    model: ModelShape
+    topology: Topology
+    folder: WindowFolder
+
+    def complete_windows(self) -> list[Window]:
+        """Return the windows that every rank reported, oldest first."""
+        return [window for window in self.folder.windows() if window.is_complete]
+
+
+class Controller:
+    """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever."""
+
+    def __init__(
+        self,
+        store: LoadStore,
+        settings: ControllerSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._settings, self._clock = store, settings, clock
+        self._group: Group | None = None
+        self._cursor = 0
+        self._planned_window = -1  # newest window that was planned on
+        self._noted_window = -1  # newest window whose KEEP was written down
+        self._noted_decision = ""
+        self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
+
+    def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
+        """Work until ``is_stopping``."""
+        version = -1
+        while not is_stopping():
+            version = self._store.wait(version, poll_s)
+            self.turn()
+
+    def turn(self) -> None:
+        """Do what is due now: fold samples, watch an open migration, work off tasks, plan."""
+        group = self._follow_run()
+        if group is None:
+            return
+        self._fold(group)
+        open_migration = self._store.published()
+        if open_migration is not None:
+            self._watch(open_migration)
+        self._work_off_tasks(group)
+        if open_migration is None:
+            self._plan_on_new_window(group)
+
+    # -- load in
+
+    def _follow_run(self) -> Group | None:
+        info = self._store.current_run()
+        if info is None or (self._group is not None and self._group.run.run == info.run):
+            return self._group
+        topology = topology_from_dict(dict(info.topology))
+        model = model_from_dict(dict(info.model))
+        folder = WindowFolder(info.window_steps, topology.num_ranks, model.num_experts)
+        self._group = Group(info, model, topology, folder)
+        self._cursor, self._planned_window, self._noted_window = 0, -1, -1
+        return self._group
+
+    def _fold(self, group: Group) -> None:
+        while arrived := self._store.samples(group.run.run, after=self._cursor):
+            for self._cursor, sample in arrived:
+                group.folder.add(sample)
+
+    # -- an open migration
+
+    def _watch(self, migration: Migration) -> None:
+        """Withdraw a migration that cannot be finished, or is not finished in time."""
+        plan_id = migration.plan_id
+        committed = self._store.committed()
+        if committed is None or committed.placement.generation != migration.base.generation:
+            self._withdraw(plan_id, "rejected", "it was made for a placement that does not serve")
+            return
+        if self._open_since[0] != plan_id:
+            self._open_since = (plan_id, self._clock())
+        age = self._clock() - self._open_since[1]
+        if age > self._settings.migration_deadline_s:
+            limit = self._settings.migration_deadline_s
+            self._withdraw(plan_id, "aborted", f"not finished in {limit:.0f} s")
+
+    def _withdraw(self, plan_id: int, outcome: Outcome, reason: str) -> None:
+        if self._store.withdraw(plan_id, outcome=outcome, reason=reason):
+            log.warning("plan_id=%d withdrawn: %s", plan_id, reason)
+
+    # -- plans
+
+    def _plan_on_new_window(self, group: Group) -> None:
+        windows = group.complete_windows()
+        if not windows or windows[-1].index <= self._planned_window:
+            return
+        self._planned_window = windows[-1].index
+        committed = self._store.committed()
+        past = history(windows, last=self._settings.plan_windows)
+        if committed is None or past is None:
+            return
+        proposal = self._plan(group, past, committed.placement, self._settings.policy)
+        control = self._store.control()
+        if proposal.decision is Decision.KEEP:
+            self._note_keep(proposal, windows[-1].index)
+        elif control.observe or not control.movement:
+            why = "observe only" if control.observe else "movement is switched off"
+            self._note(proposal, windows[-1].index, held_back=why)
+        else:
+            self._note(proposal, windows[-1].index)
+            self._publish(group, proposal)
+
+    def _plan(self, group: Group, past: LoadHistory, current: Placement, policy: str) -> Plan:
+        return plan(
+            past,
+            group.topology,
+            model=group.model,
+            current=current,
+            budget=self._settings.budget,
+            policy=policy,
+            cost=self._settings.cost,
+            seed=self._settings.seed,
+        )
+
+    def _publish(self, group: Group, proposal: Plan) -> Migration | None:
+        migration = build_migration(
+            proposal.base,
+            proposal.target,
+            group.topology,
+            plan_id=self._store.next_plan_id(),
+            pace=self._settings.pace,
+        )
+        try:
+            self._store.publish(migration)
+        except StaleGeneration as exc:
+            log.info("plan_id=%d not published: %s", migration.plan_id, exc)
+            return None
+        return migration
+
+    def _note_keep(self, proposal: Plan, window: int) -> None:
+        """Write a KEEP down when it is news: a first one, or after a while."""
+        is_due = window - self._noted_window >= self._settings.keep_every_windows
+        if is_due or self._noted_decision != proposal.decision.value:
+            self._note(proposal, window)
+
+    def _note(self, proposal: Plan, window: int, *, held_back: str = "") -> None:
+        self._noted_window, self._noted_decision = window, proposal.decision.value
+        reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
+        detail = summary(proposal) | {"reason": reason, "window": window}
+        self._store.add_event("plan", detail)
+        log.info(
+            "generation=%d decision=%s reason=%r",
+            proposal.base_generation,
+            proposal.decision.value,
+            reason,
+        )
+
+    # -- tasks
+
+    def _work_off_tasks(self, group: Group) -> None:
+        while (task := self._store.claim()) is not None:
+            try:
+                result = self._work_off(group, task)
+            except EplbError as exc:
+                self._store.finish(task.id, "failed", {"error": str(exc)})
+            else:
+                self._store.finish(task.id, "done", result)
+
+    def _work_off(self, group: Group, task: Task) -> Mapping[str, Any]:
+        if task.kind != "rebalance":
+            raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected 'rebalance'")
+        committed = self._store.committed()
+        past = history(group.complete_windows(), last=self._settings.plan_windows)
+        if committed is None or past is None:
+            raise EplbError("no complete window of load yet, expected at least one to plan on")
+        policy = str(task.request.get("policy") or self._settings.policy)
+        proposal = self._plan(group, past, committed.placement, policy)
+        result = proposal.to_dict() | {"dry_run": bool(task.request.get("dry_run", True))}
+        if result["dry_run"] or proposal.decision is Decision.KEEP:
+            return result | {"published": False}
+        self._refuse_if_held_back()
+        self._note(proposal, self._planned_window)
+        migration = self._publish(group, proposal)
+        return result | {
+            "published": migration is not None,
+            "plan_id": migration.plan_id if migration else None,
+        }
+
+    def _refuse_if_held_back(self) -> None:
+        control = self._store.control()
+        if not control.movement:
+            raise EplbError("movement is switched off, expected it on for a rebalance")
+        if control.observe:
+            raise EplbError("this deployment is observed only, expected observe off")
+        if self._store.published() is not None:
+            raise EplbError("a migration is open already, expected none")
+
+
+def summary(proposal: Plan) -> dict[str, Any]:
+    """Give a plan as the detail of an event."""
+    return {
+        "decision": proposal.decision.value,
+        "reason": proposal.reason,
+        "policy": proposal.policy,
+        "imbalance_before": round(proposal.before, 4),
+        "imbalance_after": round(proposal.after, 4),
+        "moves": proposal.num_moves,
+        "bytes": proposal.num_moves * proposal.expert_bytes,
+        "generation": proposal.base_generation,
+    }

@@ -1,0 +1,184 @@
+"""What brings a migration's bytes to a rank: preload, then stage, one transaction at a time.
+
+It never touches a live slot, and it tells the phase machine what it has; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from eplb.errors import MigrationError
+from eplb.migration import Migration, Move, Source, Transaction
+from eplb.topology import Topology
+from rebalance import phases
+from rebalance.phases import Phase, RankPhase
+from rebalance.transport import WeightTransport
+from runtime.experts import ExpertBank
+from runtime.memory import digest
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
+
+
+class PhaseBox:
+    """The phase machine's state, shared by the threads of one rank."""
+
+    def __init__(self, state: RankPhase) -> None:
+        self.state = state
+        self.changed = threading.Condition()
+
+    def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
+        """Apply a transition of ``rebalance.phases`` and wake whoever waits."""
+        with self.changed:
+            self.state = transition(self.state, *news)
+            self.changed.notify_all()
+            return self.state
+
+
+class StagingRing:
+    """Which staging entries are free, and which hold which move's bytes. Guarded by the box."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.free = list(range(num_entries))
+        self._held: dict[Move, int] = {}
+
+    def take(self, move: Move) -> int:
+        """Reserve an entry for a move."""
+        entry = self.free.pop()
+        self._held[move] = entry
+        return entry
+
+    def release(self, move: Move) -> int:
+        """Give a move's entry back and return it."""
+        entry = self._held.pop(move)
+        self.free.append(entry)
+        return entry
+
+    def release_all(self) -> None:
+        """Give every entry back: the plan was dropped."""
+        self.free.extend(self._held.values())
+        self._held.clear()
+
+    def entry(self, move: Move) -> int:
+        """Return the entry that holds a move's bytes."""
+        return self._held[move]
+
+
+class Mover:
+    """Brings one rank's share of each migration."""
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        bank: ExpertBank,
+        transport: WeightTransport,
+        digests: torch.Tensor,
+    ) -> None:
+        self._rank, self._topology = rank, topology
+        self._bank, self._transport = bank, transport
+        self._digests = digests  # [L, E, 2] of every expert, agreed by all ranks at the start
+        self.ring = StagingRing(bank.num_staging)
+        self.bytes_by_source: Counter[str] = Counter()
+        self.preload_deadline_s = 120.0
+
+    def own_moves(self, transaction: Transaction) -> list[Move]:
+        """Return the moves of a transaction that end in this rank's slots, in round order."""
+        rank_of_slot = self._topology.rank_of_slot
+        return [move for move in transaction.moves if rank_of_slot[move.dst_slot] == self._rank]
+
+    def bring(self, migration: Migration, box: PhaseBox) -> None:
+        """Work one migration off: returns when it is done or dropped, and its staging is free."""
+        plan_id = migration.plan_id
+        try:
+            self._preload(migration)
+            box.update(phases.preloaded, plan_id)
+            for number, transaction in enumerate(migration.transactions):
+                moves = self.own_moves(transaction)
+                if not self._wait_for_room(box, plan_id, moves):
+                    break
+                for move in moves:
+                    if not _is_wanted(box.state, plan_id):
+                        break
+                    self._stage(move)
+                else:
+                    box.update(phases.staged, plan_id, number + 1)
+                    continue
+                break
+        except MigrationError as exc:
+            box.update(phases.want_abort, plan_id, f"rank {self._rank}: {exc}")
+        except Exception:
+            log.exception("rank %d: the mover failed", self._rank)
+            box.update(phases.freeze, f"rank {self._rank}: the mover failed, see the log")
+        self._wait_for_end(box, plan_id)
+
+    def _preload(self, migration: Migration) -> None:
+        from_host = (Source.HOST, Source.DISK)
+        records = [
+            (move.layer, move.expert)
+            for transaction in migration.transactions
+            for move in self.own_moves(transaction)
+            if move.source in from_host
+        ]
+        from_disk = self._transport.preload(records, self.preload_deadline_s)
+        self.bytes_by_source["disk"] += from_disk
+
+    def _wait_for_room(self, box: PhaseBox, plan_id: int, moves: list[Move]) -> bool:
+        """Wait until staging may go on; False when the plan is not wanted any more."""
+        with box.changed:
+            while _is_wanted(box.state, plan_id):
+                may_read_peers = box.state.is_adopted
+                if may_read_peers and len(self.ring.free) >= len(moves):
+                    for move in moves:
+                        self.ring.take(move)
+                    return True
+                box.changed.wait(WAIT_S)
+            return False
+
+    def _stage(self, move: Move) -> None:
+        """Copy one record into its staging entry and prove it; the host's copy is a second try."""
+        record = self._bank.staging(self.ring.entry(move))
+        expected = tuple(self._digests[move.layer, move.expert].tolist())
+        self._transport.pull(move, record)
+        if digest(record) != expected:
+            move = self._retry_from_host(move, record, expected)
+        source = Source.HOST if move.source is Source.DISK else move.source
+        self.bytes_by_source[source.name.lower()] += len(record)
+
+    def _retry_from_host(self, move: Move, record: torch.Tensor, expected: tuple[int, ...]) -> Move:
+        again = replace(move, source=Source.HOST)
+        self.bytes_by_source["rejected"] += len(record)
+        self._transport.preload([(move.layer, move.expert)], self.preload_deadline_s)
+        self._transport.pull(again, record)
+        if digest(record) != expected:
+            raise MigrationError(
+                f"layer {move.layer} expert {move.expert}: the bytes from "
+                f"{move.source.name.lower()} and from the host have another digest than the expert "
+                "had at the start"
+            )
+        return again
+
+    def _wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+        with box.changed:
+            while _is_current(box.state, plan_id) and box.state.phase is not Phase.ABORTED:
+                box.changed.wait(WAIT_S)
+            if box.state.phase is Phase.ABORTED:
+                # Only this thread writes staging entries, and it is here: nothing is in flight.
+                self.ring.release_all()
+                box.update(phases.aborted)
+
+
+def _is_current(state: RankPhase, plan_id: int) -> bool:
+    return state.plan is not None and state.plan.plan_id == plan_id
+
+
+def _is_wanted(state: RankPhase, plan_id: int) -> bool:
+    is_live = _is_current(state, plan_id) and state.phase is not Phase.ABORTED
+    return is_live and not state.abort_reason

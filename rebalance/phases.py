@@ -1,0 +1,255 @@
+"""The three phases of a migration on one rank, as a pure state machine.
+
+              adopted by every rank          every byte checked
+    IDLE ---> PRELOAD ---------------> STAGE ----------------> SWAP ---> IDLE
+                 |                       | ^                   |  |
+                 |                       | +--- next bytes ----+  |
+                 +-------------------> ABORTED <------------------+
+
+preload  disk -> host memory; harmless, so it starts as soon as the plan is seen.
+stage    into the staging ring; starts once a vote shows that every rank works on this plan, since
+         only then has every rank finished the plan before, and its slots may be read.
+swap     into the live slots, at a step boundary, by the verdict of a vote alone.
+
+Nothing here does I/O. Each function takes a state and what happened, and returns the next state;
+``rebalance/agent.py`` does what the state asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from eplb.errors import RankError
+from rebalance.vote import NO_PLAN, Ballot, Verdict
+
+
+class Phase(Enum):
+    """Where a rank stands in a migration."""
+
+    IDLE = "idle"
+    PRELOAD = "preload"
+    STAGE = "stage"
+    SWAP = "swap"
+    ABORTED = "aborted"
+
+
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.IDLE: frozenset({Phase.PRELOAD}),
+    Phase.PRELOAD: frozenset({Phase.STAGE, Phase.ABORTED}),
+    Phase.STAGE: frozenset({Phase.SWAP, Phase.ABORTED}),
+    Phase.SWAP: frozenset({Phase.STAGE, Phase.IDLE, Phase.ABORTED}),
+    Phase.ABORTED: frozenset({Phase.IDLE}),
+}
+
+
+@dataclass(frozen=True)
+class PlanRef:
+    """What the machine needs to know of a migration."""
+
+    plan_id: int
+    plan_hash: int
+    base_generation: int
+    num_transactions: int
+    transactions_per_commit: int
+
+
+@dataclass(frozen=True)
+class RankPhase:
+    """The whole state of the machine. Counts are of the plan's transactions, in order."""
+
+    generation: int
+    phase: Phase = Phase.IDLE
+    plan: PlanRef | None = None
+    is_adopted: bool = False  # a vote showed that every rank works on this plan
+    is_preloaded: bool = False
+    prepared: int = 0  # staged and checked
+    swapped: int = 0  # ordered into the live slots
+    applied: int = 0  # complete there
+    abort_reason: str = ""  # why this rank wants the plan dropped
+    refused_up_to: int = NO_PLAN  # plans with ids up to this are never adopted (again)
+    frozen_reason: str = ""  # why this rank adopts no plan any more
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What a verdict orders: the half-open range of transactions to apply now."""
+
+    first: int
+    last: int
+
+
+def see_plan(state: RankPhase, plan: PlanRef) -> RankPhase:
+    """Start on a published plan, unless it is refused, stale, or another is being worked on."""
+    if state.plan is not None or state.frozen_reason or plan.plan_id <= state.refused_up_to:
+        return state
+    if plan.base_generation != state.generation:
+        return state
+    return _move(replace(state, plan=plan), Phase.PRELOAD)
+
+
+def preloaded(state: RankPhase, plan_id: int) -> RankPhase:
+    """Note that the host holds every record that this rank takes from it."""
+    if not _works_on(state, plan_id):
+        return state
+    return _settle(replace(state, is_preloaded=True))
+
+
+def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
+    """Note that the first ``num_transactions`` are staged here and their digests are right."""
+    if not _works_on(state, plan_id):
+        return state
+    assert num_transactions > state.prepared, "transactions are staged in order, once"
+    return _settle(replace(state, prepared=num_transactions))
+
+
+def completed(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
+    """Note that the first ``num_transactions`` have been copied, not only ordered."""
+    if not _works_on(state, plan_id):
+        return state
+    assert num_transactions <= state.swapped, "only what was ordered can be complete"
+    return replace(state, applied=num_transactions)
+
+
+def want_abort(state: RankPhase, plan_id: int, reason: str) -> RankPhase:
+    """Ask for the plan to be dropped; the next verdict drops it, on every rank at once."""
+    if not _works_on(state, plan_id) or state.abort_reason:
+        return state
+    return replace(state, abort_reason=reason)
+
+
+def freeze(state: RankPhase, reason: str) -> RankPhase:
+    """Adopt no further plan, and ask for the present one to be dropped. Serving goes on."""
+    frozen = replace(state, frozen_reason=state.frozen_reason or reason)
+    return want_abort(frozen, state.plan.plan_id, reason) if state.plan else frozen
+
+
+def aborted(state: RankPhase) -> RankPhase:
+    """Note that nothing writes to the staging ring any more: it may be used again."""
+    assert state.phase is Phase.ABORTED, f"nothing was aborted in phase {state.phase.value}"
+    return _move(_forget(state), Phase.IDLE)
+
+
+def ballot(
+    state: RankPhase, *, step: int, membership: int, weights_version: int, halt: bool
+) -> Ballot:
+    """Cast this rank's vote. An aborted plan is voted on as none: its copies only drain."""
+    plan = state.plan if state.phase is not Phase.ABORTED else None
+    return Ballot(
+        step=step,
+        generation=state.generation,
+        membership=membership,
+        weights_version=weights_version,
+        plan_id=plan.plan_id if plan else NO_PLAN,
+        plan_hash=plan.plan_hash if plan else 0,
+        prepared=state.prepared if plan else 0,
+        applied=state.applied if plan else 0,
+        abort=bool(plan and state.abort_reason),
+        halt=halt,
+    )
+
+
+def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[RankPhase, Swap | None]:
+    """Draw the consequence of a verdict on the ballot that this rank had cast for it.
+
+    Every rank that reads one verdict draws the same consequence for the plan it voted on.
+
+    Returns:
+        The next state, and the transactions to swap now, if any.
+
+    Raises:
+        RankError: ranks are at different steps; no rank may run another one.
+    """
+    if verdict.step is None:
+        raise RankError(
+            f"ranks are at different steps, this one voted at step {cast.step}, expected the same "
+            "on all: a forward pass was run without its hook, or on some ranks only"
+        )
+    disagreement = _disagreement(verdict)
+    if disagreement:
+        frozen = replace(state, frozen_reason=disagreement)
+        return _drop(frozen, verdict.newest_plan_id, disagreement), None
+    if verdict.abort:
+        reason = state.abort_reason or "another rank asked for it"
+        return _drop(state, verdict.newest_plan_id, reason), None
+    if not verdict.plan_hash or not _voted_on_current(state, cast):
+        return state, None
+    assert state.plan is not None, "a plan that was voted on is dropped only by a verdict"
+    most = state.swapped + state.plan.transactions_per_commit
+    state = _settle(replace(state, is_adopted=True))
+    last = min(verdict.prepared, most)
+    if last <= state.swapped:
+        return state, None
+    order = Swap(state.swapped, last)
+    return replace(state, swapped=last), order
+
+
+def finish_swap(state: RankPhase) -> RankPhase:
+    """Move on after ordered transactions were copied: to the next bytes, or to the end."""
+    assert state.plan is not None, "a swap belongs to a plan"
+    if state.swapped < state.plan.num_transactions:
+        return _settle(state)
+    committed = replace(
+        _forget(state),
+        generation=state.plan.base_generation + 1,
+        refused_up_to=max(state.refused_up_to, state.plan.plan_id),
+    )
+    return _move(committed, Phase.IDLE)
+
+
+def _drop(state: RankPhase, newest_plan_id: int, reason: str) -> RankPhase:
+    """Drop the plan. What was applied of it stays, as a generation of its own."""
+    state = replace(state, refused_up_to=max(state.refused_up_to, newest_plan_id))
+    if state.plan is None or state.phase is Phase.ABORTED:
+        return state
+    generation = state.generation + (1 if state.swapped else 0)
+    return _move(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
+
+
+def _forget(state: RankPhase) -> RankPhase:
+    return replace(
+        state,
+        plan=None,
+        is_adopted=False,
+        is_preloaded=False,
+        prepared=0,
+        swapped=0,
+        applied=0,
+        abort_reason="",
+    )
+
+
+def _settle(state: RankPhase) -> RankPhase:
+    """Move between PRELOAD, STAGE and SWAP as the facts allow."""
+    assert state.plan is not None, "only a plan has facts to settle"
+    if not (state.is_adopted and state.is_preloaded):
+        return state
+    is_waiting_for_vote = state.prepared > state.swapped
+    return _move(state, Phase.SWAP if is_waiting_for_vote else Phase.STAGE)
+
+
+def _move(state: RankPhase, phase: Phase) -> RankPhase:
+    if phase is state.phase:
+        return state
+    assert phase in NEXT[state.phase], f"{state.phase.value} cannot become {phase.value}"
+    return replace(state, phase=phase)
+
+
+def _works_on(state: RankPhase, plan_id: int) -> bool:
+    """Say whether news of a plan still matter; late news of a dropped one do not."""
+    return (
+        state.plan is not None
+        and state.plan.plan_id == plan_id
+        and state.phase is not Phase.ABORTED
+    )
+
+
+def _voted_on_current(state: RankPhase, cast: Ballot) -> bool:
+    return _works_on(state, cast.plan_id)
+
+
+def _disagreement(verdict: Verdict) -> str:
+    for name in ("generation", "membership", "weights_version"):
+        if getattr(verdict, name) is None:
+            return f"ranks disagree on the {name.replace('_', ' ')}, expected the same everywhere"
+    return ""

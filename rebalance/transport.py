@@ -1,0 +1,153 @@
+"""The seam between the agent and the wires: pull bytes, and vote.
+
+Pulling is one-sided: the receiver reads, the source does nothing, so a busy or dying source can
+never make a receiver hang (two-sided transfers are where peers' production hangs come from:
+pytorch issue 174288, sglang issue 7956). Voting is one asynchronous all-reduce on a group of its
+own, so that a slow vote never holds up the tokens' exchange.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from eplb.migration import Move
+from rebalance.vote import BALLOT_SIZE, Outcome
+
+Record = tuple[int, int]  # (layer, expert)
+
+
+class WeightTransport(Protocol):
+    """Moves one rank's bytes. Called from the agent's mover thread only."""
+
+    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+        """Have the host hold these records; return the bytes that came from disk for it.
+
+        Raises:
+            MigrationError: the host cannot, or not in time.
+        """
+
+    def pull(self, move: Move, into: torch.Tensor) -> None:
+        """Copy the bytes of a move from its source into ``into`` [record_bytes].
+
+        Raises:
+            MigrationError: the source cannot be read.
+        """
+
+
+class PendingVote(Protocol):
+    """A vote under way."""
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        """Wait up to ``timeout_s`` and return how it stands, and the reduced vector if VALUE."""
+
+
+class VoteGroup(Protocol):
+    """Every rank of the expert-parallel group, for votes alone."""
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        """Start a vote. Every rank casts the same number of votes, in the same order."""
+
+
+class GlooVotes:
+    """Votes over a private gloo group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        """Start an asynchronous all-reduce with MIN."""
+        assert len(ballot) == BALLOT_SIZE, "ranks reduce vectors of one size"
+        return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
+
+
+class _GlooVote:
+    def __init__(self, vector: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._vector = vector
+        self._failed = False
+        try:
+            self._work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=group, async_op=True)
+        except RuntimeError:  # the group is broken already
+            self._failed = True
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        if self._failed:
+            return Outcome.BROKEN, []
+        try:
+            # A timeout of zero would mean "for ever" to torch.
+            self._work.wait(timedelta(seconds=max(timeout_s, 1e-3)))
+        except RuntimeError:
+            if not self._work.is_completed():
+                return Outcome.LATE, []
+            self._failed = True
+            return Outcome.BROKEN, []
+        return Outcome.VALUE, self._vector.tolist()
+
+
+class LocalVotes:
+    """The shipped fake: ranks are threads of one process, or turns of a scheduler.
+
+    ``kill`` makes a rank dead: votes that it has not cast can only end BROKEN.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._changed = threading.Condition()
+        self._ballots: list[dict[int, list[int]]] = []  # per vote, by rank
+        self._dead: set[int] = set()
+
+    def member(self, rank: int) -> VoteGroup:
+        """Return the group as one rank sees it."""
+        return _LocalMember(self, rank)
+
+    def kill(self, rank: int) -> None:
+        """Let a rank die."""
+        with self._changed:
+            self._dead.add(rank)
+            self._changed.notify_all()
+
+    def add(self, rank: int, number: int, ballot: list[int]) -> None:
+        """Take one rank's ballot of one vote."""
+        with self._changed:
+            while len(self._ballots) <= number:
+                self._ballots.append({})
+            self._ballots[number][rank] = ballot
+            self._changed.notify_all()
+
+    def result(self, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
+        """Wait for one vote."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self._ballots[number]) < self._num_ranks:
+                if self._dead - self._ballots[number].keys():
+                    return Outcome.BROKEN, []
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Outcome.LATE, []
+                self._changed.wait(left)
+            columns = zip(*self._ballots[number].values(), strict=True)
+            return Outcome.VALUE, [min(column) for column in columns]
+
+
+class _LocalMember:
+    def __init__(self, votes: LocalVotes, rank: int) -> None:
+        self._votes, self._rank, self._number = votes, rank, -1
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        self._number += 1
+        self._votes.add(self._rank, self._number, list(ballot))
+        return _LocalVote(self._votes, self._number)
+
+
+class _LocalVote:
+    def __init__(self, votes: LocalVotes, number: int) -> None:
+        self._votes, self._number = votes, number
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        return self._votes.result(self._number, timeout_s)

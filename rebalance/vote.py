@@ -1,0 +1,83 @@
+"""What ranks vote on, and the one verdict that all of them read from the same bytes.
+
+Every rank casts a ballot; an all-reduce with MIN makes one vector of them, alike everywhere. A
+field that must agree is cast with its negation: MIN then yields both the smallest and the largest
+value, so "they differ" is the same finding on every rank. Nobody ever acts on a flag of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from enum import Enum
+
+NO_PLAN = 0
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's vote at a step boundary."""
+
+    step: int
+    generation: int
+    membership: int  # number of the set of live ranks
+    weights_version: int  # number of the model weights being served
+    plan_id: int  # NO_PLAN: works on none
+    plan_hash: int  # Migration.vote_hash; 0 without a plan
+    prepared: int  # transactions of the plan whose bytes are staged and checked here
+    applied: int  # transactions of the plan that serve here, completely
+    abort: bool  # this rank wants the plan dropped
+    halt: bool  # this rank wants serving to end
+
+    def encode(self) -> list[int]:
+        """The vector that is reduced with MIN."""
+        mirrored = astuple(self)[:6]
+        pairs = [value for field in mirrored for value in (field, -field)]
+        return [*pairs, self.prepared, self.applied, -self.abort, -self.halt]
+
+
+BALLOT_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ballots say together; the same on every rank."""
+
+    step: int | None  # None where ranks disagree, here and in the next three fields
+    generation: int | None
+    membership: int | None
+    weights_version: int | None
+    plan_hash: int | None  # of the plan that every rank works on; 0: of none
+    newest_plan_id: int  # the highest id that any rank works on
+    prepared: int  # transactions that every rank has prepared
+    applied: int  # transactions that serve on every rank
+    abort: bool  # at least one rank wants the plan dropped
+    halt: bool  # at least one rank wants serving to end
+
+    @staticmethod
+    def decode(reduced: list[int]) -> Verdict:
+        """Read the reduced vector."""
+        assert len(reduced) == BALLOT_SIZE, "every rank encodes the same fields"
+        low, high = reduced[0:12:2], [-value for value in reduced[1:12:2]]
+        agreed = [a if a == b else None for a, b in zip(low, high, strict=True)]
+        step, generation, membership, weights_version, _, plan_hash = agreed
+        prepared, applied, abort, halt = reduced[12:]
+        return Verdict(
+            step,
+            generation,
+            membership,
+            weights_version,
+            plan_hash,
+            newest_plan_id=high[4],
+            prepared=prepared,
+            applied=applied,
+            abort=abort < 0,
+            halt=halt < 0,
+        )
+
+
+class Outcome(Enum):
+    """How a vote can end. They are told apart by what happened, never by a timer alone."""
+
+    VALUE = "value"  # every rank voted
+    LATE = "late"  # some rank has not voted yet
+    BROKEN = "broken"  # a peer is dead or the group is: no rank may run another step

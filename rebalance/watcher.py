@@ -1,0 +1,133 @@
+"""The threads of a rank that are not the step: one watches the store, one brings bytes.
+
+A store that fails is retried for as long as the rank serves; meanwhile no plan is heard and nothing
+is lost, because what must be written (a commit) waits here until it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from eplb.errors import StaleGeneration, StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+from rebalance import phases
+from rebalance.mover import Mover, PhaseBox
+from telemetry.store import Control, LoadStore, Outcome, RankState
+
+POLL_S = 0.25  # how often a rank reports itself when nothing else happens
+CLOSE_DEADLINE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class SampleSink(Protocol):
+    """Takes samples off the step path (telemetry.reporter.Reporter)."""
+
+    def offer(self, sample: LoadSample) -> None:
+        """Take a sample; never blocks, never raises."""
+
+    def state(self, state: RankState) -> None:
+        """Take what the rank says of itself; only the newest matters."""
+
+
+class Listener(Protocol):
+    """The agent, as the watcher sees it."""
+
+    def hear(self, control: Control, published: Migration | None) -> None:
+        """Take in what the store says now."""
+
+    def describe(self) -> RankState:
+        """Say how this rank stands."""
+
+
+class Watcher:
+    """Two daemon threads: store to agent, and the mover's work."""
+
+    def __init__(
+        self, store: LoadStore, agent: Listener, mover: Mover, box: PhaseBox, sink: SampleSink
+    ) -> None:
+        self._store, self._agent, self._mover, self._box = store, agent, mover, box
+        self._sink = sink
+        self._closing = threading.Event()
+        self._to_write: deque[Callable[[], None]] = deque()
+        self._to_bring: queue.SimpleQueue[Migration | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._watch, name="eplb-watcher", daemon=True),
+            threading.Thread(target=self._move, name="eplb-mover", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Start both threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Write what is still to be written, and stop."""
+        self._closing.set()
+        self._to_bring.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_DEADLINE_S)
+
+    def bring(self, migration: Migration) -> None:
+        """Have the mover bring a migration's bytes."""
+        self._to_bring.put(migration)
+
+    def commit(
+        self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
+    ) -> None:
+        """Have it written down that ``serving`` is what serves after ``migration``."""
+        self._to_write.append(lambda: self._write(migration, serving, outcome, reason))
+
+    def _write(
+        self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
+    ) -> None:
+        base = migration.base.generation
+        if serving.generation == base:  # nothing was swapped
+            self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason)
+            return
+        try:
+            self._store.commit(
+                serving, expected=base, plan_id=migration.plan_id, reason=reason, outcome=outcome
+            )
+        except StaleGeneration:
+            # Every rank writes the same; a late one may find that the group is further already.
+            committed = self._store.committed()
+            if committed is None or committed.placement.generation <= serving.generation:
+                raise
+
+    def _watch(self) -> None:
+        version = -1
+        while True:
+            is_last = self._closing.is_set()
+            try:
+                version = self._store.wait(version, 0.0 if is_last else POLL_S)
+                self._write_all()
+                self._agent.hear(self._store.control(), self._store.published())
+            except StoreError as exc:
+                log.warning("the load store failed, trying again: %s", exc)
+                self._closing.wait(POLL_S)
+            except Exception:
+                # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
+                # adopted any more, the rank's state says so, and serving goes on.
+                log.exception("the watcher failed")
+                self._box.update(phases.freeze, "the watcher thread failed, see the log")
+                self._closing.wait(POLL_S)
+            self._sink.state(self._agent.describe())
+            if is_last:
+                return
+
+    def _write_all(self) -> None:
+        while self._to_write:
+            self._to_write[0]()  # stays first in line until the store has it
+            self._to_write.popleft()
+
+    def _move(self) -> None:
+        while (migration := self._to_bring.get()) is not None:
+            self._mover.bring(migration, self._box)

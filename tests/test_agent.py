@@ -1,0 +1,306 @@
+"""Rank agents in one process, over the shipped fakes: what a migration does, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import RankError
+from eplb.load import LoadSample
+from eplb.migration import Migration, Pace, build_migration
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+from rebalance.agent import AgentSettings, Links, RankAgent, RankParts
+from rebalance.links import LocalTransport
+from rebalance.transport import LocalVotes
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from telemetry.memory import MemoryStore
+from telemetry.store import Control, RankState
+
+DEADLINE_S = 20.0
+NUM_LAYERS, NUM_EXPERTS = 3, 4
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+# Two hosts of two ranks; three slots each for four experts.
+TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+START = Placement(
+    np.tile([0, EMPTY, EMPTY, 1, EMPTY, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY], (NUM_LAYERS, 1)),
+    NUM_EXPERTS,
+)
+FULL = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
+
+
+class Clockwork:
+    """A dispatcher's step counter without a dispatcher."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Sink:
+    """Keeps what the agent offers."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.samples: list[LoadSample] = []
+        self._store = store
+
+    def offer(self, sample: LoadSample) -> None:
+        self.samples.append(sample)
+
+    def state(self, state: RankState) -> None:
+        self._store.report(state)
+
+
+def record_of(layer: int, expert: int) -> torch.Tensor:
+    """Bytes that name the expert they stand for."""
+    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
+    return filled
+
+
+@dataclass
+class Group:
+    store: MemoryStore
+    agents: list[RankAgent]
+    banks: list[ExpertBank]
+    clocks: list[Clockwork]
+    sinks: list[Sink]
+    votes: LocalVotes
+    tables: list[RoutingTable]
+
+    def step(self) -> list[bool]:
+        going_on = [agent.step() for agent in self.agents]
+        for clock in self.clocks:
+            clock.steps += 1
+        return going_on
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, "the group did not get there"
+            self.step()
+
+    def serving(self) -> list[list[int]]:
+        """Name the expert in each slot by its bytes."""
+        named = []
+        for layer in range(NUM_LAYERS):
+            lanes = [
+                int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
+                for bank in self.banks
+                for slot in range(bank.num_slots)
+            ]
+            named.append([expert if expert >= 0 else EMPTY for expert in lanes])
+        return named
+
+    def publish(self, target: Placement, *, staging: int = 4) -> Migration:
+        migration = build_migration(
+            self.agents[0].placement,
+            target,
+            TOPOLOGY,
+            plan_id=self.store.next_plan_id(),
+            pace=Pace(staging_experts=staging),
+        )
+        self.store.publish(migration)
+        return migration
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    store, votes = MemoryStore("test"), LocalVotes(TOPOLOGY.num_ranks)
+    store.commit(START, expected=None, reason="start")
+    records = {
+        (layer, expert): record_of(layer, expert)
+        for layer in range(NUM_LAYERS)
+        for expert in range(NUM_EXPERTS)
+    }
+    digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
+    for (layer, expert), record in records.items():
+        digests[layer, expert] = torch.tensor(digest(record))
+    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
+    made = Group(store, [], banks, [], [], votes, [])
+    settings = AgentSettings("test", "run", TOPOLOGY, sample_steps=4, vote_deadline_s=DEADLINE_S)
+    for rank, bank in enumerate(banks):
+        for layer in range(NUM_LAYERS):
+            bank.live(layer, 0).copy_(records[layer, rank])
+        clock, sink = Clockwork(), Sink(store)
+        table = RoutingTable(START, max_replicas=4)
+        counter = SlotCounter(NUM_LAYERS, 3)
+        parts = RankParts(rank, bank, table, counter, clock, digests)
+        transport = LocalTransport(TOPOLOGY, rank, banks, records)
+        agent = RankAgent(settings, parts, Links(votes.member(rank), transport, store, sink), START)
+        made.agents.append(agent)
+        made.clocks.append(clock)
+        made.sinks.append(sink)
+        made.tables.append(table)
+    for agent in made.agents:
+        agent.start()
+    yield made
+    for agent in made.agents:
+        agent.close()
+
+
+def committed_generation(group: Group) -> int:
+    committed = group.store.committed()
+    assert committed is not None
+    return committed.placement.generation
+
+
+def test_a_migration_ends_with_every_slot_holding_the_expert_it_says(group: Group) -> None:
+    group.publish(FULL)
+
+    group.step_until(lambda: committed_generation(group) == 1)
+
+    assert group.serving() == FULL.slot_to_expert.tolist()
+    assert [agent.placement.hash for agent in group.agents] == [FULL.hash] * 4
+    assert group.store.published() is None
+
+
+def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group) -> None:
+    # A ring of four entries and two moves a layer and rank: two layers swap first, then one.
+    migration = group.publish(FULL)
+    assert [txn.layers for txn in migration.transactions] == [(0, 1), (2,)]
+    seen = set()
+
+    while committed_generation(group) == 0:
+        group.step()
+        hashes = {agent.placement.hash for agent in group.agents}
+        assert len(hashes) == 1, "two placements served in one step"
+        serving = group.agents[0].placement
+        assert group.serving() == serving.slot_to_expert.tolist()
+        seen.add(serving.hash)
+
+    assert seen == {migration.placement_after(done).hash for done in range(3)}
+
+
+def test_bytes_come_from_a_peer_on_the_host_or_from_the_slab(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: committed_generation(group) == 1)
+
+    by_source = [state.describe().detail["bytes_by_source"] for state in group.agents]
+
+    size = SCHEMA.record_bytes
+    # Rank 0 takes expert 1 from rank 1 beside it, and expert 2 from its host, in three layers.
+    assert by_source[0]["peer"] == 3 * size
+    assert by_source[0]["host"] == 3 * size
+    assert sum(source.get("host", 0) + source["peer"] for source in by_source) == 3 * 8 * size
+
+
+def test_the_kill_switch_drops_a_migration_and_serving_goes_on(group: Group) -> None:
+    group.store.set_control(Control(movement=False), reason="test")
+    group.publish(FULL)
+    for _ in range(20):
+        group.step()
+    assert {agent.describe().phase for agent in group.agents} == {"idle"}
+
+    group.store.set_control(Control(movement=True), reason="test")
+    group.step_until(lambda: any(a.describe().phase != "idle" for a in group.agents))
+    group.store.set_control(Control(movement=False), reason="stop")
+    group.step_until(lambda: group.store.published() is None)
+
+    # However far it got, all ranks serve one placement, and the store names it.
+    committed = group.store.committed()
+    assert committed is not None
+    assert {agent.placement.hash for agent in group.agents} == {committed.placement.hash}
+    assert group.serving() == committed.placement.slot_to_expert.tolist()
+
+
+def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
+    # Rank 1's live copy of expert 1 in layer 2 rots: rank 0 must take it from the host instead.
+    group.banks[1].live(2, 0)[5] ^= 255
+    group.publish(FULL)
+
+    group.step_until(lambda: committed_generation(group) == 1)
+
+    assert torch.equal(group.banks[0].live(2, 1), record_of(2, 1))
+    assert group.agents[0].describe().detail["bytes_by_source"]["rejected"] == SCHEMA.record_bytes
+
+
+def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> None:
+    for agent in group.agents:
+        agent._mover._digests[2, 2] += 1
+
+    group.publish(FULL)
+    group.step_until(lambda: group.store.published() is None)
+
+    committed = group.store.committed()
+    assert committed is not None
+    assert group.serving() == committed.placement.slot_to_expert.tolist()
+    assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
+
+
+def test_samples_never_span_a_swap_and_cover_every_step(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: committed_generation(group) == 1)
+    for agent in group.agents:
+        agent.request_halt()
+    while all(group.step()):
+        pass
+
+    for sink in group.sinks:
+        steps = [step for s in sink.samples for step in range(s.first_step, s.last_step + 1)]
+        assert steps == list(range(len(steps)))
+        assert [sample.sequence for sample in sink.samples] == list(range(len(sink.samples)))
+        held = {tuple(sample.slot_to_expert[2].tolist()) for sample in sink.samples}
+        assert len(held) == 2
+
+
+def test_all_ranks_halt_at_one_step_when_one_asks(group: Group) -> None:
+    for _ in range(5):
+        group.step()
+    group.agents[2].request_halt()
+
+    answers = [group.step() for _ in range(5)]
+
+    assert answers.count([False] * 4) == 1
+    assert [False] * 4 == answers[answers.index([False] * 4)]
+    assert all(answer == [True] * 4 for answer in answers[: answers.index([False] * 4)])
+
+
+def test_a_dead_rank_stops_its_peers_instead_of_serving_alone(group: Group) -> None:
+    group.step()
+    group.step()
+    group.votes.kill(3)
+
+    with pytest.raises(RankError, match="the vote of step 2 is broken at step 3"):
+        for _ in range(3):
+            for agent in group.agents[:3]:
+                agent.step()
+            for clock in group.clocks[:3]:
+                clock.steps += 1
+
+
+def test_a_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> None:
+    group.step()
+    group.clocks[1].steps += 1
+
+    with pytest.raises(RankError, match="rank 1: step 2 follows step 0"):
+        group.agents[1].step()
+
+
+def test_new_shares_without_moves_are_taken_over(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: committed_generation(group) == 1)
+    share = FULL.slot_share.copy()
+    share[0, [0, 4, 8]] = [0.5, 0.25, 0.25]
+    resplit = Placement(FULL.slot_to_expert, NUM_EXPERTS, slot_share=share)
+
+    migration = group.publish(resplit)
+    group.step_until(lambda: committed_generation(group) == 2)
+
+    assert migration.moves == ()
+    assert group.tables[0].cumulative[0, 0].tolist()[:2] == [32768, 49152]
+
+
+def test_a_published_plan_for_another_placement_is_left_alone(group: Group) -> None:
+    other = START.with_layers(FULL, [0])
+    migration = build_migration(other, FULL, TOPOLOGY, plan_id=1)
+    group.agents[0].hear(Control(), migration)
+
+    assert group.agents[0].describe().plan_id == 0

@@ -1,0 +1,184 @@
+"""The phase machine: every pair of phases, every verdict, and what must never follow from one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from eplb.errors import RankError
+from rebalance import phases
+from rebalance.phases import NEXT, Phase, PlanRef, RankPhase, Swap
+from rebalance.vote import Ballot, Verdict
+
+PLAN = PlanRef(
+    plan_id=5, plan_hash=77, base_generation=3, num_transactions=2, transactions_per_commit=1
+)
+IDLE = RankPhase(generation=3)
+
+
+def cast(state: RankPhase, step: int = 10, *, halt: bool = False) -> Ballot:
+    return phases.ballot(state, step=step, membership=0, weights_version=0, halt=halt)
+
+
+def verdict_of(*ballots: Ballot) -> Verdict:
+    return Verdict.decode(
+        [min(column) for column in zip(*(b.encode() for b in ballots), strict=True)]
+    )
+
+
+def read(state: RankPhase, *others: RankPhase) -> tuple[RankPhase, Swap | None]:
+    mine = cast(state)
+    return phases.read_verdict(state, mine, verdict_of(mine, *(cast(other) for other in others)))
+
+
+def working(prepared: int = 0, swapped: int = 0, *, is_adopted: bool = True) -> RankPhase:
+    state = phases.preloaded(phases.see_plan(IDLE, PLAN), PLAN.plan_id)
+    if is_adopted:
+        state, _ = read(state, state)
+    for number in range(prepared):
+        state = phases.staged(state, PLAN.plan_id, number + 1)
+        if number < swapped:
+            state, order = read(state, state)
+            assert order == Swap(number, number + 1)
+            state = phases.finish_swap(phases.completed(state, PLAN.plan_id, number + 1))
+    return state
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("other", Phase)
+def test_only_the_table_s_moves_are_possible(phase: Phase, other: Phase) -> None:
+    state = replace(IDLE, phase=phase)
+    if other is phase:
+        assert phases._move(state, other) is state
+    elif other in NEXT[phase]:
+        assert phases._move(state, other).phase is other
+    else:
+        with pytest.raises(AssertionError, match=f"{phase.value} cannot become {other.value}"):
+            phases._move(state, other)
+
+
+def test_a_verdict_reads_both_ends_of_what_must_agree() -> None:
+    ballot = cast(IDLE)
+
+    verdict = verdict_of(ballot, replace(ballot, generation=4), replace(ballot, plan_id=9))
+
+    assert (verdict.step, verdict.generation, verdict.newest_plan_id) == (10, None, 9)
+
+
+def test_a_plan_runs_through_all_phases_on_agreeing_ranks() -> None:
+    state = phases.see_plan(IDLE, PLAN)
+    assert state.phase is Phase.PRELOAD
+    state, order = read(state, state)
+    assert (state.is_adopted, state.phase, order) == (True, Phase.PRELOAD, None)
+    state = phases.preloaded(state, 5)
+    assert state.phase is Phase.STAGE
+    state = phases.staged(state, 5, 1)
+    assert state.phase is Phase.SWAP
+    state, order = read(state, state)
+    assert order == Swap(0, 1)
+    state = phases.finish_swap(phases.completed(state, 5, 1))
+    assert state.phase is Phase.STAGE
+    state = phases.staged(state, 5, 2)
+    state, order = read(state, state)
+    assert order == Swap(1, 2)
+    state = phases.finish_swap(phases.completed(state, 5, 2))
+
+    assert (state.phase, state.generation, state.plan) == (Phase.IDLE, 4, None)
+
+
+def test_nothing_swaps_until_the_slowest_rank_has_prepared() -> None:
+    ahead, behind = working(prepared=1), working(prepared=0)
+
+    assert read(ahead, behind)[1] is None
+    assert read(behind, ahead)[1] is None
+
+
+def test_no_more_than_the_frozen_pace_swaps_at_once() -> None:
+    both_ready = working(prepared=2)
+
+    assert read(both_ready, both_ready)[1] == Swap(0, 1)
+
+
+def test_ranks_on_different_plans_swap_nothing_and_keep_their_plans() -> None:
+    mine, other = working(prepared=1), phases.see_plan(IDLE, replace(PLAN, plan_hash=78))
+
+    state, order = read(mine, other)
+
+    assert order is None
+    assert state == mine
+
+
+def test_one_rank_s_wish_drops_the_plan_on_all_and_for_good() -> None:
+    unwilling = phases.want_abort(working(), 5, "no room")
+    unaware = IDLE
+
+    for state, others in ((unwilling, unaware), (working(), unwilling), (unaware, unwilling)):
+        after, order = read(state, others)
+        assert order is None
+        assert after.phase in (Phase.ABORTED, Phase.IDLE)
+        after = phases.aborted(after) if after.phase is Phase.ABORTED else after
+        assert phases.see_plan(after, PLAN) is after
+        assert phases.see_plan(after, replace(PLAN, plan_id=6)).phase is Phase.PRELOAD
+
+
+def test_what_was_swapped_of_a_dropped_plan_is_a_generation_of_its_own() -> None:
+    half = phases.want_abort(working(prepared=1, swapped=1), 5, "disk gone")
+
+    dropped, _ = read(half, working(prepared=1, swapped=1))
+
+    assert (dropped.phase, dropped.generation, dropped.abort_reason) == (
+        Phase.ABORTED,
+        4,
+        "disk gone",
+    )
+    assert phases.aborted(dropped).phase is Phase.IDLE
+
+
+def test_a_wish_to_abort_does_not_stop_a_swap_that_others_will_make() -> None:
+    # It was cast as prepared; the wish came after, and only the next verdict can carry it.
+    ready = working(prepared=1)
+    mine = cast(ready)
+    regretting = phases.want_abort(ready, 5, "too late")
+
+    _, order = phases.read_verdict(regretting, mine, verdict_of(mine, mine))
+
+    assert order == Swap(0, 1)
+
+
+def test_a_disagreement_on_the_generation_freezes_every_rank() -> None:
+    ahead = replace(working(), generation=4)
+
+    for state, other in ((working(), ahead), (ahead, working())):
+        after, order = read(state, other)
+        assert order is None
+        assert "disagree on the generation" in after.frozen_reason
+        idle = phases.aborted(after)
+        assert (
+            phases.see_plan(idle, replace(PLAN, plan_id=6, base_generation=idle.generation)) is idle
+        )
+
+
+def test_ranks_at_different_steps_must_not_go_on() -> None:
+    mine = cast(IDLE, step=10)
+
+    with pytest.raises(RankError, match="at different steps, this one voted at step 10"):
+        phases.read_verdict(IDLE, mine, verdict_of(mine, cast(IDLE, step=12)))
+
+
+def test_late_news_of_a_dropped_plan_change_nothing() -> None:
+    unwilling = phases.want_abort(working(), 5, "no room")
+    dropped, _ = read(unwilling, IDLE)
+
+    assert phases.staged(dropped, 5, 1) is dropped
+    assert phases.preloaded(dropped, 5) is dropped
+    assert phases.want_abort(dropped, 5, "again") is dropped
+
+
+def test_a_plan_for_another_generation_is_not_begun() -> None:
+    assert phases.see_plan(IDLE, replace(PLAN, base_generation=2)) is IDLE
+
+
+def test_a_halt_is_seen_by_all() -> None:
+    assert verdict_of(cast(IDLE), cast(IDLE, halt=True)).halt
+    assert not verdict_of(cast(IDLE), cast(IDLE)).halt
