@@ -96,8 +96,8 @@ def _smallest_largest_replica(
     tokens: NDArray[np.float64], num_slots: int, most: int
 ) -> NDArray[np.float64]:
     """[L] bisect, all layers at once, for a value just under the smallest possible maximum."""
-    high = tokens.max(axis=1)
-    low = high / most
+    high: NDArray[np.float64] = tokens.max(axis=1)
+    low: NDArray[np.float64] = high / most
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         limit = np.where(middle > 0, middle, 1.0)[:, None]

@@ -1,0 +1,128 @@
+"""``eplb``: the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from api.settings import load_settings
+from api.simulate import simulate
+from eplb.errors import EplbError
+from eplb.siblings import check_siblings
+from telemetry import open_store
+from telemetry.store import Control
+
+BAD_INPUT = 2
+WRONG_RESULT = 1
+
+app = typer.Typer(
+    help="Expert-parallel load balancing for mixture-of-experts serving.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+app.command()(simulate)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+StoreFile = Annotated[Path, typer.Option(help="The store's file.")]
+Deployment = Annotated[str, typer.Option(help="Whose switches.")]
+Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
+
+
+@app.command()
+def demo(
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Rank processes. Default 8.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes they form. Default 2.")] = None,
+    layers: Annotated[int | None, typer.Option(help="MoE layers. Default 6.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts a layer. Default 64.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts a token. Default 6.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Slots a layer. Default 1.25x.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long. Default 60.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text instead of what is there.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Recorded routing instead of text.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Placement policy. Default auto.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all that is drawn.")] = None,
+    observe: Annotated[bool | None, typer.Option(help="Plan and report; move nothing.")] = None,
+    movement: Annotated[bool | None, typer.Option(help="The kill switch.")] = None,
+    serve: Annotated[bool | None, typer.Option(help="Stay up until interrupted.")] = None,
+    resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
+    view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="Any other: NAME=VALUE.")] = None,
+) -> None:
+    """Serve a small real model on rank processes, let its load drift, and balance it."""
+    flags: dict[str, Any] = {
+        name: value for name, value in locals().items() if name not in ("config", "setting")
+    }
+    console = Console()
+    try:
+        check_siblings()
+        settings = load_settings(
+            flags | _more_settings(setting or []), config=config, environ=os.environ
+        )
+        # Imported here: torch takes seconds, and wrong settings need none of it.
+        from api.demo import run_demo
+
+        summary = run_demo(settings, console)
+    except EplbError as exc:
+        errors.print(f"eplb: {exc}", markup=False)
+        raise typer.Exit(BAD_INPUT) from exc
+    if summary["reference_failures"] or summary["samples_lost"]:
+        raise typer.Exit(WRONG_RESULT)
+
+
+@app.command()
+def pause(
+    store: StoreFile = Path(".eplb/store.sqlite"),
+    deployment: Deployment = "demo",
+    reason: Reason = "paused from the command line",
+) -> None:
+    """Stop all movement of weights, at once; serving goes on."""
+    _switch(store, deployment, movement=False, reason=reason)
+
+
+@app.command()
+def resume(
+    store: StoreFile = Path(".eplb/store.sqlite"),
+    deployment: Deployment = "demo",
+    reason: Reason = "resumed from the command line",
+) -> None:
+    """Let weights move again."""
+    _switch(store, deployment, movement=True, reason=reason)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    app()
+
+
+def _more_settings(pairs: list[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; the settings check names and values."""
+    split = (pair.partition("=") for pair in pairs)
+    return {name.replace("-", "_"): value for name, _, value in split}
+
+
+def _switch(path: Path, deployment: str, *, movement: bool, reason: str) -> None:
+    try:
+        if not path.is_file():
+            raise EplbError(f"there is no store at {path}, expected the file of a deployment")
+        store = open_store(path, deployment)
+        before = store.control()
+        store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
+        store.close()
+    except EplbError as exc:
+        errors.print(f"eplb: {exc}", markup=False)
+        raise typer.Exit(BAD_INPUT) from exc
+
+
+if __name__ == "__main__":
+    main()

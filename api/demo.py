@@ -1,0 +1,307 @@
+"""``eplb demo``: the whole journey on one machine, in real processes, measured.
+
+ranks ---- samples ----> store ----> controller          one checker recomputes sampled steps
+  ^                        |             |               one slab per host reads the weights
+  +------- migrations -----+-------------+               this process watches, and serves HTTP
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from api.app import create_app
+from api.demo_setup import begin, prepare
+from api.demo_summary import RankReport, is_right, render_summary, summarise
+from api.live import LiveView
+from api.monitor import Monitor
+from api.processes import Child, preload_modules, refusal
+from api.server import HttpService
+from api.settings import DemoSettings
+from api.state_dir import StateDir
+from api.worker_checker import CheckedStep
+from api.worker_plan import DEPLOYMENT, WorkerPlan
+from eplb.errors import ConfigError, EplbError, RankError
+from telemetry import open_store
+from telemetry.store import LoadStore
+
+READY_DEADLINE_S = 120.0
+HALT_DEADLINE_S = 60.0
+CHECKS_DEADLINE_S = 60.0
+GRACE_S = 2.0  # after a first failure, for the others to say what they saw
+MAX_CONTROLLER_RESTARTS = 20
+POLL_S = 0.25
+WORKER_MODULES = (
+    "api.worker_rank",
+    "api.worker_checker",
+    "api.worker_slab",
+    "api.worker_controller",
+)
+
+log = logging.getLogger(__name__)
+
+
+def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
+    """Run the demo to its summary; with ``serve``, on until interrupted.
+
+    Raises:
+        EplbError: anything that keeps it from running, or that ended it; nothing is left running.
+    """
+    check_writable(settings.json_path)
+    with ExitStack() as stack:
+        state = StateDir(settings.state_dir)
+        stack.callback(state.close)
+        store = open_store(state.store, DEPLOYMENT)
+        stack.callback(store.close)
+        service = HttpService(create_app(store), settings.host, settings.port)
+        service.start()
+        stack.callback(service.stop)
+        console.print(f"eplb demo: {service.url}", highlight=False)
+        plan = prepare(settings, state)
+        demo = Demo(settings, plan, store, console)
+        stack.callback(demo.end)
+        begin(settings, plan, store)
+        demo.start()
+        summary = demo.serve()
+    if settings.json_path is not None:
+        write_json(settings.json_path, summary)
+    return summary
+
+
+class Demo:
+    """The demo's processes, and what they told."""
+
+    def __init__(
+        self, settings: DemoSettings, plan: WorkerPlan, store: LoadStore, console: Console
+    ) -> None:
+        self._settings, self._plan, self._store = settings, plan, store
+        self._console = console
+        self._monitor = Monitor(store)
+        self._children: list[Child] = []
+        self._ranks: list[Child] = []
+        self._controller: Child | None = None
+        self._controller_restarts = 0
+        self._ready: set[str] = set()
+        self._done: set[str] = set()
+        self._reports: dict[str, RankReport] = {}
+        self._checks: list[CheckedStep] = []
+
+    # -- start and end
+
+    def start(self) -> None:
+        """Start every process, and let the ranks begin together.
+
+        Raises:
+            EplbError: one of them could not start.
+        """
+        # Imported here: torch takes seconds, and every refusal before this needs none of it.
+        from torch._C._distributed_c10d import TCPStore
+
+        from api.worker_checker import run_checker
+        from api.worker_controller import run_controller
+        from api.worker_rank import run_rank
+        from api.worker_slab import run_slab
+
+        preload_modules(*WORKER_MODULES)
+        deadline = timedelta(seconds=READY_DEADLINE_S)
+        self._rendezvous = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline
+        )
+        self._plan = plan = replace(self._plan, rendezvous_port=self._rendezvous.port)
+        context = get_context("forkserver")
+        pipes = [context.Pipe(duplex=False) for _ in range(plan.topology.num_ranks)]
+        for host in range(len(plan.slabs)):
+            self._add(Child(f"the preload process of host {host}", run_slab, plan, host))
+        self._wait_for("ready", lambda: len(self._ready) == len(plan.slabs), READY_DEADLINE_S)
+        readers = [reader for reader, _ in pipes]
+        self._add(Child("the reference checker", run_checker, plan, readers))
+        self._start_controller(run_controller)
+        for rank, (_, writer) in enumerate(pipes):
+            child = Child(f"rank {rank}", run_rank, plan, rank, writer)
+            self._ranks.append(child)
+            self._add(child)
+        for reader, writer in pipes:
+            reader.close()
+            writer.close()
+        everyone = len(self._children)
+        self._wait_for("ready", lambda: len(self._ready) == everyone, READY_DEADLINE_S)
+        self._started = time.monotonic()
+        for child in self._ranks:
+            child.command("start", self._started)
+
+    def _add(self, child: Child) -> None:
+        self._children.append(child)
+
+    def _start_controller(self, main: Callable[..., None]) -> None:
+        self._run_controller = main
+        self._controller = Child("the controller", main, self._plan)
+        self._add(self._controller)
+
+    def end(self) -> None:
+        """End every process that still runs."""
+        for child in self._children:
+            child.stop(deadline_s=0.0 if child.process.is_alive() else GRACE_S)
+
+    # -- serving
+
+    def serve(self) -> dict[str, Any]:
+        """Serve for the time that was asked for, halt, and sum up.
+
+        Raises:
+            RankError: a rank or another process died.
+        """
+        until = self._started + self._settings.seconds
+        with LiveView(self._monitor, view=self._settings.view, console=self._console):
+            try:
+                self._wait_until(lambda: time.monotonic() >= until)
+                if self._settings.serve:
+                    self._wait_until(lambda: False)
+            except KeyboardInterrupt:
+                self._console.print("interrupted: halting the ranks", highlight=False)
+            for child in self._ranks:
+                child.command("halt")
+            self._wait_for(
+                "halted", lambda: len(self._reports) == len(self._ranks), HALT_DEADLINE_S
+            )
+            self._wait_for(
+                "finished checking",
+                lambda: "the reference checker" in self._done,
+                CHECKS_DEADLINE_S,
+            )
+        summary = self._summary()
+        self._console.print(render_summary(summary))
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        self._monitor.refresh()
+        return summarise(
+            self._plan,
+            self._monitor.snapshot(),
+            [self._reports[child.name] for child in self._ranks],
+            self._store.sample_counts(self._plan.run),
+            self._checks,
+        ) | {"controller_restarts": self._controller_restarts}
+
+    # -- listening to the processes
+
+    def _wait_for(self, what: str, is_reached: Callable[[], bool], deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not is_reached():
+            if time.monotonic() >= deadline:
+                waiting = [c.name for c in self._children if c.name not in self._ready]
+                raise RankError(
+                    f"not {what} within {deadline_s:.0f} s"
+                    + (f", still waiting for {', '.join(waiting)}" if waiting else "")
+                )
+            self._listen()
+
+    def _wait_until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            self._listen()
+
+    def _listen(self) -> None:
+        """Take in what processes say, and notice when one ends that should not."""
+        pipes: dict[Any, Child] = {
+            child.messages: child for child in self._children if child.name not in self._done
+        }
+        for pipe in wait(list(pipes), POLL_S):
+            child = pipes[pipe]
+            message = child.receive()
+            if message is None:
+                self._mourn(child)
+            else:
+                self._hear(child, *message)
+
+    def _hear(self, child: Child, kind: str, body: Any) -> None:
+        if kind == "ready":
+            self._ready.add(child.name)
+        elif kind == "checked":
+            self._checks.append(body)
+            if not is_right(body):
+                self._note("reference", f"{body} is not the reference's answer")
+        elif kind == "served":
+            self._reports[child.name] = body
+            self._done.add(child.name)
+        elif kind == "done":
+            self._done.add(child.name)
+        elif kind == "warning":
+            self._note(child.name, body)
+        elif kind == "failed":
+            raise self._cause(refusal(child.name, body))
+        else:
+            raise AssertionError(f"{child.name} sent {kind!r}, which nobody expects")
+
+    def _mourn(self, child: Child) -> None:
+        child.process.join(GRACE_S)
+        if child is self._controller:
+            self._controller_restarts += 1
+            if self._controller_restarts > MAX_CONTROLLER_RESTARTS:
+                raise RankError(f"the controller died {self._controller_restarts} times")
+            self._note(child.name, f"{child.how_it_ended()}; it is started again")
+            self._children.remove(child)
+            child.stop(deadline_s=0.0)
+            self._start_controller(self._run_controller)
+            return
+        raise self._cause(RankError(f"{child.how_it_ended()}, the demo cannot go on without it"))
+
+    def _cause(self, first: EplbError) -> EplbError:
+        """Find what really happened: peers of a dead rank fail too, and may be heard first."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            killed = [child for child in self._children if (child.process.exitcode or 0) < 0]
+            if killed:
+                return RankError(f"{killed[0].how_it_ended()}, the demo cannot go on without it")
+            wait([child.process.sentinel for child in self._children], POLL_S)
+        return first
+
+    def _note(self, where: str, message: str) -> None:
+        log.warning("%s: %s", where, message)
+        self._store.add_event("error", {"where": where, "message": message})
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a summary file that could not be written a minute later.
+
+    Raises:
+        ConfigError: the folder is missing or read-only, or the path is a folder.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder, expected a file")
+    unfinished = _unfinished(path)
+    try:
+        unfinished.touch()
+        unfinished.unlink()
+    except OSError as exc:
+        raise ConfigError(f"--json {path} cannot be written: {exc.strerror}") from exc
+
+
+def write_json(path: Path, summary: dict[str, Any]) -> None:
+    """Write the summary: all of it appears, or nothing.
+
+    Raises:
+        ConfigError: the disk is full or read-only.
+    """
+    unfinished = _unfinished(path)
+    try:
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n")
+        unfinished.replace(path)
+    except OSError as exc:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"--json {path} cannot be written: {exc.strerror}") from exc
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")

@@ -1,0 +1,176 @@
+"""What the demo needs before its first process starts: every refusal that can come early does."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from api.demo_text import VOCABULARY, domains_of, standard_domains
+from api.settings import DemoSettings
+from api.state_dir import StateDir
+from api.worker_plan import WorkerPlan
+from eplb.errors import CheckpointError, ConfigError, StoreError
+from eplb.gate import CostModel
+from eplb.migration import Pace
+from eplb.model import ModelShape
+from eplb.placement import Placement, check_fits
+from eplb.plan import plan as make_plan
+from eplb.policies import policy_named
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from rebalance.controller import ControllerSettings
+from rebalance.slab import SlabAddress
+from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from runtime.experts import ExpertSchema
+from simulations.traces import read_expert_ids
+from telemetry.store import Control, LoadStore, RunInfo
+
+SAMPLES_PER_WINDOW = 4
+TURNS = 3  # of the mix in one run, at least; more domains mean more turns
+
+
+def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
+    """Write weights and text, and lay out what every process is told. Starts nothing.
+
+    Raises:
+        ConfigError: settings, text or trace that cannot be used.
+        CheckpointError: weights on disk that are damaged or of another model.
+    """
+    policy_named(settings.policy)
+    model, trace = _model(settings, state)
+    topology = Topology.uniform(
+        settings.nodes, settings.ranks // settings.nodes, settings.slots // settings.ranks
+    )
+    tokens_per_step = settings.ranks * settings.tokens_per_rank
+    sample_steps = max(1, round(settings.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW))
+    window_steps = sample_steps * math.ceil(settings.window_tokens / tokens_per_step / sample_steps)
+    run = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+    text = None if trace is not None else _text(settings, state)
+    return WorkerPlan(
+        run=run,
+        store=state.store,
+        weights=_weights(settings, state, model),
+        text=text,
+        trace=trace,
+        model=model,
+        topology=topology,
+        slabs=tuple(
+            SlabAddress(f"{run}-host{host}", secrets.token_bytes(16))
+            for host in range(settings.nodes)
+        ),
+        rendezvous_port=0,  # known once the demo listens
+        tokens_per_rank=settings.tokens_per_rank,
+        window_steps=window_steps,
+        sample_steps=sample_steps,
+        check_every=settings.check_every,
+        drift_period_s=settings.seconds,
+        seed=settings.seed,
+        staging_experts=settings.slots // settings.ranks,
+        controller=ControllerSettings(
+            policy=settings.policy,
+            plan_windows=settings.plan_windows,
+            cost=CostModel(min_gain=settings.min_gain),
+            pace=Pace(staging_experts=settings.slots // settings.ranks),
+            seed=settings.seed,
+        ),
+    )
+
+
+def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placement:
+    """Record the start of a run, and the placement that it starts from.
+
+    Contiguous, or with ``resume`` the one that the last run ended with.
+    """
+    committed = store.committed()
+    generation = None if committed is None else committed.placement.generation
+    store.set_control(
+        Control(movement=settings.movement, observe=settings.observe), reason="start of the demo"
+    )
+    if settings.resume:
+        if committed is None:
+            raise ConfigError(f"{plan.store} holds no placement to resume from, expected one")
+        start = committed.placement
+        found = (start.num_layers, start.num_experts)
+        if found != (plan.model.num_layers, plan.model.num_experts):
+            raise ConfigError(
+                f"the placement in {plan.store} has {found[0]} layers x {found[1]} experts, "
+                f"expected {plan.model.num_layers} x {plan.model.num_experts} to resume"
+            )
+        check_fits(start, plan.topology)
+    else:
+        idle = np.ones((plan.model.num_layers, plan.model.num_experts), dtype=np.int64)
+        start = make_plan(idle, plan.topology, policy="contiguous").base
+        start = start.with_generation(0 if generation is None else generation + 1)
+        store.commit(start, expected=generation, reason="start of the demo: contiguous")
+    open_migration = store.published()
+    if open_migration is not None:
+        store.withdraw(
+            open_migration.plan_id, outcome="rejected", reason="the run it was made for has ended"
+        )
+    store.begin_run(
+        RunInfo(
+            plan.run,
+            time.time(),
+            model_to_dict(plan.model),
+            topology_to_dict(plan.topology),
+            plan.window_steps,
+        )
+    )
+    return start
+
+
+def _model(settings: DemoSettings, state: StateDir) -> tuple[ModelShape, Path | None]:
+    shape = ModelShape(
+        layer_ids=tuple(range(settings.layers)),
+        num_experts=settings.experts,
+        top_k=settings.top_k,
+        hidden=settings.hidden,
+        intermediate=settings.intermediate,
+        num_shared_experts=settings.shared_experts,
+        expert_bytes=ExpertSchema.swiglu(settings.hidden, settings.intermediate).record_bytes,
+    )
+    if settings.trace is None:
+        return shape, None
+    ids = read_expert_ids(settings.trace)
+    num_layers, _, top_k = ids.shape
+    highest = int(ids.max())
+    if highest >= settings.experts:
+        raise ConfigError(
+            f"trace {settings.trace} names expert {highest}, "
+            f"expected 0..{settings.experts - 1} (--experts)"
+        )
+    path = state.path / "trace.npy"
+    try:
+        np.save(path, ids.astype(np.int16), allow_pickle=False)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+    return replace(shape, layer_ids=tuple(range(num_layers)), top_k=top_k), path
+
+
+def _text(settings: DemoSettings, state: StateDir) -> Path:
+    domains = domains_of(settings.text) if settings.text else standard_domains()
+    arrays = {f"{number}-{domain.name}": domain.tokens for number, domain in enumerate(domains)}
+    return state.save_arrays("text.npz", arrays)
+
+
+def _weights(settings: DemoSettings, state: StateDir, model: ModelShape) -> Path:
+    """Find the weights of this model and seed, or write them."""
+    schema = ExpertSchema.swiglu(model.hidden, model.intermediate)
+    named = {name: value for name, value in model_to_dict(model).items() if name != "expert_cost"}
+    key = hashlib.blake2b(repr((named, VOCABULARY, settings.seed)).encode(), digest_size=6)
+    path = state.path / f"weights-{key.hexdigest()}"
+    if not path.exists():
+        write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.seed)
+    Checkpoint(path).check(model, schema)
+    return path
+
+
+def explain_store_refusal(exc: StoreError | CheckpointError) -> str:
+    """Say what to do about a store or weights that cannot be used."""
+    return f"{exc} (another --state-dir starts afresh)"

@@ -1,0 +1,185 @@
+"""What a demo measured, as one dictionary, and as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+
+from api.snapshot import Snapshot, WindowScore
+from api.worker_checker import CheckedStep
+from api.worker_plan import WorkerPlan
+
+FINAL_WINDOWS = 5
+MAX_RELATIVE_ERROR = 1e-4  # float32; a re-ordered sum stays far below
+
+RankReport = Mapping[str, Any]  # what api.worker_rank tells at its end
+
+
+def summarise(
+    plan: WorkerPlan,
+    snapshot: Snapshot,
+    ranks: Sequence[RankReport],
+    stored: Mapping[int, int],
+    checks: Sequence[CheckedStep],
+) -> dict[str, Any]:
+    """Put the figures of a run together, JSON-ready.
+
+    ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
+    really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
+    the ranks in order.
+    """
+    final = final_windows(snapshot)
+    pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
+    steps = [ms for rank in ranks for ms in rank["step_ms"]]
+    sources = sorted({source for rank in ranks for source in rank["bytes_by_source"]})
+    failures = [check for check in checks if not is_right(check)]
+    turns = [mark for mark in snapshot.marks if mark.plan_id]
+    return {
+        "run": plan.run,
+        "ranks": plan.topology.num_ranks,
+        "nodes": plan.topology.num_nodes,
+        "layers": plan.model.num_layers,
+        "experts": plan.model.num_experts,
+        "slots": plan.topology.num_slots,
+        "top_k": plan.model.top_k,
+        "expert_bytes": plan.model.expert_bytes,
+        "policy": plan.controller.policy,
+        "seed": plan.seed,
+        "steps": max((rank["steps"] for rank in ranks), default=0),
+        "tokens_per_window": plan.window_steps * plan.tokens_per_rank * plan.topology.num_ranks,
+        "imbalance_initial": _median([score.contiguous for score in final]),
+        "imbalance_final": _median([score.measured for score in final]),
+        "imbalance_series": [
+            {
+                "window": score.index,
+                "last_step": score.last_step,
+                "measured": round(score.measured, 4),
+                "contiguous": round(score.contiguous, 4),
+                "generation": score.generation,
+            }
+            for score in snapshot.series
+            if score.is_complete
+        ],
+        "rebalances": len(turns),
+        "rebalance_steps": [mark.step for mark in turns],
+        "experts_moved": sum(rank["experts_moved"] for rank in ranks),
+        "bytes_by_source": {
+            source: sum(rank["bytes_by_source"].get(source, 0) for rank in ranks)
+            for source in sources
+        },
+        "swap_pause_ms_p50": _percentile(pauses, 50),
+        "swap_pause_ms_p99": _percentile(pauses, 99),
+        "step_ms_p50": _percentile(steps, 50),
+        "step_ms_p99": _percentile(steps, 99),
+        "reference_checks": len(checks),
+        "reference_checks_by_phase": {
+            phase: sum(check.phase == phase for check in checks)
+            for phase in sorted({check.phase for check in checks})
+        },
+        "reference_max_error": max((check.max_error for check in checks), default=None),
+        "reference_failures": len(failures),
+        "reference_checks_left_out": sum(rank["checks_left_out"] for rank in ranks),
+        "samples_written": sum(stored.values()),
+        "samples_lost": sum(rank["samples"] for rank in ranks) - sum(stored.values()),
+        "tokens_per_second": _rate(plan, ranks),
+    }
+
+
+def final_windows(snapshot: Snapshot) -> list[WindowScore]:
+    """Return the last complete windows that lie wholly after the last commit.
+
+    Without any such window, the last ones there are.
+    """
+    complete = [score for score in snapshot.series if score.is_complete]
+    last = snapshot.marks[-1].step if snapshot.marks else None
+    settled = [score for score in complete if last is not None and score.first_step >= last]
+    return (settled or complete)[-FINAL_WINDOWS:]
+
+
+def is_right(check: CheckedStep) -> bool:
+    """Say whether an answer is the reference's; a NaN is not."""
+    return check.max_error <= MAX_RELATIVE_ERROR and check.wrong_routes == 0
+
+
+def render_summary(summary: Mapping[str, Any]) -> Group:
+    """Give the summary as a table for a terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column()
+    for name, text in _lines(summary):
+        table.add_row(name, text)
+    is_good = summary["reference_failures"] == 0 and summary["samples_lost"] == 0
+    style = "green" if is_good else "red"
+    title = "balanced, and every answer right" if is_good else "something went wrong"
+    return Group(Panel(table, title=f"eplb demo: {title}", border_style=style, expand=False))
+
+
+def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sources = ", ".join(
+        f"{source.replace('_', ' ')} {count / 1e6:.1f} MB"
+        for source, count in summary["bytes_by_source"].items()
+        if count
+    )
+    phases = ", ".join(
+        f"{phase} {count}" for phase, count in summary["reference_checks_by_phase"].items()
+    )
+    error = summary["reference_max_error"]
+    return [
+        (
+            "model",
+            f"{summary['layers']} MoE layers x {summary['experts']} experts, "
+            f"top-{summary['top_k']}, {summary['slots']} slots on {summary['ranks']} ranks",
+        ),
+        (
+            "served",
+            f"{summary['steps']} steps, {_text(summary['tokens_per_second'], '{:,.0f}')} tokens/s",
+        ),
+        (
+            "imbalance",
+            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load; "
+            f"{_text(summary['imbalance_initial'], '{:.3f}')} without balancing",
+        ),
+        ("rebalances", f"{summary['rebalances']}, {summary['experts_moved']} experts moved"),
+        ("bytes", sources or "none"),
+        (
+            "pause of a swap",
+            f"p50 {_text(summary['swap_pause_ms_p50'], '{:.2f}')} ms, "
+            f"p99 {_text(summary['swap_pause_ms_p99'], '{:.2f}')} ms; "
+            f"step p50 {_text(summary['step_ms_p50'], '{:.1f}')} ms",
+        ),
+        (
+            "right answers",
+            f"{summary['reference_checks'] - summary['reference_failures']} of "
+            f"{summary['reference_checks']} checks ({phases}); "
+            f"largest error {_text(error, '{:.1e}')}",
+        ),
+        ("samples", f"{summary['samples_written']} written, {summary['samples_lost']} lost"),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(median(values), 4) if values else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return round(float(np.percentile(values, percent)), 4) if values else None
+
+
+def _rate(plan: WorkerPlan, ranks: Sequence[RankReport]) -> float | None:
+    """Tokens a second while serving: a step takes as long as its slowest rank."""
+    means = [mean(rank["step_ms"]) for rank in ranks if rank["step_ms"]]
+    if not means:
+        return None
+    per_step = plan.tokens_per_rank * plan.topology.num_ranks
+    rate: float = per_step / (max(means) / 1e3)
+    return round(rate, 1)

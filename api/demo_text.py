@@ -1,0 +1,151 @@
+"""Real text of several domains, as token ids, in a mix that drifts.
+
+Every machine with Python has the three domains: the standard library's source code, prose (its
+documentation topics and docstrings, and the licences that lie on the machine), and structured data
+(tables of Unicode, HTML entities, the build configuration). Nothing is made up or downloaded.
+"""
+
+from __future__ import annotations
+
+import html.entities
+import json
+import os
+import re
+import sysconfig
+import unicodedata
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import ConfigError
+
+VOCABULARY = 4096
+DOMAIN_CHARACTERS = 1_500_000  # of each domain; enough that a minute seldom repeats
+PIECE = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
+LICENCES = Path("/usr/share/common-licenses")
+MAIN_PART = 0.85  # of the tokens that come from the domain whose turn it is
+FADE_PART = 0.1  # of a domain's turn in which it takes over from the one before
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One kind of text, as token ids."""
+
+    name: str
+    tokens: NDArray[np.int32]
+
+
+def tokenize(text: str) -> NDArray[np.int32]:
+    """Cut text into words, punctuation and white space, and number each piece by its checksum."""
+    ids = [zlib.crc32(piece.encode()) % VOCABULARY for piece in PIECE.findall(text)]
+    return np.array(ids, dtype=np.int32)
+
+
+def standard_domains() -> list[Domain]:
+    """Read the domains that every machine has."""
+    # The two that are least alike stand apart: every change of turn is a change of load.
+    texts = {"code": _code(), "data": _data(), "prose": _prose()}
+    return [Domain(name, tokenize(_take(parts))) for name, parts in texts.items()]
+
+
+def domains_of(paths: Sequence[Path]) -> list[Domain]:
+    """Read files or folders, each a domain of its own.
+
+    Raises:
+        ConfigError: a path cannot be read, or holds no text.
+    """
+    domains = []
+    for path in paths:
+        try:
+            files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+            text = _take(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        except OSError as exc:
+            raise ConfigError(f"text {path} cannot be read: {exc.strerror}") from exc
+        tokens = tokenize(text)
+        if not tokens.size:
+            raise ConfigError(f"text {path} holds no words, expected some")
+        domains.append(Domain(path.name, tokens))
+    return domains
+
+
+def mix_at(elapsed: float, period: float, num_domains: int) -> NDArray[np.float64]:
+    """Part of the tokens that each domain gives, ``elapsed`` seconds into the run.
+
+    Each domain has its turn, an equal part of the period, in which MAIN_PART of the tokens are its
+    own; it takes over from the one before within FADE_PART of the turn.
+    """
+    turn, into_turn = divmod(elapsed / period * num_domains, 1.0)
+    now, before = int(turn) % num_domains, (int(turn) - 1) % num_domains
+    taken_over = 1.0 if turn == 0 else min(1.0, into_turn / FADE_PART)
+    mix = np.full(num_domains, (1.0 - MAIN_PART) / num_domains)
+    mix[now] += MAIN_PART * taken_over
+    mix[before] += MAIN_PART * (1.0 - taken_over)
+    return mix
+
+
+def draw_sequences(
+    domains: Sequence[Domain], mix: NDArray[np.float64], shape: tuple[int, int], seed: Sequence[int]
+) -> NDArray[np.int64]:
+    """Draw sequences [B, N], each a run of tokens from anywhere in a domain drawn from the mix."""
+    rng = np.random.default_rng(list(seed))
+    count, length = shape
+    rows = np.empty(shape, dtype=np.int64)
+    for row, domain in enumerate(rng.choice(len(domains), size=count, p=mix)):
+        tokens = domains[domain].tokens
+        start = int(rng.integers(len(tokens)))
+        rows[row] = np.take(tokens, range(start, start + length), mode="wrap")
+    return rows
+
+
+def _take(parts: Iterator[str]) -> str:
+    """Join parts until there is enough text."""
+    taken, length = [], 0
+    for part in parts:
+        taken.append(part)
+        length += len(part)
+        if length >= DOMAIN_CHARACTERS:
+            break
+    return "\n".join(taken)[:DOMAIN_CHARACTERS]
+
+
+def _code() -> Iterator[str]:
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
+        if "site-packages" not in file.parts:
+            yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def _prose() -> Iterator[str]:
+    if LICENCES.is_dir():
+        for file in sorted(LICENCES.iterdir()):
+            yield file.read_text(encoding="utf-8", errors="replace")
+    try:
+        from pydoc_data import topics
+    except ImportError:  # some distributions leave the documentation topics out
+        pass
+    else:
+        yield from topics.topics.values()
+    docstring = re.compile(r'"""(.*?)"""', re.DOTALL)
+    for source in _code():
+        yield from docstring.findall(source)
+
+
+def _data() -> Iterator[str]:
+    yield json.dumps(html.entities.html5, indent=1)
+    yield json.dumps(sysconfig.get_config_vars(), indent=1, default=str)
+    yield json.dumps(os.sysconf_names, indent=1)
+    for first in range(0, 0x20000, 0x100):
+        yield "\n".join(_unicode_rows(first))
+
+
+def _unicode_rows(first: int) -> Iterator[str]:
+    for character in map(chr, range(first, first + 0x100)):
+        name = unicodedata.name(character, "")
+        if name:
+            width = unicodedata.east_asian_width(character)
+            row = {"code": ord(character), "category": unicodedata.category(character)}
+            yield json.dumps(row | {"width": width, "name": name})

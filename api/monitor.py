@@ -1,0 +1,248 @@
+"""The one reader behind every view: it follows a store and gives a Snapshot.
+
+It reads only what is new (samples and events past its cursors) and folds samples with the same
+``WindowFolder`` as the controller, so a viewer sees the windows that plans are made on.
+
+    LoadStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from api.snapshot import (
+    Decision,
+    RankView,
+    RebalanceMark,
+    Snapshot,
+    WindowScore,
+    bytes_by_source,
+    contiguous_load,
+    decision_of,
+    detail_sum,
+    mean_imbalance,
+    progress_of,
+    relative,
+    slowest_phase,
+    swap_pauses_ms,
+)
+from eplb.load import LoadSample
+from eplb.records import model_from_dict, topology_from_dict
+from telemetry.store import Event, LoadStore, RankState, RunInfo
+from telemetry.windows import Window, WindowFolder
+
+SAMPLES_PER_READ = 2000
+KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
+KEPT_SCORES = 4096
+KEPT_EVENTS = 500
+KEPT_DECISIONS = 50
+
+
+class Monitor:
+    """Follow one deployment. Any thread may call any method.
+
+    Args:
+        clock: seconds since the epoch; tells how long a rank has been silent.
+        silent_after_s: a rank whose last report is older than this counts as silent.
+    """
+
+    def __init__(
+        self,
+        store: LoadStore,
+        *,
+        clock: Callable[[], float] = time.time,
+        silent_after_s: float = 10.0,
+    ) -> None:
+        self._store, self._clock, self.silent_after_s = store, clock, silent_after_s
+        self._lock = threading.RLock()
+        self._last_event = 0
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self._commits: dict[int, Event] = {}  # by generation, those of the current run
+        self._control = store.control()
+        self._committed = store.committed()
+        self._published = store.published()
+        self._follow(None)
+
+    def _follow(self, info: RunInfo | None) -> None:
+        """Start on another run, with nothing read of it."""
+        self._info, self._cursor, self._samples_read = info, 0, 0
+        self._states: list[RankState] = []
+        self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
+        self._windows: dict[int, Window] = {}  # by index, oldest first
+        self._scores: dict[int, WindowScore] = {}  # by index, oldest first
+        if info is None:
+            return
+        self._topology = topology_from_dict(dict(info.topology))
+        self._model = model_from_dict(dict(info.model))
+        self._folder = WindowFolder(
+            num_ranks=self._topology.num_ranks,
+            num_experts=self._model.num_experts,
+            window_steps=info.window_steps,
+            keep=KEPT_WINDOWS,
+        )
+
+    def refresh(self) -> None:
+        """Read what is new in the store.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        with self._lock:
+            info = self._store.current_run()
+            if info is not None and (self._info is None or info.run != self._info.run):
+                self._follow(info)
+            self._read_events()
+            self._control = self._store.control()
+            self._committed = self._store.committed()
+            self._published = self._store.published()
+            if self._info is not None:
+                self._states = self._store.rank_states(self._info.run)
+                self._read_samples(self._info.run)
+
+    def _read_events(self) -> None:
+        while new := self._store.events(after=self._last_event, limit=KEPT_EVENTS):
+            for event in new:
+                self._last_event = event.id
+                self._events.append(event)
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        if event.kind == "run":  # what was decided and committed before belongs to another run
+            self._decisions.clear()
+            self._commits.clear()
+        elif event.kind == "plan":
+            self._decisions.append(decision_of(event))
+        elif event.kind == "commit" and int(event.detail.get("plan_id", 0)) > 0:
+            self._commits.setdefault(int(event.detail["generation"]), event)
+
+    def _read_samples(self, run: str) -> None:
+        while True:
+            rows = self._store.samples(run, after=self._cursor, limit=SAMPLES_PER_READ)
+            for cursor, sample in rows:
+                self._cursor = cursor
+                self._fold(sample)
+            if len(rows) < SAMPLES_PER_READ:
+                break
+        self._score_windows()
+
+    def _fold(self, sample: LoadSample) -> None:
+        self._samples_read += 1
+        known = self._first_step_of.get(sample.generation, sample.first_step)
+        self._first_step_of[sample.generation] = min(known, sample.first_step)
+        self._folder.add(sample)
+
+    def _score_windows(self) -> None:
+        """Score what is new or changed; a late sample changes an old window."""
+        held = self._folder.windows()
+        newest = held[-1].index if held else 0
+        # The newest windows are still filling: ranks report at their own times. One that stays
+        # incomplete after two more have begun has a silent rank, and is shown as such.
+        settled = [one for one in held if one.is_complete or one.index < newest - 1]
+        for window in settled:
+            if self._windows.get(window.index) is not window:
+                self._scores[window.index] = self._score(window)
+        self._windows = {window.index: window for window in settled}
+        kept = sorted(self._scores)[-KEPT_SCORES:]
+        self._scores = {index: self._scores[index] for index in kept}
+
+    def _score(self, window: Window) -> WindowScore:
+        in_order = contiguous_load(window.tokens, self._topology.num_ranks)
+        return WindowScore(
+            index=window.index,
+            first_step=window.first_step,
+            last_step=window.last_step,
+            measured=mean_imbalance(window.received, self._topology),
+            contiguous=mean_imbalance(in_order, self._topology),
+            generation=max(window.generations, default=0),
+            is_complete=window.is_complete,
+        )
+
+    def windows(self, last: int) -> list[Window]:
+        """Return the latest windows with their matrices, oldest first."""
+        with self._lock:
+            return list(self._windows.values())[-last:] if last > 0 else []
+
+    def snapshot(self) -> Snapshot:
+        """Put together what the last ``refresh`` found."""
+        with self._lock:
+            info, now = self._info, self._clock()
+            latest = next(reversed(self._windows.values()), None)
+            ranks = self._rank_views(now)
+            placement = self._committed.placement if self._committed else None
+            return Snapshot(
+                deployment=self._store.deployment,
+                run=info.run if info else None,
+                time=now,
+                started=info.time if info else None,
+                step=max((view.step for view in ranks), default=0),
+                generation=placement.generation if placement else None,
+                num_layers=self._model.num_layers if info else 0,
+                num_experts=self._model.num_experts if info else 0,
+                num_slots=self._topology.num_slots if info else 0,
+                ranks=ranks,
+                node_of_rank=tuple(self._topology.node_of_rank.tolist()) if info else (),
+                progress_age_s=self._progress_age_s(now),
+                series=tuple(self._scores.values()),
+                heatmap=relative(latest.received) if latest else None,
+                expert_heat=relative(latest.tokens) if latest else None,
+                marks=self._marks(),
+                phase=slowest_phase(self._states),
+                migration=progress_of(self._published, self._states),
+                bytes_by_source=bytes_by_source(self._states),
+                experts_moved=detail_sum(self._states, "experts_moved"),
+                swap_pauses_ms=swap_pauses_ms(self._states),
+                decisions=tuple(self._decisions),
+                events=tuple(self._events),
+                samples_stored=self._samples_read,
+                samples_lost=detail_sum(self._states, "samples_lost"),
+                movement=self._control.movement,
+                observe=self._control.observe,
+            )
+
+    def _rank_views(self, now: float) -> tuple[RankView, ...]:
+        if self._info is None:
+            return ()
+        state_of = {state.rank: state for state in self._states}
+        return tuple(
+            self._rank_view(rank, state_of.get(rank), now)
+            for rank in range(self._topology.num_ranks)
+        )
+
+    def _rank_view(self, rank: int, state: RankState | None, now: float) -> RankView:
+        if state is None:
+            return RankView(rank, 0, 0, "silent", False, None, None, "")
+        age_s = max(0.0, now - state.time)
+        return RankView(
+            rank=rank,
+            step=state.step,
+            generation=state.generation,
+            phase=state.phase,
+            is_alive=age_s <= self.silent_after_s,
+            age_s=age_s,
+            step_ms=state.detail.get("step_ms"),
+            frozen=str(state.detail.get("frozen") or ""),
+        )
+
+    def _progress_age_s(self, now: float) -> float | None:
+        """Seconds since the slowest rank finished a step, as far as anybody knows."""
+        ages = [
+            max(0.0, now - state.time) + float(state.detail.get("progress_age_s", 0.0))
+            for state in self._states
+        ]
+        return max(ages, default=None)
+
+    def _marks(self) -> tuple[RebalanceMark, ...]:
+        return tuple(
+            RebalanceMark(
+                generation,
+                int(event.detail["plan_id"]),
+                self._first_step_of.get(generation),
+                event.time,
+                str(event.detail.get("reason", "")),
+            )
+            for generation, event in sorted(self._commits.items())
+        )

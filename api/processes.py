@@ -1,0 +1,126 @@
+"""Child processes that never outlive their parent and never die in silence.
+
+A child holds the reading end of a pipe whose only writing end is the parent's: when the parent
+goes, by any way of dying, the child reads end-of-file and ends itself. What a child has to say
+comes back over a second pipe; how it ended is told in words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from eplb.errors import EplbError, RankError
+
+ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
+FAILED = 1
+STOP_DEADLINE_S = 10.0
+
+Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)
+
+
+class Parent:
+    """A child's side: commands in, messages out."""
+
+    def __init__(self, commands: Connection, messages: Connection) -> None:
+        self._commands, self._messages = commands, messages
+        self._sending = threading.Lock()
+
+    def tell(self, kind: str, body: Any = None) -> None:
+        """Send a message. A parent that is gone is no error: this process is about to end."""
+        with self._sending:
+            try:
+                self._messages.send((kind, body))
+            except OSError:
+                os._exit(ORPHANED)
+
+    def listen(self, on_command: Callable[[Message], None]) -> None:
+        """Hear commands on a thread until the parent is gone, and end with it."""
+
+        def hear() -> None:
+            while True:
+                try:
+                    on_command(self._commands.recv())
+                except (EOFError, OSError):
+                    os._exit(ORPHANED)
+
+        threading.Thread(target=hear, name="lifeline", daemon=True).start()
+
+
+class Child:
+    """A parent's side: one process that runs ``main(parent, *args)``."""
+
+    def __init__(self, name: str, main: Callable[..., None], *args: Any) -> None:
+        context = get_context("forkserver")
+        commands, self._commands = context.Pipe(duplex=False)
+        self.messages, messages = context.Pipe(duplex=False)
+        self.name = name
+        self.process = context.Process(
+            target=_run_child, args=(main, commands, messages, args), name=name, daemon=True
+        )
+        self.process.start()
+        commands.close()
+        messages.close()
+
+    def command(self, kind: str, body: Any = None) -> None:
+        """Send a command; one to a child that is gone is dropped, its end is told elsewhere."""
+        try:
+            self._commands.send((kind, body))
+        except OSError:
+            return
+
+    def receive(self) -> Message | None:
+        """Return the next message, which ``messages`` said is there; None at the child's end."""
+        try:
+            message: Message = self.messages.recv()
+        except (EOFError, OSError):
+            return None
+        return message
+
+    def how_it_ended(self) -> str:
+        """Say how the process ended, in words."""
+        status = self.process.exitcode
+        if status is None:
+            return f"{self.name} is still running"
+        if status < 0:
+            return f"{self.name} was killed by {signal.Signals(-status).name}"
+        return f"{self.name} ended with status {status}"
+
+    def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """Wait for the process to end by itself, then end it."""
+        self._commands.close()  # the lifeline: a child that hears nothing else ends now
+        self.process.join(deadline_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(deadline_s)
+        self.messages.close()
+
+
+def preload_modules(*names: str) -> None:
+    """Have children start with these modules imported already: torch once, not ten times."""
+    get_context("forkserver").set_forkserver_preload(list(names))
+
+
+def _run_child(
+    main: Callable[..., None], commands: Connection, messages: Connection, args: tuple[Any, ...]
+) -> None:
+    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = Parent(commands, messages)
+    try:
+        main(parent, *args)
+    except EplbError as exc:
+        parent.tell("failed", (type(exc).__name__, str(exc)))
+        os._exit(FAILED)
+    os._exit(0)  # daemon threads of libraries must not keep a finished child alive
+
+
+def refusal(name: str, body: tuple[str, str]) -> EplbError:
+    """Make the parent's exception of a child's "failed" message."""
+    kind, sentence = body
+    return RankError(sentence) if kind == RankError.__name__ else EplbError(f"{name}: {sentence}")

@@ -1,0 +1,222 @@
+"""What goes out over HTTP.
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """An answer made from a dataclass of the same field names."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class ControlAnswer(Answer):
+    """The switches as they are now."""
+
+    movement: bool
+    observe: bool
+
+
+class Health(Answer):
+    """Alive, or ready; a problem otherwise."""
+
+    status: Literal["ok"] = "ok"
+    detail: str
+
+
+class Score(Answer):
+    """One window."""
+
+    index: int
+    first_step: int
+    last_step: int
+    measured: float
+    contiguous: float
+    generation: int
+    is_complete: bool
+
+
+class Mark(Answer):
+    """One commit."""
+
+    generation: int
+    plan_id: int
+    step: int | None
+    time: float
+    reason: str
+
+
+class DecisionAnswer(Answer):
+    """One decision of the controller."""
+
+    time: float
+    decision: str
+    reason: str
+    policy: str
+    imbalance_before: float | None
+    imbalance_after: float | None
+    moves: int
+    bytes: int
+    generation: int
+
+
+class Progress(Answer):
+    """The open migration."""
+
+    plan_id: int
+    base_generation: int
+    target_generation: int
+    num_transactions: int
+    applied: int
+    num_moves: int
+    staged_part: float
+    layers: list[int]
+    fraction: float
+
+
+class Rank(Answer):
+    """One rank."""
+
+    rank: int
+    step: int
+    generation: int
+    phase: str
+    is_alive: bool
+    age_s: float | None
+    step_ms: float | None
+    frozen: str
+
+
+class EventAnswer(Answer):
+    """Something that happened."""
+
+    id: int
+    time: float
+    kind: str
+    detail: dict[str, Any]
+
+
+class State(Answer):
+    """Everything at a glance, without matrices of history."""
+
+    deployment: str
+    run: str | None
+    time: float
+    started: float | None
+    step: int
+    generation: int | None
+    num_layers: int
+    num_experts: int
+    num_slots: int
+    ranks: list[Rank]
+    node_of_rank: list[int]
+    silent_ranks: list[int]
+    progress_age_s: float | None
+    last_score: Score | None
+    heatmap: list[list[float]] | None = Field(description="[L, R] rank load over mean")
+    expert_heat: list[list[float]] | None = Field(description="[L, E] expert load over mean")
+    phase: str
+    migration: Progress | None
+    bytes_by_source: dict[str, int]
+    experts_moved: int
+    swap_pauses_ms: list[float] = Field(description="the latest of every rank")
+    decisions: list[DecisionAnswer]
+    samples_stored: int
+    samples_lost: int
+    movement: bool
+    observe: bool
+
+
+class Imbalance(Answer):
+    """Imbalance over time."""
+
+    windows: list[Score]
+    rebalances: list[Mark]
+
+
+class LoadWindow(Answer):
+    """Where one window lies."""
+
+    index: int
+    first_step: int
+    last_step: int
+    phase: str
+    generations: list[int]
+    missing_ranks: list[int]
+    is_complete: bool
+
+
+class Load(Answer):
+    """Windows of load, oldest first."""
+
+    windows: list[LoadWindow]
+    tokens: list[list[list[int]]] = Field(description="[T, L, E] tokens routed to each expert")
+    rank_load: list[list[list[int]]] = Field(description="[T, L, R] tokens received by each rank")
+
+
+class PlacementLine(Answer):
+    """One line of the history of placements."""
+
+    generation: int
+    time: float
+    plan_id: int
+    reason: str
+    hash: str
+    num_replicas: list[int] = Field(description="[L] slots in use beyond one for each expert")
+
+
+class PlacementAnswer(PlacementLine):
+    """A committed placement."""
+
+    num_experts: int
+    slot_to_expert: list[list[int]] = Field(description="[L, S], -1 is an empty slot")
+    slot_share: list[list[float]] = Field(description="[L, S] part of its expert's tokens")
+
+
+class TransactionAnswer(Answer):
+    """Layers that swap together."""
+
+    layers: list[int]
+    num_moves: int
+    num_rounds: int
+
+
+class MigrationAnswer(Answer):
+    """The open migration, in the order in which it is applied."""
+
+    progress: Progress
+    moves_by_source: dict[str, int]
+    transactions: list[TransactionAnswer]
+
+
+class PlanAnswer(Answer):
+    """What is being done, and what was decided last."""
+
+    migration: MigrationAnswer | None
+    last_decision: DecisionAnswer | None
+
+
+class TaskAnswer(Answer):
+    """A request that the controller works off."""
+
+    id: int
+    time: float
+    kind: str
+    request: dict[str, Any]
+    state: Literal["queued", "running", "done", "failed"]
+    result: dict[str, Any]
+
+
+class Problem(Answer):
+    """What went wrong, in words (RFC 9457)."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str

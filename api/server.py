@@ -1,0 +1,119 @@
+"""An HTTP service in a thread of the process that owns it.
+
+The socket is bound here, before the thread starts, so that a port in use is one clear refusal and
+never a thread that dies on its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from eplb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.01
+
+
+class HttpService:
+    """Serve an app on a loopback address.
+
+    Raises:
+        ConfigError: on construction, a host that is not a loopback address; on ``start``, a port
+            that is in use.
+    """
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host, self._port = loopback_address(host), port
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(STOP_TIMEOUT_S / 2),
+        )
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is served, without a slash at the end."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    def start(self) -> None:
+        """Bind, and return once requests are answered."""
+        bound = _bound_socket(self._host, self._port)
+        self._port = bound.getsockname()[1]
+        self._thread = threading.Thread(
+            target=self._server.run, args=([bound],), name="eplb-http", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._server.started:
+            # uvicorn says that it is up in this attribute only: it has no event to wait on.
+            self._thread.join(POLL_S)
+            if not self._thread.is_alive():
+                raise ConfigError(f"the HTTP service on {self.url} ended while it started")
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the HTTP service on {self.url} did not start within {START_TIMEOUT_S:g} s"
+                )
+
+    def stop(self) -> None:
+        """End the service; requests under way get a few seconds to finish."""
+        if self._thread is None:
+            return
+        self._server.should_exit = True
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise ConfigError(
+                f"the HTTP service on {self.url} did not end within {STOP_TIMEOUT_S:g} s"
+            )
+        self._thread = None
+
+
+def loopback_address(host: str) -> str:
+    """Give the address of a loopback host.
+
+    Raises:
+        ConfigError: any other host, because requests are not authenticated.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        is_loopback = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"host is {host!r}, expected a loopback address such as 127.0.0.1, "
+            "because the HTTP service has no authentication yet"
+        )
+    return name
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named because asyncio turns Nagle's delay (40 ms an answer) off only then.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # A port that the last run left in TIME_WAIT is free; one that is listened on is not.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"port {port} of {host} cannot be used ({exc.strerror}), "
+            "expected a free port; 0 takes any"
+        ) from exc
+    return listener

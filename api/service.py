@@ -1,0 +1,250 @@
+"""What the HTTP service answers, without HTTP: questions to a store, and requests put into it.
+
+Nothing here moves anything by itself: a rebalance is a task in the store, which the controller
+works off, and a switch is a row that every process obeys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from api.monitor import Monitor
+from api.readiness import unready
+from api.requests import ControlRequest, RebalanceRequest
+from api.schemas import (
+    ControlAnswer,
+    DecisionAnswer,
+    EventAnswer,
+    Health,
+    Imbalance,
+    Load,
+    LoadWindow,
+    Mark,
+    MigrationAnswer,
+    PlacementAnswer,
+    PlacementLine,
+    PlanAnswer,
+    Progress,
+    Score,
+    State,
+    TaskAnswer,
+    TransactionAnswer,
+)
+from api.snapshot import Snapshot
+from eplb.errors import EplbError
+from eplb.policies import policy_named
+from telemetry.store import CommittedPlacement, Control, LoadStore, Task
+
+PLACEMENTS_SEARCHED = 10_000
+
+
+class Refused(EplbError):
+    """A request that cannot be served; ``status`` is the HTTP status that says so."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class AdminService:
+    """One deployment's answers. Any thread may call any method.
+
+    Args:
+        plan_wait_s: how long a request for a plan waits for the controller.
+        stalled_after_s: without a step for so long, the deployment is not ready.
+    """
+
+    def __init__(
+        self, store: LoadStore, *, plan_wait_s: float = 10.0, stalled_after_s: float = 30.0
+    ) -> None:
+        self._store, self._monitor = store, Monitor(store)
+        self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
+
+    def _snapshot(self) -> Snapshot:
+        self._monitor.refresh()
+        return self._monitor.snapshot()
+
+    # -- questions
+    def health(self) -> Health:
+        """Say that the store answers."""
+        return Health(detail=f"the store answers, at version {self._store.version()}")
+
+    def readiness(self) -> Health:
+        """Say that every rank serves.
+
+        Raises:
+            Refused: no run, ranks that are silent or frozen, or no step for too long.
+        """
+        seen = self._snapshot()
+        why_not = unready(seen, self._monitor.silent_after_s, self._stalled_after_s)
+        if why_not is not None:
+            raise Refused(503, why_not)
+        return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
+
+    def state(self) -> State:
+        """Everything at a glance."""
+        seen = self._snapshot()
+        fields = {name: getattr(seen, name) for name in State.model_fields}
+        # Three digits are more than a picture shows, and a third of the bytes.
+        for name in ("heatmap", "expert_heat"):
+            heat = fields[name]
+            fields[name] = None if heat is None else np.round(heat, 3).tolist()
+        return State.model_validate(fields, from_attributes=True)
+
+    def load(self, last: int) -> Load:
+        """The latest windows with their matrices."""
+        self._monitor.refresh()
+        windows = self._monitor.windows(last)
+        return Load(
+            windows=[LoadWindow.model_validate(window) for window in windows],
+            tokens=[window.tokens.tolist() for window in windows],
+            rank_load=[window.received.tolist() for window in windows],
+        )
+
+    def imbalance(self, last: int) -> Imbalance:
+        """Imbalance over time, and where it was rebalanced."""
+        seen = self._snapshot()
+        return Imbalance(
+            windows=[Score.model_validate(score) for score in seen.series[-last:]],
+            rebalances=[Mark.model_validate(mark) for mark in seen.marks],
+        )
+
+    def placement(self, generation: int | None) -> PlacementAnswer:
+        """The committed placement, or the one of a generation.
+
+        Raises:
+            Refused: nothing is committed yet, or not that generation.
+        """
+        if generation is None:
+            found = self._store.committed()
+            wanted = "a committed placement"
+        else:
+            lines = self._store.placements(limit=PLACEMENTS_SEARCHED)
+            wanted = f"generation {generation}"
+            found = next((one for one in lines if one.placement.generation == generation), None)
+        if found is None:
+            raise Refused(404, f"the store holds no placement that is {wanted}")
+        placement = found.placement
+        return PlacementAnswer(
+            **_placement_line(found),
+            num_experts=placement.num_experts,
+            slot_to_expert=placement.slot_to_expert.tolist(),
+            slot_share=placement.slot_share.tolist(),
+        )
+
+    def placements(self, limit: int) -> list[PlacementLine]:
+        """The history of placements, newest first."""
+        lines = self._store.placements(limit=limit)
+        return [PlacementLine(**_placement_line(line)) for line in lines]
+
+    def plan(self) -> PlanAnswer:
+        """The open migration and the last decision."""
+        seen = self._snapshot()
+        last = DecisionAnswer.model_validate(seen.decisions[-1]) if seen.decisions else None
+        return PlanAnswer(migration=self._migration(seen), last_decision=last)
+
+    def _migration(self, seen: Snapshot) -> MigrationAnswer | None:
+        migration, progress = self._store.published(), seen.migration
+        # It may have closed between the two reads: then there is none to show.
+        if migration is None or progress is None or migration.plan_id != progress.plan_id:
+            return None
+        by_source = Counter(move.source.name.lower() for move in migration.moves)
+        return MigrationAnswer(
+            progress=Progress.model_validate(progress),
+            moves_by_source=dict(by_source),
+            transactions=[
+                TransactionAnswer(
+                    layers=list(txn.layers), num_moves=len(txn.moves), num_rounds=len(txn.rounds)
+                )
+                for txn in migration.transactions
+            ],
+        )
+
+    def events(self, after: int, limit: int) -> list[EventAnswer]:
+        """Events past an id, oldest first."""
+        return [
+            EventAnswer(**asdict(event)) for event in self._store.events(after=after, limit=limit)
+        ]
+
+    def task(self, task_id: int) -> TaskAnswer:
+        """One task.
+
+        Raises:
+            Refused: there is no such task.
+        """
+        found = self._store.task(task_id)
+        if found is None:
+            raise Refused(404, f"there is no task {task_id}")
+        return TaskAnswer(**asdict(found))
+
+    # -- requests
+    def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
+        """Ask the controller, and wait for a while; the task may not be done when this returns.
+
+        Raises:
+            Refused: movement is off, a migration is open, or the controller refuses.
+            ConfigError: an unknown policy.
+        """
+        if request.policy is not None:
+            policy_named(request.policy)
+        self._check_may_rebalance(request)
+        asked = request.model_dump(exclude_none=True)
+        task = self._wait_for(self._store.submit("rebalance", asked))
+        if task.state == "failed":
+            raise Refused(409, f"task {task.id}: {task.result.get('error', 'no reason was given')}")
+        return TaskAnswer(**asdict(task))
+
+    def _check_may_rebalance(self, request: RebalanceRequest) -> None:
+        control, migration = self._store.control(), self._store.published()
+        if not request.dry_run and not control.movement:
+            raise Refused(409, "movement is off, expected it on; a dry run is possible")
+        if not request.dry_run and control.observe:
+            raise Refused(409, "observe is on, expected it off; a dry run is possible")
+        if migration is not None:
+            raise Refused(
+                409,
+                f"the migration of plan {migration.plan_id} is open, expected it committed or "
+                "aborted before the next plan",
+            )
+
+    def _wait_for(self, task: Task) -> Task:
+        deadline = time.monotonic() + self._plan_wait_s
+        while task.state in ("queued", "running"):
+            version = self._store.version()
+            task = self._store.task(task.id) or task
+            left_s = deadline - time.monotonic()
+            if task.state in ("done", "failed") or left_s <= 0:
+                break
+            self._store.wait(version, left_s)
+        return task
+
+    def set_control(self, request: ControlRequest) -> ControlAnswer:
+        """Change switches.
+
+        Raises:
+            Refused: no switch was named.
+        """
+        changes = request.model_dump(exclude_none=True, exclude={"reason"})
+        if not changes:
+            raise Refused(422, "the body names no switch, expected movement or observe")
+        control: Control = replace(self._store.control(), **changes)
+        self._store.set_control(control, reason=request.reason)
+        return ControlAnswer.model_validate(control)
+
+
+def _placement_line(line: CommittedPlacement) -> dict[str, Any]:
+    placement = line.placement
+    in_use = (placement.slot_to_expert >= 0).sum(axis=1)
+    return {
+        "generation": placement.generation,
+        "time": line.time,
+        "plan_id": line.plan_id,
+        "reason": line.reason,
+        "hash": placement.hash,
+        "num_replicas": (in_use - placement.num_experts).tolist(),
+    }

@@ -1,0 +1,230 @@
+"""Settings of the demo: flags over environment over a TOML file over defaults.
+
+Every value remembers the place it came from, so that a refusal can name it: one sentence with the
+setting, the value found, the place, and what was expected. A key that nobody knows is refused too,
+because a misspelt setting that is ignored is a wrong result that looks right.
+
+This is the only file of the project that reads settings from files or the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from eplb.errors import ConfigError
+
+ENV_PREFIX = "EPLB_"
+NOT_SETTINGS = frozenset({"EPLB_DATA"})  # where tests and benchmarks find recorded traces
+DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
+
+View = Literal["auto", "live", "plain", "off"]
+
+
+def _not_a_switch(value: object) -> object:
+    """Refuse true and false where a number is meant; pydantic would read them as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_not_a_switch)]
+Number = Annotated[float, BeforeValidator(_not_a_switch), Field(allow_inf_nan=False)]
+
+
+class DemoSettings(BaseModel):
+    """All that ``eplb demo`` can be told; a field stands after those it is checked against."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    nodes: Whole = Field(2, ge=1, description="nodes; the ranks of one share a fast fabric")
+    ranks: Whole = Field(8, ge=1, description="rank processes, a multiple of the nodes")
+    layers: Whole = Field(6, ge=1, description="MoE layers")
+    experts: Whole = Field(64, ge=1, description="experts of each layer")
+    top_k: Whole = Field(6, ge=1, description="experts that each token goes to")
+    slots: Whole = Field(0, ge=0, description="slots of all ranks; 0: 1.25 times the experts")
+    hidden: Whole = Field(64, ge=1, description="width of a token")
+    intermediate: Whole = Field(128, ge=1, description="width inside an expert")
+    shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")
+    tokens_per_rank: Whole = Field(256, ge=1, description="tokens of each rank in a step")
+    window_tokens: Whole = Field(16384, ge=1, description="tokens of all ranks in a load window")
+    seconds: Number = Field(60.0, gt=0, description="how long the ranks run")
+    text: list[Path] = Field([], description="files or folders of text; none: what is installed")
+    trace: Path | None = Field(None, description="recorded routing instead of text (.npz)")
+    seed: Whole = Field(1, ge=0, description="seed of weights, text and planner")
+    policy: str = Field("auto", min_length=1, description="placement policy")
+    observe: bool = Field(False, description="plan and report, but publish nothing")
+    movement: bool = Field(True, description="the kill switch: off means that no weight moves")
+    serve: bool = Field(False, description="stay up after the summary")
+    host: str = Field("127.0.0.1", min_length=1, description="address of the HTTP service")
+    port: Whole = Field(8765, ge=0, le=65535, description="port of the HTTP service; 0: any free")
+    json_path: Path | None = Field(None, description="where to write the summary")
+    state_dir: Path = Field(Path(".eplb"), description="folder of the store and the weights")
+    min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
+    plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
+    resume: bool = Field(False, description="go on from the placement of the last run")
+    check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
+    view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
+
+    @field_validator("ranks")
+    @classmethod
+    def _ranks_fill_nodes(cls, ranks: int, info: ValidationInfo) -> int:
+        nodes = info.data.get("nodes")
+        if nodes and ranks % nodes:
+            raise ValueError(f"expected a multiple of {nodes}, the number of nodes")
+        return ranks
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_within_experts(cls, top_k: int, info: ValidationInfo) -> int:
+        experts = info.data.get("experts")
+        if experts and top_k > experts:
+            raise ValueError(f"expected at most {experts}, the number of experts")
+        return top_k
+
+    @field_validator("slots")
+    @classmethod
+    def _slots_fit(cls, slots: int, info: ValidationInfo) -> int:
+        experts, ranks = info.data.get("experts"), info.data.get("ranks")
+        if not experts or not ranks:
+            return slots  # one of those two is refused already
+        if slots == 0:
+            # Two replicas of an expert on one rank balance nothing: experts * ranks are enough.
+            wanted = min(DEFAULT_REDUNDANCY * experts, experts * ranks)
+            even: int = ranks * math.ceil(wanted / ranks)
+            return even
+        if slots < experts:
+            raise ValueError(f"expected at least {experts}, the number of experts")
+        if slots % ranks:
+            raise ValueError(f"expected a multiple of {ranks}, the number of ranks")
+        if slots > experts * ranks:
+            raise ValueError(f"expected at most {experts * ranks}, every expert on every rank")
+        return slots
+
+    @field_validator("trace")
+    @classmethod
+    def _trace_or_text(cls, trace: Path | None, info: ValidationInfo) -> Path | None:
+        if trace is not None and info.data.get("text"):
+            raise ValueError("expected either a trace or text, not both")
+        return trace
+
+
+def load_settings(
+    flags: Mapping[str, Any], *, config: Path | None, environ: Mapping[str, str]
+) -> DemoSettings:
+    """Merge flags, environment, TOML file and defaults, in this order of precedence.
+
+    Args:
+        flags: by setting name; None and an empty list mean that the flag was not given.
+        config: the TOML file, or None for no file.
+        environ: the process environment; ``EPLB_RANKS`` is the setting ``ranks``, and
+            ``EPLB_TEXT`` holds paths with the system's path separator between them.
+
+    Raises:
+        ConfigError: a key that nobody knows, a value of the wrong type or range, or a file that
+            cannot be read.
+    """
+    given_flags = {key: value for key, value in flags.items() if value is not None and value != []}
+    values: dict[str, Any] = {}
+    place_of: dict[str, str] = {}
+    sources = (
+        _from_file(config),
+        _from_environment(environ),
+        {key: (value, f"flag {flag_name(key)}") for key, value in given_flags.items()},
+    )
+    for source in sources:
+        for key, (value, place) in source.items():
+            _check_known(key, key, place)
+            values[key], place_of[key] = value, place
+    try:
+        return DemoSettings(**values)
+    except ValidationError as exc:
+        raise ConfigError(_sentence(exc, place_of)) from exc
+
+
+def flag_name(key: str) -> str:
+    """Give the command-line flag of a setting."""
+    return "--json" if key == "json_path" else "--" + key.replace("_", "-")
+
+
+def _from_file(config: Path | None) -> dict[str, tuple[Any, str]]:
+    if config is None:
+        return {}
+    try:
+        table = tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"settings file {config} cannot be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"settings file {config} is not TOML: {exc}") from exc
+    return {key: (value, str(config)) for key, value in table.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
+            continue
+        key = name.removeprefix(ENV_PREFIX).lower()
+        _check_known(key, name, "the environment")
+        value = [part for part in text.split(os.pathsep) if part] if key == "text" else text
+        found[key] = (value, f"environment variable {name}")
+    return found
+
+
+def _check_known(key: str, written: str, place: str) -> None:
+    known = list(DemoSettings.model_fields)
+    if key in known:
+        return
+    closest = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known
+    if written.startswith(ENV_PREFIX):
+        closest = [ENV_PREFIX + name.upper() for name in closest]
+    raise ConfigError(f"unknown key {written!r} in {place}, closest known: {', '.join(closest)}")
+
+
+def _sentence(exc: ValidationError, place_of: Mapping[str, str]) -> str:
+    """Say the first refusal in one sentence."""
+    error = exc.errors(include_url=False)[0]
+    key = str(error["loc"][0])
+    place = place_of.get(key, "the defaults")
+    return f"{key} is {_shown(error['input'])} in {place}, {_expected(error)}"
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    """Put pydantic's finding into the words of this project."""
+    limits, kind = error.get("ctx", {}), str(error["type"])
+    words = {
+        "greater_than_equal": "at least {ge}",
+        "greater_than": "more than {gt}",
+        "less_than_equal": "at most {le}",
+        "less_than": "less than {lt}",
+        "literal_error": "{expected}",
+        "finite_number": "a finite number",
+        "string_too_short": "at least {min_length} character",
+    }
+    if kind == "value_error":
+        return str(limits["error"])
+    if kind in words:
+        return "expected " + words[kind].format(**limits)
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    kinds |= {"path": "a path", "list": "a list of paths", "string": "text"}
+    wanted = kinds.get(kind.split("_")[0])
+    return f"expected {wanted}" if wanted else str(error["msg"])

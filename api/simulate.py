@@ -1,0 +1,122 @@
+"""``eplb simulate``: compare placement policies on recorded or generated load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from eplb.errors import ConfigError, EplbError
+from eplb.gate import CostModel
+from eplb.load import LoadHistory
+from eplb.model import ModelShape, preset
+from eplb.problem import Budget
+from eplb.topology import Topology
+from simulations.page import write_page
+from simulations.replay import Scenario, replay_all
+from simulations.report import summary, table, write_json
+from simulations.traces import Layout, load_trace
+from simulations.workloads import PREFIX, generate, workload_named
+
+BAD_INPUT = 2  # exit code
+
+
+def simulate(
+    trace: Annotated[
+        str, typer.Argument(help="An .npz trace, or generated:NAME (gamma, lognormal, zipf).")
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are spread over.")] = 1,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Slots of a layer, all ranks together; 1.25 x experts if not given."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Policies to compare.")] = "contiguous,greedy,auto",
+    window: Annotated[
+        int | None, typer.Option(help="Tokens in a window of a trace; 4096 if not given.")
+    ] = None,
+    past: Annotated[int, typer.Option(help="Windows that a plan looks back on.")] = 8,
+    every: Annotated[int, typer.Option(help="Windows from one plan to the next.")] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="A known model, for expert groups and bytes.")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of a trace; the largest id + 1 if not given.")
+    ] = None,
+    layout: Annotated[
+        Layout | None, typer.Option(help="Axes of expert_ids, where the file does not tell.")
+    ] = None,
+    max_moves: Annotated[int | None, typer.Option(help="Most experts that a plan moves.")] = None,
+    target: Annotated[float, typer.Option(help="Imbalance that is good enough.")] = 1.02,
+    min_gain: Annotated[float, typer.Option(help="Relative gain that a move must bring.")] = 0.03,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+) -> None:
+    """Plan on past windows, judge on the next one, and count what moved."""
+    try:
+        shape = preset(model) if model is not None else None
+        history = _history(trace, window, experts, layout, seed)
+        scenario = Scenario(
+            history,
+            _topology(ranks, nodes, slots, history.num_experts),
+            _fitted(shape, history),
+            Budget(max_moves=max_moves, target_imbalance=target),
+            CostModel(min_gain=min_gain),
+            seed,
+            past,
+            every,
+        )
+        replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
+        result = summary(Path(trace).name, scenario, replays)
+        Console().print(table(result))
+        if json_file is not None:
+            write_json(json_file, result)
+        if html is not None:
+            write_page(html, result, scenario, replays)
+    except EplbError as exc:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"eplb: {exc}", markup=False)
+        raise typer.Exit(BAD_INPUT) from exc
+
+
+def _history(
+    trace: str, window: int | None, experts: int | None, layout: Layout | None, seed: int
+) -> LoadHistory:
+    if not trace.startswith(PREFIX):
+        return load_trace(Path(trace), window_tokens=window, num_experts=experts, layout=layout)
+    if (window, experts, layout) != (None, None, None):
+        raise ConfigError(
+            f"--window, --experts and --layout are for trace files, expected {PREFIX}NAME:key=value"
+        )
+    return generate(workload_named(trace), seed)
+
+
+def _topology(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:
+    """Spread slots over ranks and ranks over nodes as evenly as they go."""
+    if not 1 <= nodes <= ranks:
+        raise ConfigError(f"{ranks} ranks on {nodes} nodes, expected 1 <= nodes <= ranks")
+    if slots is None:
+        slots = -(-num_experts * 5 // (4 * ranks)) * ranks
+    slots_of_rank = np.full(ranks, slots // ranks, dtype=np.int32)
+    slots_of_rank[: slots % ranks] += 1
+    node_of_rank = np.arange(ranks, dtype=np.int32) * nodes // ranks
+    return Topology(node_of_rank, slots_of_rank)
+
+
+def _fitted(shape: ModelShape | None, history: LoadHistory) -> ModelShape | None:
+    if shape is None:
+        return None
+    found = (history.num_layers, history.num_experts)
+    if found != (shape.num_layers, shape.num_experts):
+        raise ConfigError(
+            f"the trace has {found[0]} layers x {found[1]} experts, "
+            f"the model {shape.num_layers} x {shape.num_experts}"
+        )
+    return shape
+
+
+if __name__ == "__main__":
+    typer.run(simulate)

@@ -1,0 +1,241 @@
+"""What the terminal view, the HTTP service and the demo's summary show: one frozen picture.
+
+Shapes:  L MoE layers, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.balance import imbalance_of
+from eplb.migration import Migration
+from eplb.topology import Topology
+from telemetry.store import Event, RankState
+
+PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a rank at work
+SOURCES = ("same_rank", "peer", "host", "disk")  # cheapest first, as eplb.migration.Source
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """How even one window was, and how even it would have been without balancing."""
+
+    index: int
+    first_step: int
+    last_step: int
+    measured: float  # mean over layers of max / mean of what the ranks received
+    contiguous: float  # the same window, had experts lain on the ranks in order
+    generation: int  # the newest that served in this window
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class RebalanceMark:
+    """A commit, and the first step that it served."""
+
+    generation: int
+    plan_id: int
+    step: int | None  # None until a sample of that generation arrives
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller decided on one plan, and why."""
+
+    id: int  # of its event
+    time: float
+    decision: str  # MOVE, RESPLIT or KEEP
+    reason: str
+    policy: str
+    imbalance_before: float | None
+    imbalance_after: float | None
+    moves: int
+    bytes: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class MigrationProgress:
+    """The open migration: how far the slowest rank is."""
+
+    plan_id: int
+    base_generation: int
+    target_generation: int
+    num_transactions: int
+    applied: int  # transactions that serve on every rank
+    num_moves: int
+    staged_part: float  # of all that is to be staged, 0 to 1
+    layers: tuple[int, ...]
+
+    @property
+    def fraction(self) -> float:
+        """How much is done, 0 to 1: staging is one half, because what is staged does not serve."""
+        if not self.num_transactions:
+            return 1.0
+        return (self.staged_part + self.applied / self.num_transactions) / 2
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What one rank last said, and how long ago."""
+
+    rank: int
+    step: int
+    generation: int
+    phase: str
+    is_alive: bool  # it reported lately
+    age_s: float | None  # None: it never reported
+    step_ms: float | None
+    frozen: str  # why it takes part in no migration any more; empty: it does
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Everything that a viewer may show, at one moment."""
+
+    deployment: str
+    run: str | None  # None before the first start
+    time: float
+    started: float | None
+    step: int
+    generation: int | None  # of the committed placement; None before the first
+    num_layers: int
+    num_experts: int
+    num_slots: int
+    ranks: tuple[RankView, ...]
+    node_of_rank: tuple[int, ...]
+    progress_age_s: float | None  # since the slowest rank last finished a step
+    series: tuple[WindowScore, ...]
+    heatmap: NDArray[np.float64] | None  # [L, R] rank load over mean of the latest window
+    expert_heat: NDArray[np.float64] | None  # [L, E] expert load over mean of the same window
+    marks: tuple[RebalanceMark, ...]
+    phase: str  # of the rank that is furthest behind
+    migration: MigrationProgress | None
+    bytes_by_source: Mapping[str, int]
+    experts_moved: int
+    swap_pauses_ms: tuple[float, ...]  # the latest of every rank
+    decisions: tuple[Decision, ...]  # oldest first
+    events: tuple[Event, ...]  # oldest first
+    samples_stored: int
+    samples_lost: int
+    movement: bool
+    observe: bool
+
+    @property
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Ranks that never reported, or not lately."""
+        return tuple(view.rank for view in self.ranks if not view.is_alive)
+
+    @property
+    def last_score(self) -> WindowScore | None:
+        """The latest window that every rank reported on."""
+        complete = (score for score in reversed(self.series) if score.is_complete)
+        return next(complete, None)
+
+
+def contiguous_load(tokens: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """[L, R] rank load if the experts of ``tokens`` [L, E] lay on the ranks in order, no replicas.
+
+    Where the ranks do not divide the experts, the first ranks hold one more.
+    """
+    parts = np.array_split(tokens, num_ranks, axis=1)
+    load: NDArray[np.int64] = np.stack([part.sum(axis=1) for part in parts], axis=1)
+    return load
+
+
+def mean_imbalance(load: NDArray[np.int64], topology: Topology) -> float:
+    """Mean over layers of the imbalance of a rank load [L, R]."""
+    return float(imbalance_of(load.astype(np.float64), topology).mean())
+
+
+def relative(load: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Each row over its mean; a row without tokens is all 1."""
+    mean = load.mean(axis=1, keepdims=True)
+    ratio: NDArray[np.float64] = np.ones(load.shape)
+    np.divide(load, mean, out=ratio, where=mean > 0)
+    ratio.flags.writeable = False
+    return ratio
+
+
+def slowest_phase(states: Iterable[RankState]) -> str:
+    """Return the phase of the rank that is furthest behind on the newest plan; idle if none is."""
+    at_work = [state for state in states if state.plan_id]
+    if not at_work:
+        return "idle"
+    newest = max(state.plan_id for state in at_work)
+    phases = [state.phase for state in at_work if state.plan_id == newest]
+    return min(phases, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))
+
+
+def progress_of(
+    migration: Migration | None, states: Iterable[RankState]
+) -> MigrationProgress | None:
+    """Say how far the ranks are with the open migration."""
+    if migration is None:
+        return None
+    at_work = [state for state in states if state.plan_id == migration.plan_id]
+    return MigrationProgress(
+        plan_id=migration.plan_id,
+        base_generation=migration.base.generation,
+        target_generation=migration.target.generation,
+        num_transactions=len(migration.transactions),
+        applied=min((state.applied for state in at_work), default=0),
+        num_moves=len(migration.moves),
+        staged_part=_staged_part(at_work, len(migration.transactions)),
+        layers=tuple(layer for txn in migration.transactions for layer in txn.layers),
+    )
+
+
+def _staged_part(states: Sequence[RankState], num_transactions: int) -> float:
+    """Experts staged, where ranks count them, else whole transactions on the slowest rank."""
+    to_stage = detail_sum(states, "to_stage")
+    if to_stage and any("staged" in state.detail for state in states):
+        return min(1.0, detail_sum(states, "staged") / to_stage)
+    prepared = min((int(state.detail.get("prepared", 0)) for state in states), default=0)
+    return min(1.0, prepared / num_transactions) if num_transactions else 1.0
+
+
+def bytes_by_source(states: Iterable[RankState]) -> dict[str, int]:
+    """Sum the bytes that came from each source over all ranks, cheapest source first.
+
+    Ranks may count more than the four sources, e.g. bytes whose digest was wrong.
+    """
+    total = Counter(dict.fromkeys(SOURCES, 0))
+    for state in states:
+        total.update(state.detail.get("bytes_by_source", {}))
+    return dict(total)
+
+
+def detail_sum(states: Iterable[RankState], key: str) -> int:
+    """Sum one counter over the ranks that report it."""
+    return sum(int(state.detail.get(key, 0)) for state in states)
+
+
+def swap_pauses_ms(states: Iterable[RankState]) -> tuple[float, ...]:
+    """Put together the latest swap pauses of every rank."""
+    pauses = (state.detail.get("swap_pauses_ms", ()) for state in states)
+    return tuple(float(pause_ms) for of_rank in pauses for pause_ms in of_rank)
+
+
+def decision_of(event: Event) -> Decision:
+    """Read a decision from the controller's event."""
+    detail = event.detail
+    return Decision(
+        id=event.id,
+        time=event.time,
+        decision=str(detail.get("decision", "")),
+        reason=str(detail.get("reason", "")),
+        policy=str(detail.get("policy", "")),
+        imbalance_before=detail.get("imbalance_before"),
+        imbalance_after=detail.get("imbalance_after"),
+        moves=int(detail.get("moves", 0)),
+        bytes=int(detail.get("bytes", 0)),
+        generation=int(detail.get("generation", 0)),
+    )

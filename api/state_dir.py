@@ -1,0 +1,70 @@
+"""The folder that a demo keeps its store, weights and text in, and the lock that guards it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import ConfigError
+
+
+class StateDir:
+    """One demo at a time in one folder. The lock goes with the process, however it ends.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or another demo is using it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as exc:
+            raise ConfigError(f"state folder {path} cannot be used: {exc.strerror}") from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            holder = os.read(self._lock, 32).decode().strip()
+            os.close(self._lock)
+            raise ConfigError(
+                f"state folder {path} is in use by process {holder or 'unknown'}, "
+                "expected another folder (--state-dir) or that demo to end"
+            ) from exc
+        try:
+            os.truncate(self._lock, 0)
+            os.write(self._lock, f"{os.getpid()}\n".encode())
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"state folder {path} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def store(self) -> Path:
+        """Where the load store lies."""
+        return self.path / "store.sqlite"
+
+    def save_arrays(self, name: str, arrays: Mapping[str, NDArray[np.int32]]) -> Path:
+        """Write arrays for the processes to read: all of the file appears, or nothing.
+
+        Raises:
+            ConfigError: the disk is full or read-only.
+        """
+        path = self.path / name
+        unfinished = path.with_name(f"{name}.unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+            unfinished.replace(path)
+        except OSError as exc:
+            unfinished.unlink(missing_ok=True)
+            raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+        return path
+
+    def close(self) -> None:
+        """Let another demo have the folder."""
+        os.close(self._lock)

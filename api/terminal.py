@@ -1,0 +1,205 @@
+"""A Snapshot as a picture of characters.
+
+``render`` is pure: a snapshot and a size in, something that rich prints out. Made for 100 x 30, it
+gives up layers and decisions, the last ones first, down to 80 x 24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from api.snapshot import Decision, Snapshot, WindowScore
+
+PLOT_ROWS = 6
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+COLD, HOT = (62, 120, 160), (205, 95, 45)  # below and above the mean
+NEUTRAL = (44, 54, 57)
+ACCENT, QUIET, GOOD, BAD = "cyan", "bright_black", "green", "bold red"
+MARK = "rgb(220,120,70)"
+DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET}
+BYTES_PER_UNIT = 1000.0
+
+
+def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> RenderableType:
+    """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
+    head = [_header(snapshot), _switches(snapshot)]
+    if snapshot.run is None:
+        return Group(*head, Text("No run has begun: waiting for ranks to report.", style=QUIET))
+    plot = _plot(snapshot, width)
+    tail = [_migration(snapshot, width), _bytes(snapshot)]
+    # Three rows stand between the parts; the heatmap gives way to one decision at least.
+    used = len(head) + len(plot) + len(tail) + 3
+    num_decisions = min(4, max(1, height - used - snapshot.num_layers - 2))
+    heat = _heatmap(snapshot, width, height - used - num_decisions)
+    blank = Text()
+    decisions = list(_decisions(snapshot, num_decisions))
+    parts = [*head, blank, *heat, _legend(), *plot, blank, *tail, *decisions]
+    for part in parts:
+        part.truncate(width, overflow="ellipsis")
+    return Group(*parts[:height])
+
+
+def _header(seen: Snapshot) -> Text:
+    line = Text.assemble(
+        (f" {seen.deployment} ", "bold black on cyan"),
+        "  generation ",
+        (str("none" if seen.generation is None else seen.generation), "bold"),
+        "  step ",
+        (f"{seen.step:,}", "bold"),
+        "  phase ",
+        (seen.phase, f"bold {ACCENT}" if seen.phase != "idle" else "bold"),
+    )
+    score = seen.last_score
+    if score is not None:
+        line.append("  imbalance ").append(f"{score.measured:.2f}", "bold")
+        line.append(f" (contiguous {score.contiguous:.2f})", QUIET)
+    return line
+
+
+def _switches(seen: Snapshot) -> Text:
+    num_alive = len(seen.ranks) - len(seen.silent_ranks)
+    line = Text.assemble(
+        " movement ",
+        ("on", GOOD) if seen.movement else ("OFF", BAD),
+        "  observe ",
+        ("ON", BAD) if seen.observe else ("off", QUIET),
+        f"  ranks {num_alive} of {len(seen.ranks)}",
+        f"  samples {seen.samples_stored:,} stored, {seen.samples_lost} lost",
+    )
+    if seen.silent_ranks:
+        line.append(f"  silent: {', '.join(map(str, seen.silent_ranks))}", BAD)
+    return line
+
+
+def _heatmap(seen: Snapshot, width: int, num_rows: int) -> list[Text]:
+    """Rows of layers, one cell for each rank; only the first layers where not all fit."""
+    if seen.heatmap is None:
+        return [Text(" no complete window of load yet", style=QUIET)]
+    num_layers, num_ranks = seen.heatmap.shape
+    cell = max(1, min(7, (width - 9) // num_ranks))
+    name = "rank {}" if cell == 7 else "{}"
+    ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
+    lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
+    shown = num_layers if num_layers < num_rows else max(1, num_rows - 2)
+    for layer in range(shown):
+        line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
+        for ratio in seen.heatmap[layer].tolist():
+            label = f"{ratio:.2f}".center(cell) if cell >= 5 else " " * cell
+            line.append(label, f"rgb(240,240,240) on {_colour(ratio)}")
+        lines.append(line)
+    if shown < num_layers:
+        lines.append(Text(f"        and {num_layers - shown} more layers", style=QUIET))
+    return lines
+
+
+def _colour(ratio: float) -> str:
+    """Half the mean and less is cold, one and a half times the mean and more hot."""
+    part = min(1.0, abs(ratio - 1.0) / 0.5)
+    end = HOT if ratio > 1.0 else COLD
+    mixed = (round(a + (b - a) * part) for a, b in zip(NEUTRAL, end, strict=True))
+    return f"rgb({','.join(map(str, mixed))})"
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        " imbalance, mean over layers: ",
+        ("█ measured", ACCENT),
+        ("  · contiguous", "yellow"),
+        ("  ▲ rebalance", MARK),
+        style=QUIET,
+    )
+
+
+def _plot(seen: Snapshot, width: int) -> list[Text]:
+    """Columns of measured imbalance, a dot for contiguous, and a mark under each rebalance."""
+    scores = [score for score in seen.series if score.is_complete][-(width - 8) :]
+    if not scores:
+        return []
+    most = max(1.1, *(max(score.measured, score.contiguous) for score in scores))
+    columns = max(1, min(4, (width - 8) // len(scores)))  # of each window
+    rows = [Text(no_wrap=True) for _ in range(PLOT_ROWS)]
+    for row, line in enumerate(rows):
+        top = most - (most - 1.0) * row / PLOT_ROWS
+        label = f"{top:6.2f} " if row % 2 == 0 else " " * 7
+        line.append(label, QUIET)
+        for score in scores:
+            character, style = _plot_cell(score, PLOT_ROWS - 1 - row, most)
+            line.append(character * columns, style)
+    return [*rows, _mark_row(seen, scores, columns)]
+
+
+def _plot_cell(score: WindowScore, row: int, most: float) -> tuple[str, str]:
+    """One character; ``row`` counts from the bottom, where imbalance is 1."""
+    scale = PLOT_ROWS * 8 / (most - 1.0)
+    filled = round((score.measured - 1.0) * scale) - 8 * row
+    contiguous = min(PLOT_ROWS - 1, int((score.contiguous - 1.0) * scale / 8))
+    if filled <= 0 and row == contiguous:
+        return "·", "yellow"
+    if row == 0:
+        filled = max(1, filled)  # perfect balance still shows that there was a window
+    return EIGHTHS[max(0, min(8, filled))], ACCENT
+
+
+def _mark_row(seen: Snapshot, scores: list[WindowScore], columns: int) -> Text:
+    """The axis; a mark stands under the window in which its generation first served."""
+    steps = {mark.step: mark.generation for mark in seen.marks if mark.step is not None}
+    axis = ["─"] * (columns * len(scores))
+    for at, score in enumerate(scores):
+        for step, generation in steps.items():
+            if score.first_step <= step <= score.last_step:
+                label = f"▲{generation}"[: len(axis) - at * columns]
+                axis[at * columns : at * columns + len(label)] = label
+    line = Text("  1.00 " + "".join(axis), style=QUIET, no_wrap=True)
+    line.highlight_regex(r"▲\d*", MARK)
+    return line
+
+
+def _migration(seen: Snapshot, width: int) -> Text:
+    open_one = seen.migration
+    if open_one is None:
+        return Text(" migration  none is open", style=QUIET)
+    size = max(10, width - 70)
+    full = round(size * open_one.fraction)
+    return Text.assemble(
+        f" migration  plan {open_one.plan_id}: ",
+        (f"{seen.phase:<8}", f"bold {ACCENT}"),
+        ("━" * full, ACCENT),
+        ("━" * (size - full), QUIET),
+        f"  {open_one.applied}/{open_one.num_transactions} transactions serve, "
+        f"{open_one.staged_part:.0%} staged",
+    )
+
+
+def _bytes(seen: Snapshot) -> Text:
+    line = Text(f" moved {seen.experts_moved:,} experts  ")
+    for source, count in seen.bytes_by_source.items():
+        line.append(f"{source.replace('_', ' ')} ", QUIET).append(f"{in_units(count)}  ")
+    return line
+
+
+def in_units(count: int) -> str:
+    """Write a number of bytes with the largest unit that keeps it at 1 or more."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= BYTES_PER_UNIT and len(units) > 1:
+        value /= BYTES_PER_UNIT
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _decisions(seen: Snapshot, most: int) -> Iterator[Text]:
+    for decision in reversed(seen.decisions[-most:] if most else ()):
+        style = DECISION_STYLE.get(decision.decision, "")
+        yield Text.assemble(" ", (f"{decision.decision:^9}", style), "  ", decision_line(decision))
+
+
+def decision_line(decision: Decision) -> str:
+    """Say a decision in one line."""
+    before, after = decision.imbalance_before, decision.imbalance_after
+    figures = "" if before is None else f" (imbalance {before:.2f}"
+    if before is not None:
+        figures += ")" if after is None else f" -> {after:.2f})"
+    moves = f", {decision.moves} moves" if decision.moves else ""
+    return f"{decision.reason}{figures}{moves}"

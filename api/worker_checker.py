@@ -1,0 +1,63 @@
+"""The single process that knows the right answers: it recomputes sampled steps of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from api.processes import Parent
+from api.worker_plan import WorkerPlan
+from runtime.checkpoint import Checkpoint
+from runtime.moe import Forward
+from runtime.reference import ReferenceModel
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """One rank's forward pass, to be checked."""
+
+    rank: int
+    step: int
+    phase: str  # of the rank's migration in that step
+    token_ids: torch.Tensor  # [B, N]
+    answer: Forward
+    is_forced: bool
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """What the reference found."""
+
+    rank: int
+    step: int
+    phase: str
+    max_error: float
+    wrong_routes: int
+
+
+def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> None:
+    """Check what comes over the pipes until every rank has closed its end."""
+    parent.listen(lambda _: None)
+    torch.set_num_threads(1)
+    reference = ReferenceModel(plan.model, Checkpoint(plan.weights).all_weights())
+    parent.tell("ready")
+    while pipes:
+        for pipe in wait(pipes, POLL_S):
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            try:
+                sampled: SampledStep = pipe.recv()
+            except (EOFError, OSError):
+                pipes.remove(pipe)
+                continue
+            found = reference.check(sampled.token_ids, sampled.answer, forced=sampled.is_forced)
+            parent.tell(
+                "checked",
+                CheckedStep(
+                    sampled.rank, sampled.step, sampled.phase, found.max_error, found.wrong_routes
+                ),
+            )
+    parent.tell("done")

@@ -1,0 +1,289 @@
+"""One rank of the demo: a serving process with a rank agent embedded in it.
+
+This is the example to read for whoever embeds the agent in an engine: ``_build`` puts the parts
+together, and ``_serve`` is the engine's loop with one added call.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from api.demo_text import Domain, draw_sequences, mix_at
+from api.processes import Parent
+from api.worker_checker import SampledStep
+from api.worker_plan import DEPLOYMENT, WorkerPlan
+from eplb.errors import RankError, StoreError
+from eplb.placement import Placement
+from rebalance.agent import AgentSettings, Links, RankAgent, RankParts
+from rebalance.digests import agree_on_digests
+from rebalance.links import SharedMemoryTransport, fill_bank
+from rebalance.slab import SlabReader
+from rebalance.transport import GlooVotes
+from runtime.checkpoint import Checkpoint, Weights, layer_name
+from runtime.counters import SlotCounter
+from runtime.dispatch import AllToAllDispatcher
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.moe import MoELayer, MoEStack
+from runtime.routing import RoutingTable
+from telemetry import open_store
+from telemetry.reporter import Reporter
+
+GROUP_DEADLINE_S = 60.0
+START_DEADLINE_S = 120.0
+FLUSH_DEADLINE_S = 20.0
+SEQUENCE_LENGTH = 64
+CHECK_QUEUE = 4  # sampled steps that may wait for the checker; more are left out and counted
+CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
+
+
+@dataclass
+class RankFigures:
+    """What a rank measured, for the summary."""
+
+    step_ms: list[float] = field(default_factory=list)
+    checks_left_out: int = 0
+
+
+class CheckFeed:
+    """Hands sampled steps to the checker from a thread, so that a slow one never slows a step."""
+
+    def __init__(self, pipe: Connection, figures: RankFigures) -> None:
+        self._pipe, self._figures = pipe, figures
+        self._waiting: queue.Queue[SampledStep | None] = queue.Queue(CHECK_QUEUE)
+        self._thread = threading.Thread(target=self._feed, name="check-feed", daemon=True)
+        self._thread.start()
+
+    def offer(self, sampled: SampledStep) -> None:
+        """Hand a step over, or leave it out when the checker is behind."""
+        try:
+            self._waiting.put_nowait(sampled)
+        except queue.Full:
+            self._figures.checks_left_out += 1
+
+    def close(self) -> None:
+        """Send what waits, and tell the checker that nothing follows."""
+        self._waiting.put(None, timeout=FLUSH_DEADLINE_S)
+        self._thread.join(FLUSH_DEADLINE_S)
+        self._pipe.close()
+
+    def _feed(self) -> None:
+        while (sampled := self._waiting.get()) is not None:
+            try:
+                self._pipe.send(sampled)
+            except OSError:  # the checker is gone; the parent says so
+                return
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The parts of one serving process."""
+
+    agent: RankAgent
+    stack: MoEStack
+    dispatcher: AllToAllDispatcher
+    reporter: Reporter
+    figures: RankFigures
+
+
+def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) -> None:
+    """Serve until all ranks agree to halt.
+
+    Raises:
+        RankError: a peer is dead or late.
+    """
+    torch.set_num_threads(1)
+    started = threading.Event()
+    agents: list[RankAgent] = []
+    start_at: list[float] = []
+
+    def on_command(command: tuple[str, Any]) -> None:
+        kind, body = command
+        if kind == "start":
+            start_at.append(body)
+            started.set()
+        elif kind == "halt":
+            for agent in agents:
+                agent.request_halt()
+
+    parent.listen(on_command)
+    built = _build(plan, rank)
+    agents.append(built.agent)
+    parent.tell("ready")
+    if not started.wait(START_DEADLINE_S):
+        raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
+    feed = CheckFeed(checks, built.figures)
+    built.agent.start()
+    _serve(plan, rank, built, feed, start_at[0])
+    feed.close()
+    built.agent.close()
+    built.reporter.state(built.agent.describe())
+    built.reporter.flush(FLUSH_DEADLINE_S)
+    parent.tell("served", _figures(built))
+
+
+def _build(plan: WorkerPlan, rank: int) -> Rank:
+    group, votes = _join(plan, rank)
+    model, topology = plan.model, plan.topology
+    schema = ExpertSchema.swiglu(model.hidden, model.intermediate)
+    store = open_store(plan.store, DEPLOYMENT)
+    committed = store.committed()
+    if committed is None:
+        raise StoreError("the store holds no committed placement, expected the demo's first one")
+    placement = committed.placement
+    num_slots = int(topology.slots_of_rank[rank])
+    bank = ExpertBank(schema, model.num_layers, num_slots, num_staging=plan.staging_experts)
+    address = plan.slabs[int(topology.host_of_rank[rank])]
+    slab = SlabReader(address, model.num_experts, schema.record_bytes, deadline_s=GROUP_DEADLINE_S)
+    held = placement.slot_to_expert[:, topology.slots_on(rank)].tolist()
+    digests = agree_on_digests(
+        fill_bank(bank, held, slab, deadline_s=START_DEADLINE_S),
+        model.num_layers,
+        model.num_experts,
+        votes,
+    )
+    handles: list[str] = [""] * topology.num_ranks
+    dist.all_gather_object(handles, bank.handle, group=votes)
+    dispatcher = AllToAllDispatcher(topology, group, rank)
+    counter = SlotCounter(model.num_layers, num_slots)
+    table = RoutingTable(
+        placement,
+        max_replicas=most_replicas(placement, plan),
+        source_node=int(topology.node_of_rank[rank]),
+    )
+    reporter = Reporter(store)
+    agent = RankAgent(
+        AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps),
+        RankParts(rank, bank, table, counter, dispatcher, digests),
+        Links(
+            GlooVotes(votes),
+            SharedMemoryTransport(rank, topology, bank, slab, dict(enumerate(handles))),
+            store,
+            reporter,
+        ),
+        placement,
+    )
+    dense = Checkpoint(plan.weights).dense_weights()
+    layers = [
+        MoELayer(layer, model.top_k, bank, table, dispatcher, counter, _shared(dense, layer))
+        for layer in range(model.num_layers)
+    ]
+    return Rank(agent, MoEStack(model, dense, layers), dispatcher, reporter, RankFigures())
+
+
+def most_replicas(placement: Placement, plan: WorkerPlan) -> int:
+    """Replicas that one expert can ever have: one on each rank, while all others keep one."""
+    spare = placement.num_slots - placement.num_experts
+    return min(plan.topology.num_ranks, spare + 1)
+
+
+def _join(plan: WorkerPlan, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Join the ranks: one group for tokens, one of its own for votes and start-up."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve to anything
+    timeout = timedelta(seconds=GROUP_DEADLINE_S)
+    try:
+        # The rendezvous lives in the demo's own process: rank 0 is as mortal as any other.
+        rendezvous = TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=rendezvous, rank=rank, world_size=plan.topology.num_ranks, timeout=timeout
+        )
+        votes = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as exc:
+        raise RankError(f"rank {rank} could not join the others: {exc}") from exc
+    assert dist.group.WORLD is not None, "init_process_group sets it"
+    assert isinstance(votes, dist.ProcessGroup), "every rank is a member"
+    return dist.group.WORLD, votes
+
+
+def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    name = f"{layer_name(layer)}.mlp.shared_experts"
+    if f"{name}.gate_proj.weight" not in dense:
+        return None
+    gate_up = torch.cat([dense[f"{name}.gate_proj.weight"], dense[f"{name}.up_proj.weight"]])
+    return gate_up, dense[f"{name}.down_proj.weight"]
+
+
+def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float) -> None:
+    batches = _Batches(plan, rank)
+    sample_until = 0
+    while built.agent.step():
+        started = time.perf_counter()
+        step = built.dispatcher.steps
+        token_ids, forced = batches.at(step, time.monotonic() - start_at)
+        answer = built.stack.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
+        phase = built.agent.phase
+        if phase != "idle":
+            sample_until = step + CHECKED_AFTER_COMMIT
+        if _is_sampled(plan, rank, step, is_dense=step < sample_until):
+            feed.offer(SampledStep(rank, step, phase, token_ids, answer, forced is not None))
+        built.figures.step_ms.append((time.perf_counter() - started) * 1e3)
+        built.agent.notes = {
+            "step_ms": round(median(built.figures.step_ms[-50:]), 2),
+            "samples_lost": built.reporter.stats().dropped,
+        }
+
+
+def _is_sampled(plan: WorkerPlan, rank: int, step: int, *, is_dense: bool) -> bool:
+    """One rank in turn: every step around a migration, else every ``check_every`` steps."""
+    turn = step if is_dense else step // plan.check_every
+    is_due = is_dense or step % plan.check_every == 0
+    return is_due and turn % plan.topology.num_ranks == rank
+
+
+def _salt(plan: WorkerPlan, rank: int, step: int) -> int:
+    return plan.seed + 1_000_003 * step + 7919 * rank
+
+
+class _Batches:
+    """A rank's tokens of each step, and the experts they are forced to when a trace is replayed."""
+
+    def __init__(self, plan: WorkerPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._domains: list[Domain] = []
+        self._trace: torch.Tensor | None = None
+        if plan.text is not None:
+            with np.load(plan.text) as archive:
+                self._domains = [Domain(name, archive[name]) for name in archive.files]
+        else:
+            assert plan.trace is not None, "the demo runs on text or on a trace"
+            self._trace = torch.from_numpy(np.load(plan.trace))
+
+    def at(self, step: int, elapsed_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plan, rank = self._plan, self._rank
+        if self._trace is None:
+            length = min(SEQUENCE_LENGTH, plan.tokens_per_rank)
+            shape = (plan.tokens_per_rank // length, length)
+            mix = mix_at(elapsed_s, plan.drift_period_s, len(self._domains))
+            drawn = draw_sequences(self._domains, mix, shape, (plan.seed, step, rank))
+            return torch.from_numpy(drawn), None
+        total = self._trace.shape[1]
+        first = (step * plan.topology.num_ranks + rank) * plan.tokens_per_rank
+        positions = torch.arange(first, first + plan.tokens_per_rank) % total
+        ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
+        return ids, self._trace[:, positions].to(torch.int64)
+
+
+def _figures(built: Rank) -> dict[str, Any]:
+    return {
+        "steps": built.dispatcher.steps,
+        "step_ms": built.figures.step_ms,
+        "swap_pauses_ms": built.agent.figures.swap_pauses_ms,
+        "samples": built.agent.figures.samples,
+        "samples_dropped": built.reporter.stats().dropped,
+        "checks_left_out": built.figures.checks_left_out,
+        "experts_moved": built.agent.figures.experts_moved,
+        "rebalances": built.agent.figures.rebalances,
+        "bytes_by_source": dict(built.agent.describe().detail["bytes_by_source"]),
+    }

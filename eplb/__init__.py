@@ -1,0 +1,46 @@
+"""Expert-parallel load balancing: where each expert of a mixture-of-experts model should live.
+
+Pure functions over arrays and frozen dataclasses: no torch, no clock, no environment, no I/O.
+"""
+
+from eplb.balance import balancedness, imbalance, lower_bound, rank_load
+from eplb.deepseek import rebalance_experts
+from eplb.gate import CostModel, Decision
+from eplb.load import LoadHistory, LoadSample
+from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
+from eplb.model import ModelShape, preset
+from eplb.placement import EMPTY, Placement
+from eplb.plan import Plan, plan
+from eplb.policies import POLICIES
+from eplb.problem import Budget, Problem
+from eplb.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EMPTY",
+    "POLICIES",
+    "Budget",
+    "CostModel",
+    "Decision",
+    "LoadHistory",
+    "LoadSample",
+    "Migration",
+    "ModelShape",
+    "Move",
+    "Pace",
+    "Placement",
+    "Plan",
+    "Problem",
+    "Source",
+    "Topology",
+    "Transaction",
+    "balancedness",
+    "build_migration",
+    "imbalance",
+    "lower_bound",
+    "plan",
+    "preset",
+    "rank_load",
+    "rebalance_experts",
+]

@@ -1,0 +1,92 @@
+"""A drop-in for the ``rebalance_experts`` of DeepSeek's balancer (deepseek-ai/EPLB, eplb.py).
+
+Same arguments, shapes, dtypes and meaning. Different: it never puts two replicas of an expert on
+one rank, bad arguments are errors in words, and numpy arrays work as well as torch tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import ConfigError
+from eplb.greedy import fresh_slots
+from eplb.load import as_history
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+
+Array = TypeVar("Array")  # a numpy array, or a torch tensor, which is never imported here
+
+
+def rebalance_experts(
+    weight: Array, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> tuple[Array, Array, Array]:
+    """Place ``num_replicas`` replicas of the experts on GPUs so that load is even.
+
+    Args:
+        weight: [L, E] load of every expert; a numpy array or a torch tensor.
+        num_replicas: slots per layer, a multiple of ``num_gpus``, at least E.
+        num_groups: the model's expert groups. When they divide by nodes, each stays on one node;
+            otherwise experts may go anywhere.
+        num_nodes: servers, within which the network is fast.
+        num_gpus: ranks, a multiple of ``num_nodes``.
+
+    Returns:
+        physical_to_logical_map [L, num_replicas], logical_to_physical_map [L, E, most replicas]
+        padded with -1, expert_count [L, E]; int64, torch tensors on the CPU if ``weight`` is one.
+
+    Raises:
+        ConfigError: numbers that do not fit together.
+        HistoryError: weights that are negative or not finite.
+    """
+    tokens = as_history(_host_array(weight)).total()
+    _check(tokens.shape, num_replicas, num_groups, num_nodes, num_gpus)
+    topology = Topology.uniform(num_nodes, num_gpus // num_nodes, num_replicas // num_gpus)
+    held = fresh_slots(tokens.astype(np.float64), topology, num_groups)
+    if (held == EMPTY).any():
+        raise ConfigError(
+            f"{num_replicas} replicas of {tokens.shape[1]} experts leave slots empty when no GPU "
+            f"of {num_gpus} may hold an expert twice, expected fewer replicas"
+        )
+    placement = Placement(held.astype(np.int32), tokens.shape[1])
+    maps = (placement.slot_to_expert, placement.expert_to_slots, placement.replica_count)
+    first, second, third = (_like(weight, array.astype(np.int64)) for array in maps)
+    return first, second, third
+
+
+def _check(
+    shape: tuple[int, ...], num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> None:
+    _, num_experts = shape
+    if min(num_groups, num_nodes, num_gpus) < 1:
+        raise ConfigError(
+            f"found {num_groups} groups, {num_nodes} nodes, {num_gpus} GPUs, "
+            "expected at least one of each"
+        )
+    if num_replicas < num_experts:
+        raise ConfigError(
+            f"{num_replicas} replicas for {num_experts} experts, expected at least one for each"
+        )
+    for what, number, parts, by in (
+        ("replicas", num_replicas, num_gpus, "GPUs"),
+        ("GPUs", num_gpus, num_nodes, "nodes"),
+        ("experts", num_experts, num_groups, "groups"),
+    ):
+        if number % parts:
+            raise ConfigError(f"{number} {what} on {parts} {by}, expected a multiple of {parts}")
+
+
+def _host_array(weight: Any) -> Any:
+    """A torch tensor as float64 on the host: numpy does not know its half-precision types."""
+    if hasattr(weight, "detach"):
+        return weight.detach().cpu().double().numpy()
+    return weight
+
+
+def _like(weight: Any, array: NDArray[np.int64]) -> Any:
+    """The array as the kind of thing that ``weight`` is."""
+    if hasattr(weight, "detach"):
+        return weight.detach().cpu().long().new_tensor(array)
+    return array

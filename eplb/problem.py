@@ -1,0 +1,149 @@
+"""All that a policy may look at, checked once.
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.arrays import owned
+from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.gate import CostModel
+from eplb.load import LoadHistory
+from eplb.model import ModelShape
+from eplb.placement import Placement
+from eplb.topology import Topology
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far a plan may go, and when it is good enough.
+
+    Raises:
+        ConfigError: a figure that no plan can meet.
+    """
+
+    max_moves: int | None = None  # weights moved, over all layers
+    max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
+    target_imbalance: float = 1.02  # a layer at or under it is left alone
+    min_gain_per_move: float = 0.001  # of one layer's imbalance, for every weight that moves
+
+    def __post_init__(self) -> None:
+        for name in ("max_moves", "max_bytes"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 0:
+                raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
+        if not self.target_imbalance >= 1.0:
+            raise ConfigError(
+                f"budget: target_imbalance is {self.target_imbalance}, expected 1.0 or more"
+            )
+        if not self.min_gain_per_move >= 0.0:
+            raise ConfigError(
+                f"budget: min_gain_per_move is {self.min_gain_per_move}, expected 0 or more"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be planned.
+
+    Raises:
+        ConfigError: model, history, topology and current placement do not describe one system.
+        PlacementError: fewer live slots than experts.
+        HistoryError: no window that all ranks reported.
+    """
+
+    history: LoadHistory
+    topology: Topology
+    model: ModelShape | None = None
+    current: Placement | None = None
+    budget: Budget = field(default_factory=Budget)
+    cost: CostModel = field(default_factory=CostModel)
+    seed: int = 0  # for policies that draw; the same seed gives the same plan
+
+    def __post_init__(self) -> None:
+        if self.num_live_slots < self.num_experts:
+            raise PlacementError(
+                f"{self.num_live_slots} slots on live ranks for {self.num_experts} experts, "
+                "expected at least one slot for each expert"
+            )
+        if all(self.history.missing_ranks):
+            raise HistoryError(
+                f"each of the {self.history.num_windows} windows misses ranks "
+                f"{sorted(self.history.missing_ranks[-1])} or others, expected a complete one"
+            )
+        if self.budget.max_bytes is not None and self.model is None:
+            raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
+        expected = (self.history.num_layers, self.num_experts)
+        if self.model is not None:
+            found = (self.model.num_layers, self.model.num_experts)
+            _same("the model", found, expected)
+        if self.current is not None:
+            found = (self.current.num_layers, self.current.num_experts)
+            _same("the current placement", found, expected)
+            if self.current.num_slots != self.topology.num_slots:
+                raise ConfigError(
+                    f"the current placement has {self.current.num_slots} slots a layer, "
+                    f"the topology has {self.topology.num_slots}"
+                )
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.history.num_experts
+
+    @property
+    def num_live_slots(self) -> int:
+        """Slots of the ranks that are alive."""
+        return int(self.topology.slots_of_rank[self.topology.alive].sum())
+
+    @property
+    def num_groups(self) -> int:
+        """The model's expert groups; 1 when there are none or no model is given."""
+        return self.model.num_expert_groups if self.model is not None else 1
+
+    @property
+    def max_moves(self) -> int | None:
+        """The tighter of the two move budgets, counted in weights; None when there is none."""
+        limits = [] if self.budget.max_moves is None else [self.budget.max_moves]
+        if self.budget.max_bytes is not None and self.model is not None:
+            limits.append(self.budget.max_bytes // self.model.expert_bytes)
+        return min(limits, default=None)
+
+    @cached_property
+    def work(self) -> NDArray[np.float64]:
+        """[T, L, E] tokens times what a token costs at each expert; complete windows only."""
+        complete = [not missing for missing in self.history.missing_ranks]
+        tokens = self.history.tokens[complete].astype(np.float64)
+        if self.model is not None:
+            tokens = tokens * self.model.expert_cost
+        return owned(tokens, np.float64)
+
+    @cached_property
+    def scaled(self) -> NDArray[np.float64]:
+        """[L, T, E] work in units of a fair rank's load, so that a rank's load is its imbalance.
+
+        Every window weighs the same, however many tokens it holds; an idle one stays zero.
+        """
+        return scale(self.work.transpose(1, 0, 2), self.topology)
+
+
+def scale(work: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
+    """[..., E] work divided by the load of a rank of speed 1 at perfect balance."""
+    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.alive].sum()
+    scaled: NDArray[np.float64] = np.zeros(work.shape)
+    np.divide(work, fair, out=scaled, where=fair > 0)
+    return scaled
+
+
+def _same(what: str, found: tuple[int, int], expected: tuple[int, int]) -> None:
+    if found != expected:
+        raise ConfigError(
+            f"{what} has {found[0]} layers x {found[1]} experts, "
+            f"the history has {expected[0]} x {expected[1]}"
+        )

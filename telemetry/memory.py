@@ -1,0 +1,247 @@
+"""A store in the memory of one process: the shipped fake, for tests, simulations and one process.
+
+It keeps every promise of LoadStore except survival.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Condition
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+from telemetry import rules
+from telemetry.memory_tables import PlacementTable, SampleTable, TaskTable, as_stored
+from telemetry.store import (
+    CommittedPlacement,
+    Control,
+    Details,
+    Event,
+    Outcome,
+    RankState,
+    RunInfo,
+    Task,
+    TaskState,
+)
+
+
+class MemoryStore:
+    """LoadStore over plain lists and dictionaries; one lock guards them all."""
+
+    def __init__(self, deployment: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.deployment = deployment
+        self._clock = clock
+        self._changed = Condition()
+        self._is_closed = False
+        self._version = 0
+        self._runs: dict[str, RunInfo] = {}
+        self._rank_states: dict[tuple[str, int], RankState] = {}
+        self._samples = SampleTable()
+        self._placements = PlacementTable()
+        self._last_plan_id = 0
+        self._events: list[Event] = []
+        self._tasks = TaskTable()
+        self._control = Control()
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start; the same again changes nothing."""
+        info = replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+        with self._use():
+            if info.run in self._runs:
+                rules.check_run_is_new(info, self._runs[info.run])
+                return
+            self._runs[info.run] = info
+            self._event("run", rules.run_detail(info))
+
+    def current_run(self) -> RunInfo | None:
+        """Return the latest start."""
+        with self._use():
+            return next(reversed(self._runs.values()), None)
+
+    def report(self, state: RankState) -> None:
+        """Replace what this rank last said of itself."""
+        state = replace(state, detail=as_stored(state.detail))
+        with self._use():
+            self._rank_states[state.run, state.rank] = state
+
+    def rank_states(self, run: str) -> list[RankState]:
+        """Return the last report of every rank."""
+        with self._use():
+            states = [state for state in self._rank_states.values() if state.run == run]
+        return sorted(states, key=lambda state: state.rank)
+
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        """Add samples."""
+        rules.check_samples(self.deployment, samples)
+        with self._use():
+            return self._samples.append(samples)
+
+    def samples(
+        self, run: str, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) past the cursor ``after``."""
+        with self._use():
+            return self._samples.past(run, after)[:limit]
+
+    def sample_counts(self, run: str) -> dict[int, int]:
+        """Return how many samples of each rank are stored."""
+        with self._use():
+            return self._samples.count(run)
+
+    def prune(self, before_time: float) -> int:
+        """Forget samples taken before ``before_time`` and return how many."""
+        with self._use():
+            return self._samples.prune(before_time)
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves."""
+        with self._use():
+            return self._placements.latest()
+
+    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first."""
+        with self._use():
+            return self._placements.newest_first()[:limit]
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one; see LoadStore.commit."""
+        with self._use():
+            line = CommittedPlacement(placement, self._clock(), plan_id, reason)
+            if not self._placements.add(line, expected):
+                return False
+            generation, closing = placement.generation, self._placements.open
+            self._placements.open = None
+            if closing is not None and closing.plan_id != plan_id:
+                overtaken = rules.overtaken_reason(generation)
+                self._event("reject", rules.close_detail(closing.plan_id, generation, overtaken))
+            kind = rules.EVENT_OF_OUTCOME[outcome]
+            self._event(kind, rules.close_detail(plan_id, generation, reason))
+            return True
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id."""
+        with self._use():
+            self._last_plan_id += 1
+            return self._last_plan_id
+
+    def publish(self, migration: Migration) -> None:
+        """Offer a migration to the ranks."""
+        with self._use():
+            self._placements.publish(migration)
+            self._last_plan_id = max(self._last_plan_id, migration.plan_id)
+            self._event("publish", rules.publish_detail(migration))
+
+    def published(self) -> Migration | None:
+        """Return the open migration."""
+        with self._use():
+            return self._placements.open
+
+    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+        """Close an open migration of which nothing was applied."""
+        assert outcome != "committed", "a migration that was applied is closed by commit"
+        with self._use():
+            closing = self._placements.open
+            if closing is None or closing.plan_id != plan_id:
+                return False
+            self._placements.open = None
+            detail = rules.close_detail(plan_id, closing.base.generation, reason)
+            self._event(rules.EVENT_OF_OUTCOME[outcome], detail)
+            return True
+
+    def add_event(self, kind: str, detail: Details) -> int:
+        """Append an event."""
+        with self._use():
+            return self._event(kind, detail)
+
+    def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Return events past the id ``after``."""
+        with self._use():
+            return self._events[max(0, after) :][:limit]
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        with self._use():
+            task = self._tasks.add(self._clock(), kind, request)
+            self._event("task", rules.task_detail(task.id, kind, "queued"))
+            return task
+
+    def claim(self) -> Task | None:
+        """Take the oldest queued task."""
+        with self._use():
+            task = self._tasks.claim()
+            if task is not None:
+                self._bump()
+            return task
+
+    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+        """End a task."""
+        with self._use():
+            ended = self._tasks.finish(task_id, state, result)
+            self._event("task", rules.task_detail(task_id, ended.kind, state))
+
+    def task(self, task_id: int) -> Task | None:
+        """Return a task."""
+        with self._use():
+            return self._tasks.get(task_id)
+
+    def control(self) -> Control:
+        """Return the switches."""
+        with self._use():
+            return self._control
+
+    def set_control(self, control: Control, *, reason: str) -> None:
+        """Set the switches."""
+        with self._use():
+            self._control = control
+            self._event("control", rules.control_detail(control, reason))
+
+    def version(self) -> int:
+        """Return a number that grows with each change that a reader may wait for."""
+        with self._use():
+            return self._version
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Return once the version differs from ``version``, or after ``timeout_s``."""
+        with self._use():
+            self._changed.wait_for(lambda: self._is_closed or self._version != version, timeout_s)
+            self._check_open()
+            return self._version
+
+    def close(self) -> None:
+        """End every wait; the store cannot be used after."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        with self._changed:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"the memory store of {self.deployment!r} is closed")
+
+    def _event(self, kind: str, detail: Details) -> int:
+        event = Event(len(self._events) + 1, self._clock(), kind, as_stored(detail))
+        self._events.append(event)
+        self._bump()
+        return event.id
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.notify_all()

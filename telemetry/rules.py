@@ -1,0 +1,157 @@
+"""What every store must decide alike: who may commit or publish, and what the events say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from eplb.errors import ConfigError, StaleGeneration, StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+from telemetry.store import Control, Details, Outcome, RunInfo, TaskState
+
+EVENT_OF_OUTCOME: dict[Outcome, str] = {
+    "committed": "commit",
+    "aborted": "abort",
+    "rejected": "reject",
+}
+
+
+def details_to_text(details: Details) -> str:
+    """Give details as JSON text, the form in which every store keeps them.
+
+    Raises:
+        StoreError: a value that JSON cannot hold.
+    """
+    try:
+        return json.dumps(dict(details), allow_nan=False)
+    except (TypeError, ValueError) as exc:
+        raise StoreError(f"details cannot be stored: {exc}, expected JSON-ready values") from exc
+
+
+def details_from_text(text: str) -> dict[str, Any]:
+    """Make details of what ``details_to_text`` gave."""
+    details: dict[str, Any] = json.loads(text)
+    return details
+
+
+def check_samples(deployment: str, samples: Sequence[LoadSample]) -> None:
+    """Refuse samples of another deployment: they would be counted as this one's load."""
+    for sample in samples:
+        if sample.deployment != deployment:
+            raise ConfigError(
+                f"sample {sample.sequence} of rank {sample.rank} is of deployment "
+                f"{sample.deployment!r}, expected {deployment!r}"
+            )
+
+
+def check_run_is_new(info: RunInfo, known: RunInfo) -> None:
+    """Refuse another start under a known name: its samples would pass for repeats and be lost."""
+    if info != known:
+        raise StoreError(
+            f"run {info.run!r} is recorded as started at {known.time}, found another start of "
+            f"that name at {info.time}, expected a new name"
+        )
+
+
+def is_to_be_committed(
+    placement: Placement, *, expected: int | None, committed: int | None, known_hash: str | None
+) -> bool:
+    """Whether a commit must write; False when this very placement was committed before.
+
+    Args:
+        placement: what a rank serves now.
+        expected: the generation that the rank moved on from.
+        committed: the generation in the store.
+        known_hash: hash of the stored placement of ``placement``'s own generation, if any.
+
+    Raises:
+        StaleGeneration: something else is committed, or generations do not grow.
+    """
+    if known_hash == placement.hash:
+        return False
+    if committed != expected:
+        raise StaleGeneration(
+            f"generation {placement.generation} follows generation {expected}, "
+            f"found generation {committed} committed"
+        )
+    if committed is not None and placement.generation <= committed:
+        raise StaleGeneration(
+            f"found generation {placement.generation} to commit, expected more than {committed}"
+        )
+    return True
+
+
+def check_base(migration: Migration, committed: tuple[int, str] | None) -> None:
+    """Refuse a migration that does not start from the committed (generation, hash)."""
+    found = (migration.base.generation, migration.base.hash)
+    if committed is None:
+        raise StaleGeneration(
+            f"plan {migration.plan_id} starts from generation {found[0]}, "
+            "found no committed placement"
+        )
+    if found != committed:
+        raise StaleGeneration(
+            f"plan {migration.plan_id} starts from generation {found[0]} (hash {found[1]}), "
+            f"found generation {committed[0]} (hash {committed[1]}) committed"
+        )
+
+
+def check_plan_id(plan_id: int, *, open_plan_id: int | None, is_known: bool) -> None:
+    """Refuse a plan while another is open, and a plan id that was published before."""
+    if plan_id < 1:
+        raise StoreError(f"plan id {plan_id} cannot be published, expected 1 or more")
+    if open_plan_id is not None:
+        raise StaleGeneration(f"plan {plan_id} cannot be published: plan {open_plan_id} is open")
+    if is_known:
+        raise StaleGeneration(
+            f"plan id {plan_id} was published before, expected one from next_plan_id"
+        )
+
+
+def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> None:
+    """Refuse to end a task that is not there or has ended, or to end it in a passing state."""
+    if found is None:
+        raise StoreError(f"task {task_id} cannot be finished: there is no such task")
+    if found in ("done", "failed"):
+        raise StoreError(f"task {task_id} cannot be finished: it is {found} already")
+    if state not in ("done", "failed"):
+        raise StoreError(f"task {task_id} cannot end as {state!r}, expected 'done' or 'failed'")
+
+
+def run_detail(info: RunInfo) -> Details:
+    """Detail of the event "run"."""
+    return {"run": info.run, "window_steps": info.window_steps}
+
+
+def publish_detail(migration: Migration) -> Details:
+    """Detail of the event "publish"."""
+    return {
+        "plan_id": migration.plan_id,
+        "base_generation": migration.base.generation,
+        "generation": migration.target.generation,
+        "moves": len(migration.moves),
+        "transactions": len(migration.transactions),
+    }
+
+
+def close_detail(plan_id: int, generation: int | None, reason: str) -> Details:
+    """Detail of the events "commit", "abort" and "reject"; ``generation`` is what serves now."""
+    return {"generation": generation, "plan_id": plan_id, "reason": reason}
+
+
+def overtaken_reason(generation: int) -> str:
+    """Why a migration is rejected when something else than it is committed."""
+    return f"generation {generation} was committed in its place"
+
+
+def control_detail(control: Control, reason: str) -> Details:
+    """Detail of the event "control"."""
+    return vars(control) | {"reason": reason}
+
+
+def task_detail(task_id: int, kind: str, state: TaskState) -> Details:
+    """Detail of the event "task"."""
+    return {"task": task_id, "kind": kind, "state": state}

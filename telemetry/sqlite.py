@@ -1,0 +1,248 @@
+"""The embedded store: one SQLite file that every process of a host shares.
+
+What was acknowledged survives the death of any process, ``kill -9`` included. Power loss may cost
+the last changes before it, never the file: it opens in an earlier state. The file must be on a
+local disk, because SQLite's write-ahead log does not work over a network file system
+(https://www.sqlite.org/wal.html).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Condition
+from typing import Any
+
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+from telemetry import rules
+from telemetry import sqlite_rows as rows
+from telemetry.codec import sample_from_bytes
+from telemetry.sqlite_change import Change
+from telemetry.sqlite_file import SqliteFile, one
+from telemetry.sqlite_placements import PlacementReader
+from telemetry.store import (
+    CommittedPlacement,
+    Control,
+    Details,
+    Event,
+    Outcome,
+    RankState,
+    RunInfo,
+    Task,
+    TaskState,
+)
+
+_POLL_S = 0.02
+
+
+class SqliteStore:
+    """LoadStore over one SQLite file, which may hold other deployments too.
+
+    Threads may share a store object; each process opens its own, after any fork.
+
+    Raises:
+        StoreError: the file cannot be opened and written, is damaged or another program's, or was
+            written by another version.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        deployment: str,
+        *,
+        busy_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.deployment = deployment
+        self._clock = clock
+        self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
+        self._changed = Condition()  # notified by this object's own changes
+        self._placements = PlacementReader(self._file, deployment)
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start; the same again changes nothing."""
+        row = rows.run_row(info)
+        with self._change() as change:
+            known = one(change.connection, f"{rows.RUN} AND run = ?", self.deployment, info.run)
+            if known is not None:
+                rules.check_run_is_new(rows.run_of(row), rows.run_of(known))
+                return
+            change.connection.execute(rows.INSERT_RUN, (self.deployment, *row))
+            change.add_event("run", rules.run_detail(info))
+
+    def current_run(self) -> RunInfo | None:
+        """Return the latest start."""
+        found = self._rows(f"{rows.RUN} ORDER BY id DESC LIMIT 1")
+        return rows.run_of(found[0]) if found else None
+
+    def report(self, state: RankState) -> None:
+        """Replace what this rank last said of itself."""
+        row = (self.deployment, *rows.rank_state_row(state))
+        with self._file.write() as connection:
+            connection.execute(rows.REPLACE_RANK_STATE, row)
+
+    def rank_states(self, run: str) -> list[RankState]:
+        """Return the last report of every rank."""
+        return [rows.rank_state_of(row) for row in self._rows(rows.RANK_STATES, run)]
+
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        """Add samples."""
+        rules.check_samples(self.deployment, samples)
+        packed = [rows.sample_row(sample) for sample in samples]
+        with self._file.write() as connection:
+            added = connection.executemany(rows.INSERT_SAMPLE, packed)
+            return max(0, added.rowcount)  # -1 when there were no samples
+
+    def samples(
+        self, run: str, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) past the cursor ``after``."""
+        found = self._rows(rows.SAMPLES, run, after, limit)
+        return [(cursor, sample_from_bytes(record)) for cursor, record in found]
+
+    def sample_counts(self, run: str) -> dict[int, int]:
+        """Return how many samples of each rank are stored."""
+        return dict(self._rows(rows.SAMPLE_COUNTS, run))
+
+    def prune(self, before_time: float) -> int:
+        """Delete samples taken before ``before_time`` and return how many.
+
+        The file keeps its size; the room is used again.
+        """
+        query = "DELETE FROM sample WHERE deployment = ? AND time < ?"
+        with self._file.write() as connection:
+            return connection.execute(query, (self.deployment, before_time)).rowcount
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves."""
+        return self._placements.committed()
+
+    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first."""
+        return self._placements.placements(limit)
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one; see LoadStore.commit."""
+        with self._change() as change:
+            return change.commit(
+                placement, expected=expected, plan_id=plan_id, reason=reason, outcome=outcome
+            )
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id."""
+        with self._file.write() as connection:
+            connection.execute(rows.RESERVE_PLAN_ID, (self.deployment,))
+            found = one(connection, rows.LAST_PLAN_ID, self.deployment)
+            assert found is not None, "the deployment was registered when the store was opened"
+            return int(found[0])
+
+    def publish(self, migration: Migration) -> None:
+        """Offer a migration to the ranks."""
+        with self._change() as change:
+            change.publish(migration)
+
+    def published(self) -> Migration | None:
+        """Return the open migration."""
+        return self._placements.published()
+
+    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+        """Close an open migration of which nothing was applied."""
+        assert outcome != "committed", "a migration that was applied is closed by commit"
+        with self._change() as change:
+            return change.withdraw(plan_id, outcome=outcome, reason=reason)
+
+    def add_event(self, kind: str, detail: Details) -> int:
+        """Append an event."""
+        with self._change() as change:
+            return change.add_event(kind, detail)
+
+    def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Return events past the id ``after``."""
+        return [rows.event_of(row) for row in self._rows(rows.EVENTS, after, limit)]
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        with self._change() as change:
+            return change.submit(kind, request)
+
+    def claim(self) -> Task | None:
+        """Take the oldest queued task."""
+        # Looked at without the write lock first: a controller asks far more often than it gets.
+        if not self._rows("SELECT 1 FROM task WHERE deployment = ? AND state = 'queued' LIMIT 1"):
+            return None
+        with self._change() as change:
+            return change.claim()
+
+    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+        """End a task."""
+        with self._change() as change:
+            change.finish(task_id, state, result)
+
+    def task(self, task_id: int) -> Task | None:
+        """Return a task."""
+        found = self._rows(f"{rows.TASK} AND id = ?", task_id)
+        return rows.task_of(found[0]) if found else None
+
+    def control(self) -> Control:
+        """Return the switches."""
+        found = self._rows("SELECT switches FROM control WHERE deployment = ?")
+        return Control(**rules.details_from_text(found[0][0])) if found else Control()
+
+    def set_control(self, control: Control, *, reason: str) -> None:
+        """Set the switches."""
+        with self._change() as change:
+            change.connection.execute(
+                "INSERT OR REPLACE INTO control VALUES (?, ?)",
+                (self.deployment, rules.details_to_text(vars(control))),
+            )
+            change.add_event("control", rules.control_detail(control, reason))
+
+    def version(self) -> int:
+        """Return a number that grows with each change that a reader may wait for."""
+        ((version,),) = self._rows("SELECT version FROM deployment WHERE name = ?")
+        return int(version)
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Return once the version differs from ``version``, or after ``timeout_s``.
+
+        SQLite tells no process of another's commit, so this asks every 20 ms, at about 10 us each.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (found := self.version()) == version:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(min(_POLL_S, left_s))
+        return found
+
+    def close(self) -> None:
+        """Close the file and end every wait; the store cannot be used after."""
+        self._file.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextmanager
+    def _change(self) -> Iterator[Change]:
+        with self._file.write() as connection:
+            change = Change(connection, self.deployment, self._clock())
+            yield change
+        if change.is_bumped:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        """All rows of a query whose first parameter is the deployment."""
+        return self._file.rows(query, self.deployment, *values)

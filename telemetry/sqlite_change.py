@@ -1,0 +1,194 @@
+"""Changes of the SQLite store that readers wait for: each in one transaction, each with its event.
+
+A change counts the deployment's version up in the same transaction, so that whoever sees the new
+version sees the change too.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, replace
+
+from eplb.migration import Migration
+from eplb.placement import Placement
+from eplb.records import migration_to_bytes, placement_to_bytes
+from telemetry import rules
+from telemetry.sqlite_file import one
+from telemetry.sqlite_rows import TASK, task_of
+from telemetry.store import Details, Outcome, Task, TaskState
+
+
+@dataclass
+class Change:
+    """An open write transaction of one deployment."""
+
+    connection: sqlite3.Connection
+    deployment: str
+    time: float
+    is_bumped: bool = False
+
+    def bump(self) -> None:
+        """Count the version up, which ends the waits of readers."""
+        self.is_bumped = True
+        self.connection.execute(
+            "UPDATE deployment SET version = version + 1 WHERE name = ?", (self.deployment,)
+        )
+
+    def add_event(self, kind: str, detail: Details) -> int:
+        """Append an event and return its id."""
+        self.bump()
+        added = self.connection.execute(
+            "INSERT INTO event (deployment, time, kind, detail) VALUES (?, ?, ?, ?)",
+            (self.deployment, self.time, kind, rules.details_to_text(detail)),
+        )
+        assert added.lastrowid is not None, "an INSERT has a rowid"
+        return added.lastrowid
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int,
+        reason: str,
+        outcome: Outcome,
+    ) -> bool:
+        """Make ``placement`` the committed one and close the open migration."""
+        generation = placement.generation
+        latest = self.latest_placement()
+        known = one(
+            self.connection,
+            "SELECT hash FROM placement WHERE deployment = ? AND generation = ?",
+            self.deployment,
+            generation,
+        )
+        if not rules.is_to_be_committed(
+            placement,
+            expected=expected,
+            committed=latest[0] if latest else None,
+            known_hash=known[0] if known else None,
+        ):
+            return False
+        self.connection.execute(
+            "INSERT INTO placement VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                self.deployment,
+                generation,
+                self.time,
+                plan_id,
+                reason,
+                placement.hash,
+                placement_to_bytes(placement),
+            ),
+        )
+        open_plan_id = self.open_plan_id()
+        if open_plan_id is not None:
+            self._close_migration(open_plan_id, outcome if open_plan_id == plan_id else "rejected")
+            if open_plan_id != plan_id:
+                overtaken = rules.overtaken_reason(generation)
+                self.add_event("reject", rules.close_detail(open_plan_id, generation, overtaken))
+        kind = rules.EVENT_OF_OUTCOME[outcome]
+        self.add_event(kind, rules.close_detail(plan_id, generation, reason))
+        return True
+
+    def publish(self, migration: Migration) -> None:
+        """Open a migration."""
+        plan_id = migration.plan_id
+        known = one(
+            self.connection,
+            "SELECT 1 FROM migration WHERE deployment = ? AND plan_id = ?",
+            self.deployment,
+            plan_id,
+        )
+        rules.check_plan_id(plan_id, open_plan_id=self.open_plan_id(), is_known=known is not None)
+        rules.check_base(migration, self.latest_placement())
+        self.connection.execute(
+            "INSERT INTO migration VALUES (?, ?, ?, ?, 'open', ?)",
+            (
+                self.deployment,
+                plan_id,
+                self.time,
+                migration.base.generation,
+                migration_to_bytes(migration),
+            ),
+        )
+        self.connection.execute(
+            "UPDATE deployment SET last_plan_id = max(last_plan_id, ?) WHERE name = ?",
+            (plan_id, self.deployment),
+        )
+        self.add_event("publish", rules.publish_detail(migration))
+
+    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+        """Close an open migration of which nothing was applied."""
+        if self.open_plan_id() != plan_id:
+            return False
+        self._close_migration(plan_id, outcome)
+        latest = self.latest_placement()
+        detail = rules.close_detail(plan_id, latest[0] if latest else None, reason)
+        self.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
+        return True
+
+    def claim(self) -> Task | None:
+        """Set the oldest queued task running."""
+        query = f"{TASK} AND state = 'queued' ORDER BY id LIMIT 1"
+        oldest = one(self.connection, query, self.deployment)
+        if oldest is None:
+            return None
+        task = replace(task_of(oldest), state="running")
+        self.connection.execute("UPDATE task SET state = 'running' WHERE id = ?", (task.id,))
+        self.bump()
+        return task
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        text = rules.details_to_text(request)
+        added = self.connection.execute(
+            "INSERT INTO task (deployment, time, kind, request, state, result) "
+            "VALUES (?, ?, ?, ?, 'queued', '{}')",
+            (self.deployment, self.time, kind, text),
+        )
+        assert added.lastrowid is not None, "an INSERT has a rowid"
+        self.add_event("task", rules.task_detail(added.lastrowid, kind, "queued"))
+        request = rules.details_from_text(text)
+        return Task(added.lastrowid, self.time, kind, request, "queued", {})
+
+    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+        """End a task."""
+        found = one(
+            self.connection,
+            "SELECT state, kind FROM task WHERE deployment = ? AND id = ?",
+            self.deployment,
+            task_id,
+        )
+        rules.check_finish(task_id, found[0] if found else None, state)
+        assert found is not None, "check_finish refuses a task that is not there"
+        self.connection.execute(
+            "UPDATE task SET state = ?, result = ? WHERE id = ?",
+            (state, rules.details_to_text(result), task_id),
+        )
+        self.add_event("task", rules.task_detail(task_id, found[1], state))
+
+    def latest_placement(self) -> tuple[int, str] | None:
+        """Return generation and hash of the committed placement."""
+        row = one(
+            self.connection,
+            "SELECT generation, hash FROM placement WHERE deployment = ? "
+            "ORDER BY generation DESC LIMIT 1",
+            self.deployment,
+        )
+        return (row[0], row[1]) if row else None
+
+    def open_plan_id(self) -> int | None:
+        """Return the plan id of the open migration."""
+        row = one(
+            self.connection,
+            "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'",
+            self.deployment,
+        )
+        return row[0] if row else None
+
+    def _close_migration(self, plan_id: int, outcome: Outcome) -> None:
+        self.connection.execute(
+            "UPDATE migration SET state = ? WHERE deployment = ? AND plan_id = ?",
+            (outcome, self.deployment, plan_id),
+        )

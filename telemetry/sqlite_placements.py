@@ -1,0 +1,61 @@
+"""What serves and what is on offer, read from the SQLite store."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from eplb.migration import Migration
+from eplb.records import migration_from_bytes
+from telemetry.sqlite_file import SqliteFile
+from telemetry.sqlite_rows import PLACEMENT, placement_of
+from telemetry.store import CommittedPlacement
+
+_COMMITTED = "SELECT max(generation) FROM placement WHERE deployment = ?"
+_OPEN = "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'"
+_MIGRATION = "SELECT record FROM migration WHERE deployment = ? AND plan_id = ?"
+
+
+class PlacementReader:
+    """Reads placements and the open migration.
+
+    Neither changes once written, and to unpack one takes milliseconds: the last of each is kept,
+    for callers that ask at every step.
+    """
+
+    def __init__(self, file: SqliteFile, deployment: str) -> None:
+        self._file = file
+        self._deployment = deployment
+        self._unpacking = Lock()
+        self._last_committed: CommittedPlacement | None = None
+        self._last_published: Migration | None = None
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves."""
+        ((generation,),) = self._file.rows(_COMMITTED, self._deployment)
+        if generation is None:
+            return None
+        with self._unpacking:
+            last = self._last_committed
+            if last is None or last.placement.generation != generation:
+                query = f"{PLACEMENT} AND generation = ?"
+                (row,) = self._file.rows(query, self._deployment, generation)
+                last = self._last_committed = placement_of(row)
+            return last
+
+    def placements(self, limit: int) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first."""
+        query = f"{PLACEMENT} ORDER BY generation DESC LIMIT ?"
+        return [placement_of(row) for row in self._file.rows(query, self._deployment, limit)]
+
+    def published(self) -> Migration | None:
+        """Return the open migration."""
+        found = self._file.rows(_OPEN, self._deployment)
+        if not found:
+            return None
+        ((plan_id,),) = found
+        with self._unpacking:
+            last = self._last_published
+            if last is None or last.plan_id != plan_id:
+                ((record,),) = self._file.rows(_MIGRATION, self._deployment, plan_id)
+                last = self._last_published = migration_from_bytes(record)
+            return last

@@ -1,0 +1,110 @@
+"""Rows of the SQLite store as the types of LoadStore: the queries, and what to make of a row.
+
+Every query takes the deployment first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eplb.load import LoadSample
+from eplb.records import placement_from_bytes
+from telemetry.codec import sample_to_bytes
+from telemetry.rules import details_from_text, details_to_text
+from telemetry.store import CommittedPlacement, Event, RankState, RunInfo, Task
+
+Row = tuple[Any, ...]
+
+RUN = "SELECT run, time, window_steps, model, topology FROM run WHERE deployment = ?"
+INSERT_RUN = (
+    "INSERT INTO run (deployment, run, time, window_steps, model, topology) "
+    "VALUES (?, ?, ?, ?, ?, ?)"
+)
+RANK_STATES = (
+    "SELECT run, rank, time, step, generation, phase, plan_id, applied, sequence, detail "
+    "FROM rank_state WHERE deployment = ? AND run = ? ORDER BY rank"
+)
+REPLACE_RANK_STATE = (
+    "INSERT OR REPLACE INTO rank_state (deployment, run, rank, time, step, generation, phase, "
+    "plan_id, applied, sequence, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+INSERT_SAMPLE = (
+    "INSERT INTO sample (deployment, run, rank, sequence, time, first_step, last_step, "
+    "generation, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (deployment, run, rank, sequence) DO NOTHING"
+)
+SAMPLES = (
+    "SELECT cursor, record FROM sample WHERE deployment = ? AND run = ? AND cursor > ? "
+    "ORDER BY cursor LIMIT ?"
+)
+SAMPLE_COUNTS = (
+    "SELECT rank, count(*) FROM sample WHERE deployment = ? AND run = ? GROUP BY rank ORDER BY rank"
+)
+PLACEMENT = "SELECT record, time, plan_id, reason FROM placement WHERE deployment = ?"
+RESERVE_PLAN_ID = "UPDATE deployment SET last_plan_id = last_plan_id + 1 WHERE name = ?"
+LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"
+EVENTS = (
+    "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
+)
+TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
+
+
+def run_row(info: RunInfo) -> Row:
+    """Give a run as the values of RUN."""
+    model, topology = details_to_text(info.model), details_to_text(info.topology)
+    return info.run, info.time, info.window_steps, model, topology
+
+
+def run_of(row: Row) -> RunInfo:
+    """Make a run of a row of RUN."""
+    run, started, window_steps, model, topology = row
+    return RunInfo(
+        run, started, details_from_text(model), details_from_text(topology), window_steps
+    )
+
+
+def rank_state_row(state: RankState) -> Row:
+    """Give a rank's report as the values of RANK_STATES."""
+    *plain, detail = vars(state).values()
+    return (*plain, details_to_text(detail))
+
+
+def rank_state_of(row: Row) -> RankState:
+    """Make a rank's report of a row of RANK_STATES."""
+    *plain, detail = row
+    return RankState(*(*plain, details_from_text(detail)))
+
+
+def sample_row(sample: LoadSample) -> Row:
+    """Give a sample as the values of INSERT_SAMPLE."""
+    return (
+        sample.deployment,
+        sample.run,
+        sample.rank,
+        sample.sequence,
+        sample.time,
+        sample.first_step,
+        sample.last_step,
+        sample.generation,
+        sample_to_bytes(sample),
+    )
+
+
+def placement_of(row: Row) -> CommittedPlacement:
+    """Make a committed placement of a row of PLACEMENT."""
+    record, *rest = row
+    return CommittedPlacement(placement_from_bytes(record), *rest)
+
+
+def event_of(row: Row) -> Event:
+    """Make an event of a row of EVENTS."""
+    *plain, detail = row
+    return Event(*(*plain, details_from_text(detail)))
+
+
+def task_of(row: Row) -> Task:
+    """Make a task of a row of TASK."""
+    task_id, submitted, kind, request, state, result = row
+    return Task(
+        task_id, submitted, kind, details_from_text(request), state, details_from_text(result)
+    )

@@ -1,0 +1,146 @@
+"""The tables of the SQLite store, and the check that a file holds just these.
+
+One file may hold several deployments. Blobs are the last columns, so that a person can read the
+rest: ``sqlite3 store.sqlite 'select * from event'``.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from threading import Event
+
+from eplb.errors import StoreError
+from telemetry.sqlite_errors import is_busy
+
+APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
+SCHEMA_VERSION = 1  # counts up with each change of the tables below
+
+_RETRY_S = 0.01
+
+# Cursors and ids come from AUTOINCREMENT: they are never given out again, even after a prune. One
+# writer at a time commits, so their order is the order in which changes became visible.
+_TABLES = """
+CREATE TABLE deployment (
+    name TEXT PRIMARY KEY, version INTEGER NOT NULL, last_plan_id INTEGER NOT NULL);
+CREATE TABLE run (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, deployment TEXT NOT NULL, run TEXT NOT NULL,
+    time REAL NOT NULL, window_steps INTEGER NOT NULL, model TEXT NOT NULL, topology TEXT NOT NULL,
+    UNIQUE (deployment, run));
+CREATE TABLE rank_state (
+    deployment TEXT NOT NULL, run TEXT NOT NULL, rank INTEGER NOT NULL, time REAL NOT NULL,
+    step INTEGER NOT NULL, generation INTEGER NOT NULL, phase TEXT NOT NULL,
+    plan_id INTEGER NOT NULL, applied INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    detail TEXT NOT NULL, PRIMARY KEY (deployment, run, rank));
+CREATE TABLE sample (
+    cursor INTEGER PRIMARY KEY AUTOINCREMENT, deployment TEXT NOT NULL, run TEXT NOT NULL,
+    rank INTEGER NOT NULL, sequence INTEGER NOT NULL, time REAL NOT NULL,
+    first_step INTEGER NOT NULL, last_step INTEGER NOT NULL, generation INTEGER NOT NULL,
+    record BLOB NOT NULL, UNIQUE (deployment, run, rank, sequence));
+CREATE INDEX sample_of_run ON sample (deployment, run, cursor);
+CREATE TABLE placement (
+    deployment TEXT NOT NULL, generation INTEGER NOT NULL, time REAL NOT NULL,
+    plan_id INTEGER NOT NULL, reason TEXT NOT NULL, hash TEXT NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (deployment, generation));
+CREATE TABLE migration (
+    deployment TEXT NOT NULL, plan_id INTEGER NOT NULL, time REAL NOT NULL,
+    base_generation INTEGER NOT NULL, state TEXT NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (deployment, plan_id));
+CREATE UNIQUE INDEX migration_open ON migration (deployment) WHERE state = 'open';
+CREATE TABLE event (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, deployment TEXT NOT NULL, time REAL NOT NULL,
+    kind TEXT NOT NULL, detail TEXT NOT NULL);
+CREATE INDEX event_of_deployment ON event (deployment, id);
+CREATE TABLE task (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, deployment TEXT NOT NULL, time REAL NOT NULL,
+    kind TEXT NOT NULL, request TEXT NOT NULL, state TEXT NOT NULL, result TEXT NOT NULL);
+CREATE INDEX task_in_state ON task (deployment, state, id);
+CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL);
+"""
+
+
+def prepare(
+    connection: sqlite3.Connection, path: Path, deployment: str, busy_timeout_s: float
+) -> None:
+    """Check the file, make the tables when it is new, and register the deployment.
+
+    Raises:
+        StoreError: the file is another program's, or a store of another version.
+    """
+    # Looked at before anything is written: a foreign file must stay as it is. In one transaction,
+    # so that tables made by another process meanwhile are seen with their version or not at all.
+    connection.execute("BEGIN")
+    try:
+        _check(connection, path)
+    finally:
+        connection.execute("ROLLBACK")
+    _use_write_ahead_log(connection, busy_timeout_s)
+    # Commits are in the operating system's hands before they are acknowledged, so no death of a
+    # process loses one. FULL would also survive power loss, at one fsync for each commit.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    # Asks for the write lock even if there is nothing to add: a store that cannot be written is
+    # refused at the start, not at the first sample.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        # Checked again under the lock: another process may have made the tables in between.
+        if _check(connection, path):
+            _create(connection)
+        connection.execute(
+            "INSERT INTO deployment VALUES (?, 0, 0) ON CONFLICT DO NOTHING", (deployment,)
+        )
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> bool:
+    """Refuse what is not ours; return whether the file is new."""
+    application_id, version = (
+        _number(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")
+    )
+    if (application_id, version) == (APPLICATION_ID, SCHEMA_VERSION):
+        return False
+    if application_id == APPLICATION_ID:
+        raise StoreError(
+            f"store {path} has schema version {version}, expected {SCHEMA_VERSION}: "
+            "it was written by another version of this program"
+        )
+    num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
+    if (application_id, version, num_tables) == (0, 0, 0):
+        return True
+    raise StoreError(
+        f"store {path} is the SQLite file of another program: found application id "
+        f"{application_id:#x} and {num_tables} tables and indexes, "
+        f"expected application id {APPLICATION_ID:#x} or a new file"
+    )
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    """Make all tables in the open transaction: a process killed meanwhile leaves none."""
+    for statement in _TABLES.strip().removesuffix(";").split(";\n"):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection, busy_timeout_s: float) -> None:
+    """Switch the file to WAL, in which readers never wait for the writer."""
+    deadline = time.monotonic() + busy_timeout_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as exc:
+            # SQLite gives up at once, without its busy timeout, when two processes that open a
+            # new file both upgrade their lock.
+            if not is_busy(exc) or time.monotonic() > deadline:
+                raise
+        Event().wait(_RETRY_S)
+
+
+def _number(connection: sqlite3.Connection, query: str) -> int:
+    (number,) = connection.execute(query).fetchone()
+    return int(number)

@@ -1,0 +1,218 @@
+"""The store's seam: the only memory that ranks, controller, API and simulator share.
+
+Nobody talks to anybody but through a LoadStore. Ranks append samples and report their state; the
+controller folds samples, publishes a migration and watches; the ranks commit the placement that
+they serve after the swap. ``telemetry/memory.py`` is the shipped fake, ``telemetry/sqlite.py`` the
+embedded default; one contract test runs over both.
+
+Placements and migrations are compare-and-set: whoever decided on an old generation is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+
+Details = Mapping[str, Any]  # JSON-ready values
+Outcome = Literal["committed", "aborted", "rejected"]
+TaskState = Literal["queued", "running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One start of the serving processes: what a reader needs to understand its samples."""
+
+    run: str
+    time: float  # seconds since the epoch
+    model: Details  # eplb.records.model_to_dict
+    topology: Details  # eplb.records.topology_to_dict
+    window_steps: int
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank last said of itself."""
+
+    run: str
+    rank: int
+    time: float
+    step: int
+    generation: int
+    phase: str  # of the phase machine: idle, preload, stage, swap, aborted
+    plan_id: int  # 0 when it works on no migration
+    applied: int  # transactions of that migration that serve on this rank
+    sequence: int  # samples written so far
+    detail: Details = field(default_factory=dict)  # counters: bytes_by_source, swap pauses, ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for people and for the audit."""
+
+    id: int  # only grows
+    time: float
+    kind: str
+    detail: Details
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request that the controller works off, e.g. a rebalance asked for over HTTP."""
+
+    id: int
+    time: float
+    kind: str
+    request: Details
+    state: TaskState
+    result: Details
+
+
+@dataclass(frozen=True)
+class Control:
+    """Switches that every process obeys at once.
+
+    ``movement`` is the kill switch: while it is off no weight moves, and a migration in flight is
+    dropped at the next vote. ``observe`` plans and reports but publishes nothing.
+    """
+
+    movement: bool = True
+    observe: bool = False
+
+
+@dataclass(frozen=True)
+class CommittedPlacement:
+    """One line of the history of placements."""
+
+    placement: Placement
+    time: float
+    plan_id: int  # 0: not from a plan
+    reason: str
+
+
+class LoadStore(Protocol):
+    """One deployment's samples, placements, migrations, events, tasks and switches.
+
+    Every method raises StoreError when the store itself fails (disk full, read-only, damaged).
+    Methods may be called from any thread.
+    """
+
+    @property
+    def deployment(self) -> str:
+        """Name of the deployment that this store object speaks for."""
+
+    # -- runs and ranks
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start of the serving processes; the same again changes nothing.
+
+        Raises:
+            StoreError: another start has this name; its samples would pass for repeats.
+        """
+
+    def current_run(self) -> RunInfo | None:
+        """Return the latest start, or None before the first."""
+
+    def report(self, state: RankState) -> None:
+        """Replace what this rank last said of itself."""
+
+    def rank_states(self, run: str) -> list[RankState]:
+        """Return the last report of every rank of a run, by rank."""
+
+    # -- samples
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        """Add samples and return how many were new; a repeated (run, rank, sequence) is not."""
+
+    def samples(
+        self, run: str, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) in order of arrival, those past the cursor ``after``."""
+
+    def sample_counts(self, run: str) -> dict[int, int]:
+        """Return how many samples of each rank are stored."""
+
+    # -- placements and migrations
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves, or None before the first."""
+
+    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first."""
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
+
+        Every rank calls this after a swap; the first writes. Returns False when this very
+        placement is committed already. A migration with another plan id that is still open is
+        rejected, because its base serves no longer.
+
+        Args:
+            expected: the generation that this placement follows; None for the first of all.
+
+        Raises:
+            StaleGeneration: something else is committed, or generations do not grow.
+        """
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id that was never given out before."""
+
+    def publish(self, migration: Migration) -> None:
+        """Offer a migration to the ranks.
+
+        Raises:
+            StaleGeneration: its base is not the committed placement, or another is still open.
+        """
+
+    def published(self) -> Migration | None:
+        """Return the open migration, or None."""
+
+    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+        """Close an open migration of which nothing was applied; False when it was not open."""
+
+    # -- events, tasks, switches
+    def add_event(self, kind: str, detail: Details) -> int:
+        """Append an event and return its id."""
+
+    def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Return events past the id ``after``, oldest first."""
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+
+    def claim(self) -> Task | None:
+        """Take the oldest queued task, which is then running; None when there is none."""
+
+    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+        """End a task with its result."""
+
+    def task(self, task_id: int) -> Task | None:
+        """Return a task, or None when there is no such task."""
+
+    def control(self) -> Control:
+        """Return the switches."""
+
+    def set_control(self, control: Control, *, reason: str) -> None:
+        """Set the switches; the change is an event."""
+
+    # -- waiting
+    def version(self) -> int:
+        """Return a number that grows with each change that a reader may wait for.
+
+        That is every event, and a claimed task; not a sample, a rank's report or a plan id.
+        """
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Return once the version differs from ``version``, or after ``timeout_s``."""
+
+    def close(self) -> None:
+        """Release files and threads; what was acknowledged stays."""

@@ -1,0 +1,125 @@
+"""The drop-in for DeepSeek's function: same shapes and meaning, and no replica twice on a GPU."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from eplb import rebalance_experts
+from eplb.errors import ConfigError, HistoryError
+
+SMALL = np.array([[60, 20, 20], [10, 10, 80]])
+
+
+def gpu_loads(
+    weight: NDArray[np.int64], held: NDArray[np.int64], count: NDArray[np.int64], num_gpus: int
+) -> NDArray[np.float64]:
+    each = weight / count
+    per_slot: NDArray[np.float64] = np.take_along_axis(each, held, axis=1)
+    return per_slot.reshape(len(weight), num_gpus, -1).sum(axis=2)
+
+
+def test_the_hottest_expert_of_each_layer_is_replicated() -> None:
+    held, slots, count = rebalance_experts(SMALL, 4, 1, 1, 2)
+
+    assert count.tolist() == [[2, 1, 1], [1, 1, 2]]
+    assert slots.shape == (2, 3, 2)
+    assert gpu_loads(SMALL, held, count, 2).tolist() == [[50, 50], [50, 50]]
+    assert {held.dtype, slots.dtype, count.dtype} == {np.dtype(np.int64)}
+
+
+def test_the_maps_are_each_other_s_inverse() -> None:
+    held, slots, count = rebalance_experts(SMALL, 6, 1, 1, 3)
+
+    for layer, expert in np.ndindex(*SMALL.shape):
+        mine = slots[layer, expert]
+        assert (mine >= 0).sum() == count[layer, expert]
+        assert (held[layer, mine[mine >= 0]] == expert).all()
+
+
+def test_replica_counts_are_those_published_for_this_load() -> None:
+    # vLLM pull request 37656 quotes this load with a busiest GPU of 232 for this algorithm.
+    weight = np.array([[600, 560, 120, 120, 20, 10, 10, 10]])
+
+    held, _, count = rebalance_experts(weight, 16, 1, 1, 8)
+
+    assert count.tolist() == [[5, 5, 1, 1, 1, 1, 1, 1]]
+    assert gpu_loads(weight, held, count, 8).max() <= 232
+
+
+def test_torch_in_is_torch_out() -> None:
+    torch = pytest.importorskip("torch")
+
+    for dtype in (torch.int64, torch.float32, torch.bfloat16):
+        held, slots, count = rebalance_experts(torch.tensor(SMALL, dtype=dtype), 4, 1, 1, 2)
+
+        assert held.dtype == slots.dtype == count.dtype == torch.int64
+        assert held.device.type == "cpu"
+        assert count.tolist() == [[2, 1, 1], [1, 1, 2]]
+
+
+def test_groups_stay_on_their_node() -> None:
+    weight = np.random.default_rng(5).integers(1, 100, size=(4, 12))
+
+    held, _, _ = rebalance_experts(weight, 16, 4, 2, 8)
+
+    group = held.reshape(4, 2, 8) // 3
+    for layer in range(4):
+        assert set(group[layer, 0].tolist()).isdisjoint(group[layer, 1].tolist())
+
+
+def test_groups_that_do_not_divide_by_nodes_go_anywhere() -> None:
+    held, _, count = rebalance_experts(SMALL, 4, 3, 2, 2)
+
+    assert gpu_loads(SMALL, held, count, 2).tolist() == [[50, 50], [50, 50]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 1, 1, 2), "2 replicas for 3 experts"),
+        ((5, 1, 1, 2), "5 replicas on 2 GPUs"),
+        ((6, 1, 2, 3), "3 GPUs on 2 nodes"),
+        ((4, 2, 1, 2), "3 experts on 2 groups"),
+        ((4, 1, 0, 2), "0 nodes"),
+        ((8, 1, 1, 2), "leave slots empty"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(
+    arguments: tuple[int, int, int, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rebalance_experts(SMALL, *arguments)
+
+
+def test_a_load_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(HistoryError, match="not finite"):
+        rebalance_experts(np.array([[1.0, np.nan, 1.0]]), 4, 1, 1, 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_gpus=st.integers(1, 5), slots=st.integers(1, 5), spare=st.integers(0, 4), seed=st.integers()
+)
+def test_no_gpu_holds_an_expert_twice(num_gpus: int, slots: int, spare: int, seed: int) -> None:
+    num_replicas = num_gpus * slots
+    num_experts = max(num_replicas - spare, slots)
+    weight = np.random.default_rng(abs(seed)).integers(0, 1000, size=(2, num_experts))
+
+    held, _, _ = rebalance_experts(weight, num_replicas, 1, 1, num_gpus)
+
+    for on_gpu in held.reshape(-1, slots):
+        assert len(set(on_gpu.tolist())) == slots
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys, numpy, eplb; eplb.rebalance_experts(numpy.array([[1, 2]]), 2, 1, 1, 2); "
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,0 +1,330 @@
+"""The admin API over a real port: answers, refusals in words, a service that starts and ends."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from api.app import create_app
+from api.server import HttpService, loopback_address
+from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb.errors import ConfigError
+from eplb.records import model_to_dict, topology_to_dict
+from telemetry.memory import MemoryStore
+from telemetry.store import Control, RankState, RunInfo
+
+MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
+SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
+PLAN_WAIT_S = 0.2
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """Two ranks that serve, and one complete window of 80 and 20 tokens."""
+    opened = MemoryStore("d")
+    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    opened.begin_run(RunInfo("a", 0.0, model, topology, window_steps=1))
+    opened.commit(FIRST, expected=None, reason="start")
+    for rank, tokens in enumerate(([60, 20], [20, 0])):
+        held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        load = np.array([tokens])
+        opened.append([LoadSample("d", "a", rank, 0, 0.0, 0, 0, "mixed", 1, held, load)])
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def client(store: MemoryStore) -> Iterator[httpx.Client]:
+    service = HttpService(create_app(store, plan_wait_s=PLAN_WAIT_S))
+    service.start()
+    with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
+        yield opened
+    service.stop()
+
+
+def ranks_report(store: MemoryStore, **detail: Any) -> None:
+    for rank in range(2):
+        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, detail))
+
+
+def publish_second(store: MemoryStore) -> None:
+    store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
+
+
+@pytest.fixture
+def controller(store: MemoryStore) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """A controller that ends every task in the state and with the result that the test sets."""
+    ending: list[tuple[Any, dict[str, Any]]] = []
+    is_stopping = threading.Event()
+
+    def work() -> None:
+        version = 0
+        while not is_stopping.is_set():
+            if ending and (task := store.claim()) is not None:
+                state, result = ending[0]
+                store.finish(task.id, state, result | {"request": dict(task.request)})
+            version = store.wait(version, 0.05)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield lambda state, result: ending.append((state, result))
+    is_stopping.set()
+    thread.join(DEADLINE_S)
+
+
+def refusal(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["status"] == status
+    return str(problem["detail"])
+
+
+def test_alive_and_healthy_is_said(client: httpx.Client) -> None:
+    assert client.get("/livez").json()["status"] == "ok"
+    assert client.get("/healthz").json()["detail"].startswith("the store answers, at version")
+
+
+def test_silent_ranks_are_not_ready_and_reporting_ones_are(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    assert refusal(client.get("/readyz"), 503).startswith("silent ranks: 0, 1, expected a report")
+
+    ranks_report(store)
+
+    assert client.get("/readyz").json()["detail"] == "2 ranks serve, at step 7"
+
+
+def test_ranks_that_make_no_progress_are_not_ready(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    ranks_report(store, progress_age_s=45.0)
+
+    assert refusal(client.get("/readyz"), 503).startswith("the last step ended 45.")
+
+
+def test_the_state_is_everything_at_a_glance(client: httpx.Client) -> None:
+    state = client.get("/api/v1/state").json()
+
+    assert (state["deployment"], state["run"], state["generation"]) == ("d", "a", 1)
+    assert state["heatmap"] == [[1.6, 0.4]]
+    assert state["last_score"]["measured"] == 1.6
+    assert (state["movement"], state["observe"], state["migration"]) == (True, False, None)
+
+
+def test_load_is_given_by_expert_and_by_rank(client: httpx.Client) -> None:
+    load = client.get("/api/v1/load", params={"last": 4}).json()
+
+    assert load["tokens"] == [[[60, 20, 20]]]
+    assert load["rank_load"] == [[[80, 20]]]
+    assert load["windows"][0]["missing_ranks"] == []
+
+
+def test_imbalance_and_its_rebalances_are_given_over_time(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    publish_second(store)
+    store.commit(SECOND, expected=1, plan_id=1, reason="drift")
+
+    answer = client.get("/api/v1/imbalance").json()
+
+    assert [score["contiguous"] for score in answer["windows"]] == [1.6]
+    assert [(mark["generation"], mark["reason"]) for mark in answer["rebalances"]] == [(2, "drift")]
+
+
+def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryStore) -> None:
+    store.commit(SECOND, expected=1, reason="by hand")
+
+    assert client.get("/api/v1/placement").json()["slot_to_expert"] == [[0, 1, 0, 2]]
+    first = client.get("/api/v1/placement", params={"generation": 1}).json()
+    assert (first["slot_to_expert"], first["num_replicas"]) == ([[0, 1, 2, -1]], [0])
+    history = client.get("/api/v1/placements").json()
+    assert [(line["generation"], line["reason"]) for line in history] == [
+        (2, "by hand"),
+        (1, "start"),
+    ]
+    missing = client.get("/api/v1/placement", params={"generation": 9})
+    assert refusal(missing, 404) == "the store holds no placement that is generation 9"
+
+
+def test_the_open_migration_is_shown_with_its_moves(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    store.add_event("plan", {"decision": "MOVE", "reason": "worth it", "generation": 1})
+    publish_second(store)
+
+    plan = client.get("/api/v1/plan").json()
+
+    assert plan["last_decision"]["reason"] == "worth it"
+    assert plan["migration"]["progress"]["num_moves"] == 2
+    assert plan["migration"]["moves_by_source"] == {"peer": 1, "same_rank": 1}
+    assert plan["migration"]["transactions"][0]["layers"] == [0]
+
+
+def test_events_are_read_on_from_an_id(client: httpx.Client, store: MemoryStore) -> None:
+    last = client.get("/api/v1/events").json()[-1]["id"]
+    store.add_event("error", {"where": "rank 1", "message": "lost"})
+
+    (event,) = client.get("/api/v1/events", params={"after": last}).json()
+
+    assert (event["kind"], event["detail"]["message"]) == ("error", "lost")
+
+
+def test_a_rebalance_is_a_dry_run_unless_told_otherwise(
+    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
+) -> None:
+    controller("done", {"decision": "KEEP"})
+
+    answer = client.post("/api/v1/rebalances", json={"reason": "look", "policy": "greedy"})
+
+    assert answer.status_code == 200
+    result = answer.json()["result"]
+    assert result["decision"] == "KEEP"
+    assert result["request"] == {"reason": "look", "policy": "greedy", "dry_run": True}
+
+
+def test_without_an_answer_in_time_the_task_can_be_asked_for(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    answer = client.post("/api/v1/rebalances", json={"reason": "look"})
+
+    assert answer.status_code == 202
+    task = client.get(answer.headers["location"]).json()
+    assert (task["kind"], task["state"]) == ("rebalance", "queued")
+    assert refusal(client.get("/api/v1/tasks/99"), 404) == "there is no task 99"
+
+
+def test_what_the_controller_refuses_is_a_conflict(
+    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
+) -> None:
+    controller("failed", {"error": "no complete window yet"})
+
+    answer = client.post("/api/v1/rebalances", json={"reason": "look"})
+
+    assert refusal(answer, 409) == "task 1: no complete window yet"
+
+
+def test_nothing_moves_while_movement_is_off_but_a_dry_run_may(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    store.set_control(Control(movement=False), reason="test")
+
+    move = client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
+
+    assert refusal(move, 409) == "movement is off, expected it on; a dry run is possible"
+    assert client.post("/api/v1/rebalances", json={"reason": "look"}).status_code == 202
+
+
+def test_an_open_migration_is_a_conflict(client: httpx.Client, store: MemoryStore) -> None:
+    publish_second(store)
+
+    answer = client.post("/api/v1/rebalances", json={"reason": "look"})
+
+    assert refusal(answer, 409).startswith("the migration of plan 1 is open, expected it committed")
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones(client: httpx.Client) -> None:
+    answer = client.post("/api/v1/rebalances", json={"reason": "look", "policy": "best"})
+
+    assert refusal(answer, 422).startswith("unknown policy 'best', expected one of: auto")
+
+
+def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore) -> None:
+    paused = client.post("/api/v1/pause", json={"reason": "maintenance"}).json()
+    assert paused == {"movement": False, "observe": False}
+
+    patched = client.patch("/api/v1/control", json={"reason": "watch", "observe": True}).json()
+    assert patched == {"movement": False, "observe": True}
+
+    client.post("/api/v1/resume", json={"reason": "done"})
+    assert store.control() == Control(movement=True, observe=True)
+    reasons = [e.detail["reason"] for e in store.events() if e.kind == "control"]
+    assert reasons == ["maintenance", "watch", "done"]
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({}, "body.reason: field required"),
+        ({"reason": ""}, "body.reason: string should have at least 1 character, found ''"),
+        ({"reason": "x", "dryrun": 1}, "body.dryrun: extra inputs are not permitted, found 1"),
+    ],
+)
+def test_a_body_that_does_not_fit_is_refused_by_key(
+    client: httpx.Client, body: dict[str, Any], detail: str
+) -> None:
+    assert refusal(client.post("/api/v1/rebalances", json=body), 422) == detail
+
+
+def test_a_patch_of_no_switch_is_refused(client: httpx.Client) -> None:
+    answer = client.patch("/api/v1/control", json={"reason": "x"})
+
+    assert refusal(answer, 422) == "the body names no switch, expected movement or observe"
+
+
+def test_a_route_that_is_not_there_is_a_problem_in_words(client: httpx.Client) -> None:
+    assert refusal(client.get("/api/v1/none"), 404) == "GET /api/v1/none: Not Found"
+
+
+def test_names_of_other_sites_are_not_served(client: httpx.Client) -> None:
+    assert client.get("/api/v1/state", headers={"Host": "elsewhere.test"}).status_code == 400
+
+
+def test_a_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryStore) -> None:
+    answer = client.post(
+        "/api/v1/pause", content=b'{"reason": "x"}', headers={"Content-Type": "text/plain"}
+    )
+
+    assert answer.status_code == 422
+    assert store.control().movement
+
+
+def test_a_store_that_is_closed_is_said_in_words(client: httpx.Client, store: MemoryStore) -> None:
+    store.close()
+
+    assert refusal(client.get("/healthz"), 503).startswith("StoreError: ")
+
+
+def test_every_operation_is_documented(client: httpx.Client) -> None:
+    paths = client.get("/api/v1/openapi.json").json()["paths"]
+
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert operation["summary"], path
+            assert "schema" in operation["responses"]["200"]["content"]["application/json"], path
+    assert len(paths) == 15
+
+
+def test_a_port_in_use_is_refused_in_words(store: MemoryStore) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = HttpService(create_app(store), port=port)
+
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be used"):
+            service.start()
+
+
+def test_a_service_that_ended_gives_its_port_back(store: MemoryStore) -> None:
+    service = HttpService(create_app(store))
+    service.start()
+    port = int(service.url.rpartition(":")[2])
+    service.stop()
+
+    again = HttpService(create_app(store), port=port)
+    again.start()
+    assert httpx.get(f"{again.url}/livez", timeout=DEADLINE_S).status_code == 200
+    again.stop()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
+def test_only_loopback_is_served_without_authentication(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"host is '{host}', expected a loopback address"):
+        loopback_address(host)

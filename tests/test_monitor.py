@@ -1,0 +1,286 @@
+"""The one reader behind every view: scores, marks, progress and words, by hand-sized numbers."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from api.live import LiveView, PlainLines
+from api.monitor import Monitor
+from api.readiness import unready
+from api.snapshot import contiguous_load
+from api.terminal import in_units, render
+from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
+from eplb.records import model_to_dict, topology_to_dict
+from telemetry.memory import MemoryStore
+from telemetry.store import Control, RankState, RunInfo
+
+# Two ranks of two slots, one layer of three experts, windows of two steps.
+MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
+SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
+NOW = 1000.0
+
+
+def a_run(store: MemoryStore, name: str = "a") -> None:
+    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    store.begin_run(RunInfo(name, NOW, model, topology, window_steps=2))
+
+
+def sample(rank: int, window: int, tokens: list[int], placement: Placement = FIRST) -> LoadSample:
+    return LoadSample(
+        deployment="d",
+        run="a",
+        rank=rank,
+        sequence=window,
+        time=NOW,
+        first_step=2 * window,
+        last_step=2 * window + 1,
+        phase="mixed",
+        generation=placement.generation,
+        slot_to_expert=placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)],
+        tokens=np.array([tokens]),
+    )
+
+
+def state(rank: int, *, plan_id: int = 0, phase: str = "idle", **detail: Any) -> RankState:
+    return RankState("a", rank, NOW, 4, 1, phase, plan_id, applied=0, sequence=2, detail=detail)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """A run of two ranks, two complete windows, and a rebalance between them."""
+    opened = MemoryStore("d", clock=lambda: NOW)
+    a_run(opened)
+    opened.commit(FIRST, expected=None, reason="start")
+    opened.append([sample(0, 0, [60, 20]), sample(1, 0, [20, 0])])
+    detail = {"decision": "MOVE", "reason": "worth it", "policy": "auto", "generation": 1}
+    opened.add_event("plan", detail | {"imbalance_before": 1.6, "imbalance_after": 1.0, "moves": 2})
+    migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=opened.next_plan_id())
+    opened.publish(migration)
+    opened.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="drift")
+    opened.append([sample(0, 1, [30, 20], SECOND), sample(1, 1, [30, 20], SECOND)])
+    yield opened
+    opened.close()
+
+
+def seen_by(store: MemoryStore, now: float = NOW) -> Any:
+    monitor = Monitor(store, clock=lambda: now)
+    monitor.refresh()
+    return monitor.snapshot()
+
+
+def test_a_window_is_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
+    first, second = seen_by(store).series
+
+    assert (first.measured, first.contiguous) == (1.6, 1.6)  # 80 of 100 on one rank: 80 / 50
+    assert (second.measured, second.contiguous) == (1.0, 1.6)
+
+
+def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
+    assert contiguous_load(np.array([[5, 3, 2]]), 2).tolist() == [[8, 2]]
+
+
+def test_heatmaps_are_load_over_mean_of_the_latest_window(store: MemoryStore) -> None:
+    seen = seen_by(store)
+
+    assert seen.heatmap.tolist() == [[1.0, 1.0]]
+    assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
+
+
+def test_a_commit_is_marked_at_the_first_step_that_it_served(store: MemoryStore) -> None:
+    (mark,) = seen_by(store).marks
+
+    assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
+
+
+def test_the_decision_is_kept_with_its_reason(store: MemoryStore) -> None:
+    (decision,) = seen_by(store).decisions
+
+    assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
+
+
+def test_a_window_that_still_fills_is_not_scored(store: MemoryStore) -> None:
+    store.append([sample(0, 2, [1, 1], SECOND)])
+
+    assert [score.index for score in seen_by(store).series] == [0, 1]
+
+
+def test_a_window_that_stays_incomplete_is_scored_as_such(store: MemoryStore) -> None:
+    store.append([sample(0, index, [1, 1], SECOND) for index in (2, 3, 4)])
+
+    seen = seen_by(store)
+
+    assert [score.is_complete for score in seen.series] == [True, True, False]
+    assert seen.last_score.index == 1
+
+
+def test_what_is_read_once_is_not_read_again(store: MemoryStore) -> None:
+    monitor = Monitor(store, clock=lambda: NOW)
+    monitor.refresh()
+    store.append([sample(0, 2, [1, 1], SECOND), sample(1, 2, [1, 1], SECOND)])
+    monitor.refresh()
+    monitor.refresh()
+
+    seen = monitor.snapshot()
+    assert [score.index for score in seen.series] == [0, 1, 2]
+    assert (seen.samples_stored, len(seen.decisions), len(seen.marks)) == (6, 1, 1)
+
+
+def test_another_run_starts_with_nothing(store: MemoryStore) -> None:
+    monitor = Monitor(store, clock=lambda: NOW)
+    monitor.refresh()
+    a_run(store, "b")
+    monitor.refresh()
+
+    seen = monitor.snapshot()
+    assert (seen.run, seen.series, seen.marks, seen.decisions) == ("b", (), (), ())
+    assert (seen.samples_stored, seen.generation) == (0, 2)
+
+
+def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: MemoryStore) -> None:
+    store.report(state(0, bytes_by_source={"peer": 3, "rejected": 1}, experts_moved=2))
+    store.report(state(1, bytes_by_source={"peer": 4, "host": 5}, samples_lost=1))
+
+    seen = seen_by(store)
+
+    expected = {"same_rank": 0, "peer": 7, "host": 5, "disk": 0, "rejected": 1}
+    assert seen.bytes_by_source == expected
+    assert (seen.experts_moved, seen.samples_lost) == (2, 1)
+
+
+def open_migration(store: MemoryStore) -> int:
+    third = Placement(np.array([[1, 0, 2, 1]]), num_experts=3, generation=3)
+    plan_id = store.next_plan_id()
+    store.publish(build_migration(SECOND, third, TOPOLOGY, plan_id=plan_id, pace=Pace()))
+    return plan_id
+
+
+def test_progress_is_that_of_the_rank_furthest_behind(store: MemoryStore) -> None:
+    plan_id = open_migration(store)
+    store.report(state(0, plan_id=plan_id, phase="swap", prepared=1))
+    store.report(state(1, plan_id=plan_id, phase="stage", prepared=0))
+
+    seen = seen_by(store)
+
+    assert seen.phase == "stage"
+    assert (seen.migration.num_transactions, seen.migration.num_moves) == (1, 4)
+    assert (seen.migration.staged_part, seen.migration.fraction) == (0.0, 0.0)
+
+
+def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) -> None:
+    plan_id = open_migration(store)
+    store.report(state(0, plan_id=plan_id, phase="stage", staged=2, to_stage=2))
+    store.report(state(1, plan_id=plan_id, phase="stage", staged=1, to_stage=2))
+
+    progress = seen_by(store).migration
+
+    assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
+
+
+@pytest.mark.parametrize(
+    ("now", "details", "why"),
+    [
+        (NOW, [{}], "silent ranks: 1, expected a report from all 2 within 10 s"),
+        (NOW + 11, [{}, {}], "silent ranks: 0, 1, expected a report"),
+        (NOW + 5, [{}, {"progress_age_s": 27.5}], "the last step ended 32.5 s ago, expected at"),
+        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 takes part in no migration any more: torn"),
+    ],
+)
+def test_what_is_not_ready_says_why(
+    store: MemoryStore, now: float, details: list[dict[str, Any]], why: str
+) -> None:
+    for rank, detail in enumerate(details):
+        store.report(state(rank, **detail))
+
+    assert str(unready(seen_by(store, now), 10.0, 30.0)).startswith(why)
+
+
+def test_ranks_that_report_and_step_are_ready(store: MemoryStore) -> None:
+    store.report(state(0))
+    store.report(state(1, progress_age_s=1.0))
+
+    assert unready(seen_by(store, NOW + 1), 10.0, 30.0) is None
+
+
+def test_before_the_first_run_there_is_nothing_and_it_is_said() -> None:
+    seen = seen_by(MemoryStore("d"))
+
+    assert (seen.run, seen.generation, seen.ranks) == (None, None, ())
+    assert unready(seen, 10.0, 30.0) == "no run has begun, expected one"
+    assert "No run has begun" in printed(seen, 80, 24)
+
+
+def printed(seen: Any, width: int, height: int) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, record=True)
+    console.print(render(seen, width, height))
+    return console.export_text()
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
+def test_the_picture_fits_and_shows_load_marks_and_reasons(
+    store: MemoryStore, width: int, height: int
+) -> None:
+    store.set_control(Control(movement=False), reason="test")
+    text = printed(seen_by(store), width, height)
+
+    lines = text.splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    for shown in ("generation 2", "movement OFF", "1.00   1.00", "▲2", "worth it", "silent: 0, 1"):
+        assert shown in text
+
+
+def test_many_layers_and_ranks_are_cut_to_the_height() -> None:
+    model = ModelShape(tuple(range(58)), num_experts=64, top_k=1, hidden=2, intermediate=2)
+    topology = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=2)
+    store = MemoryStore("d", clock=lambda: NOW)
+    store.begin_run(RunInfo("a", NOW, model_to_dict(model), topology_to_dict(topology), 1))
+    held = np.tile(np.arange(64), (58, 1)).reshape(58, 32, 2)
+    for rank in range(32):
+        tokens = np.ones((58, 2), dtype=np.int64)
+        store.append([LoadSample("d", "a", rank, 0, NOW, 0, 0, "mixed", 1, held[:, rank], tokens)])
+
+    lines = printed(seen_by(store), 80, 24).splitlines()
+
+    assert len(lines) <= 24
+    assert any("more layers" in line for line in lines)
+
+
+def test_plain_lines_say_each_thing_once(store: MemoryStore) -> None:
+    lines, seen = PlainLines(), seen_by(store)
+
+    assert list(lines.new(seen)) == [
+        "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
+        "generation=1 window=0 steps=0..1 imbalance=1.600 contiguous=1.600",
+        "generation=2 window=1 steps=2..3 imbalance=1.000 contiguous=1.600",
+        'generation=1 decision=MOVE reason="worth it (imbalance 1.60 -> 1.00), 2 moves"',
+        'generation=2 committed plan=1 reason="drift"',
+    ]
+    assert list(lines.new(seen)) == []
+
+
+def test_elsewhere_than_on_a_terminal_the_view_is_plain(store: MemoryStore) -> None:
+    out = io.StringIO()
+    with LiveView(Monitor(store), console=Console(file=out)):
+        pass
+
+    assert "window=1 steps=2..3 imbalance=1.000" in out.getvalue()
+
+
+def test_a_live_view_draws_and_gives_the_terminal_back(store: MemoryStore) -> None:
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=100, height=30)
+    with LiveView(Monitor(store), console=terminal):
+        pass
+
+    assert "worth it" in out.getvalue()
+    assert "\x1b[?1049l" in out.getvalue()  # leaves the alternate screen
+
+
+def test_bytes_are_written_with_the_largest_unit_that_fits() -> None:
+    assert [in_units(n) for n in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 kB", "2.5 MB"]

@@ -1,0 +1,127 @@
+"""The page in a real browser: figures and reasons are seen, and a button asks the controller."""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api.app import create_app
+from api.server import HttpService
+from eplb import LoadSample, ModelShape, Placement, Topology
+from eplb.records import model_to_dict, topology_to_dict
+from telemetry.memory import MemoryStore
+from telemetry.store import RunInfo
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+DEADLINE_MS = 20_000.0
+DEADLINE_S = DEADLINE_MS / 1000
+
+MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """One window of 80 and 20 tokens, and a decision with markup in its reason."""
+    opened = MemoryStore("d")
+    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    opened.begin_run(RunInfo("a", 0.0, model, topology, window_steps=1))
+    opened.commit(FIRST, expected=None, reason="start")
+    for rank, tokens in enumerate(([60, 20], [20, 0])):
+        held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        load = np.array([tokens])
+        opened.append([LoadSample("d", "a", rank, 0, 0.0, 0, 0, "mixed", 1, held, load)])
+    opened.add_event("plan", {"decision": "KEEP", "reason": "gain <b>1 %</b>", "generation": 1})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(store: MemoryStore) -> Iterator[Any]:
+    """The page, open in a browser; what its console says of errors fails the test."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: the page is not tested")
+    service = HttpService(create_app(store, plan_wait_s=DEADLINE_S))
+    service.start()
+    errors: list[str] = []
+    with playwright.sync_playwright() as started:
+        # The browser gets no settings of this process, such as proxies.
+        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=env)
+        opened = browser.new_page()
+        opened.set_default_timeout(DEADLINE_MS)
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.on(
+            "console", lambda said: errors.append(said.text) if said.type == "error" else None
+        )
+        opened.goto(service.url)
+        yield opened
+        browser.close()
+    service.stop()
+    assert errors == []
+
+
+def test_the_heatmap_and_the_last_decision_are_seen(page: Any) -> None:
+    cells = page.locator("#heatmap td")
+    cells.first.wait_for()
+
+    assert cells.all_inner_texts() == ["1.60", "0.40"]
+    assert "gain <b>1 %</b>" in page.locator("#decisions").inner_text()
+    assert (
+        page.locator("#chart svg").get_attribute("aria-label").startswith("Imbalance of 1 windows")
+    )
+
+
+def test_a_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: MemoryStore) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def controller() -> None:
+        version = 0
+        while not asked:
+            if (task := store.claim()) is not None:
+                asked.append(dict(task.request))
+                result = {"decision": "MOVE", "reason": "gain 60 %", "before": 1.6, "after": 1.0}
+                store.finish(task.id, "done", result)
+            version = store.wait(version, DEADLINE_S)
+
+    thread = threading.Thread(target=controller, daemon=True)
+    thread.start()
+    page.get_by_label("Reason").fill("curious")
+    page.get_by_role("button", name="Plan (dry run)").click()
+    page.locator("#answer", has_text="gain 60 %").wait_for()
+    thread.join(DEADLINE_S)
+
+    assert asked == [{"reason": "curious", "dry_run": True}]
+    assert "imbalance 1.60 → 1.00" in page.locator("#answer").inner_text()
+
+
+def test_movement_is_paused_and_resumed_with_the_keyboard(page: Any, store: MemoryStore) -> None:
+    page.get_by_role("button", name="Pause movement").press("Enter")
+    page.locator("#switches", has_text="movement off").wait_for()
+    assert not store.control().movement
+
+    page.get_by_role("button", name="Resume movement").press("Enter")
+    page.locator("#switches", has_text="movement on").wait_for()
+    assert store.control().movement
+
+
+def test_weights_move_only_after_a_second_question(page: Any, store: MemoryStore) -> None:
+    page.get_by_role("button", name="Rebalance now").click()
+    page.get_by_role("button", name="Cancel").click()
+    page.locator("#sure").wait_for(state="hidden")
+
+    assert store.claim() is None

@@ -1,0 +1,279 @@
+"""The planner's front door: what it finds, what it decides, and what it refuses."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from eplb import Budget, CostModel, Decision, ModelShape, Placement, Topology, plan
+from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.hierarchical import nodes_of_groups
+from eplb.load import LoadHistory
+from eplb.placement import EMPTY, check_fits
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+EVEN_SPLIT = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)
+HOT_FIRST = np.array([[6000, 2000, 2000]])
+
+
+def lognormal(num_layers: int, num_experts: int, seed: int) -> NDArray[np.int64]:
+    rng = np.random.default_rng(seed)
+    return np.rint(rng.lognormal(0, 1, (num_layers, num_experts)) * 10_000).astype(np.int64)
+
+
+def test_a_hot_expert_gets_the_spare_slot() -> None:
+    found = plan(HOT_FIRST, TWO_RANKS)
+
+    assert found.decision is Decision.MOVE
+    assert found.target.replica_count.tolist() == [[2, 1, 1]]
+    assert found.after == 1.0
+    assert found.before == 1.6  # contiguous: ranks hold experts {0, 1} and {2}
+    assert found.target.generation == 1
+
+
+def test_a_balanced_placement_is_kept_and_says_so() -> None:
+    found = plan(HOT_FIRST, TWO_RANKS, current=EVEN_SPLIT)
+
+    assert found.decision is Decision.KEEP
+    assert found.target is EVEN_SPLIT
+    assert found.moves == ()
+    assert found.reason == "the plan is the current placement, imbalance 1.000"
+
+
+def test_a_move_follows_the_generation_it_was_planned_on() -> None:
+    found = plan(np.array([[2000, 2000, 6000]]), TWO_RANKS, current=EVEN_SPLIT)
+
+    assert found.decision is Decision.MOVE
+    assert (found.base_generation, found.target.generation) == (7, 8)
+    assert found.target.replica_count.tolist() == [[1, 1, 2]]
+    assert len(found.moves) == found.num_moves == 1
+    assert "for 1 moves" in found.reason
+
+
+def test_a_gain_below_the_threshold_is_kept() -> None:
+    found = plan(
+        np.array([[2000, 2000, 6000]]),
+        TWO_RANKS,
+        current=EVEN_SPLIT,
+        cost=CostModel(min_gain=0.9),
+    )
+
+    assert found.decision is Decision.KEEP
+    assert found.reason.endswith("< 90.0%")
+
+
+def test_imbalance_that_chance_explains_is_kept() -> None:
+    few_tokens = np.array([[9, 6, 6]])
+
+    found = plan(few_tokens, TWO_RANKS, current=Placement(np.array([[0, 1, 2, 1]]), 3))
+
+    assert found.decision is Decision.KEEP
+    assert "sampling noise" in found.reason
+
+
+def test_a_move_that_costs_more_than_it_saves_is_kept() -> None:
+    found = plan(
+        np.array([[2000, 2000, 6000]]),
+        TWO_RANKS,
+        current=EVEN_SPLIT,
+        cost=CostModel(seconds_per_expert=60.0, seconds_per_window=1.0, horizon_windows=10),
+    )
+
+    assert found.decision is Decision.KEEP
+    assert "moving costs 60 s" in found.reason
+
+
+def test_peaks_in_different_windows_are_not_averaged_away() -> None:
+    # The sum looks even, but experts 0 and 1 peak together, and so do 2 and 3.
+    windows = np.array([[[900, 900, 100, 100]], [[100, 100, 900, 900]]])
+    one_slot_each = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+    found = plan(windows, one_slot_each)
+
+    assert found.before == 1.8
+    assert found.after == 1.0
+
+
+def test_a_budget_of_moves_is_kept() -> None:
+    load, topology = lognormal(4, 64, seed=1), Topology.uniform(2, 4, 9)
+    current = plan(load, topology).target
+    drifted = lognormal(4, 64, seed=2)
+
+    for max_moves in (0, 1, 7, 30):
+        found = plan(drifted, topology, current=current, budget=Budget(max_moves=max_moves))
+
+        assert found.num_moves <= max_moves
+        assert found.after <= found.before
+
+
+@pytest.mark.parametrize("policy", ["greedy", "auto"])
+def test_more_moves_never_balance_worse(policy: str) -> None:
+    load, topology = lognormal(4, 64, seed=1), Topology.uniform(2, 4, 9)
+    current = plan(load, topology).target
+
+    found = plan(lognormal(4, 64, seed=2), topology, current=current, policy=policy)
+
+    moves = [moves for moves, _ in found.curve]
+    balance = [imbalance for _, imbalance in found.curve]
+    assert moves == sorted(moves)
+    assert balance == sorted(balance, reverse=True)
+    assert found.curve[0] == (0, found.before)
+    assert found.curve[-1] == (found.num_moves, pytest.approx(found.after))
+
+
+def test_a_budget_of_bytes_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match="max_bytes is set without a model"):
+        plan(HOT_FIRST, TWO_RANKS, budget=Budget(max_bytes=1))
+
+
+def test_bytes_are_counted_by_link() -> None:
+    model = ModelShape((0,), num_experts=3, top_k=1, hidden=4, intermediate=2, expert_bytes=100)
+
+    found = plan(np.array([[2000, 2000, 6000]]), TWO_RANKS, model=model, current=EVEN_SPLIT)
+
+    assert found.bytes_by_link == {"same_rank": 0, "node": 100, "network": 0, "host": 0}
+
+
+def test_an_expert_that_costs_nothing_balances_nothing() -> None:
+    free_last = np.array([1.0, 1.0, 0.0])
+    model = ModelShape((0,), 3, top_k=1, hidden=4, intermediate=2, expert_cost=free_last)
+
+    found = plan(np.array([[500, 500, 90_000]]), TWO_RANKS, model=model)
+
+    assert found.before == 2.0  # contiguous: experts 0 and 1 share a rank
+    assert found.after == 1.0
+
+
+def test_a_dead_rank_forces_a_move() -> None:
+    topology = Topology(
+        node_of_rank=np.zeros(3), slots_of_rank=np.full(3, 2), alive=np.array([True, False, True])
+    )
+    current = Placement(np.array([[0, 1, 2, 0, 1, 2]]), num_experts=3, generation=3)
+
+    found = plan(np.ones((1, 3), dtype=np.int64), topology, current=current)
+
+    assert found.decision is Decision.MOVE
+    assert "rank 1, which is not alive" in found.reason
+    assert (found.target.slot_to_expert[0, 2:4] == EMPTY).all()
+
+
+def test_an_expert_lost_with_its_rank_comes_back() -> None:
+    topology = Topology(
+        node_of_rank=np.zeros(3), slots_of_rank=np.full(3, 2), alive=np.array([True, True, False])
+    )
+    current = Placement(np.array([[0, 1, 1, 2, 3, 0]]), num_experts=4, generation=3)
+
+    found = plan(np.full((1, 4), 1000), topology, current=current, budget=Budget(max_moves=1))
+
+    assert found.target.replica_count.tolist() == [[1, 1, 1, 1]]
+    assert found.num_moves == 1
+
+
+def test_a_slow_rank_gets_less() -> None:
+    topology = Topology(
+        node_of_rank=np.zeros(2), slots_of_rank=np.full(2, 3), rank_speed=np.array([1.0, 0.5])
+    )
+
+    found = plan(np.array([[200, 200, 200, 200, 200, 200]]), topology)
+
+    # Equal slots and equal experts leave no choice: the slow rank takes twice as long.
+    assert found.after == 1.5
+    uneven = plan(np.array([[300, 300, 300, 100, 100, 250]]), topology)
+    assert uneven.target.slot_to_expert[0, :3].tolist() == [0, 1, 2]
+
+
+def test_groups_stay_on_nodes() -> None:
+    model = ModelShape(tuple(range(6)), 64, top_k=4, hidden=4, intermediate=2, num_expert_groups=8)
+    topology = Topology.uniform(num_nodes=4, ranks_per_node=2, slots_per_rank=9)
+    load = lognormal(6, 64, seed=3)
+    for policy in ("greedy", "auto"):
+        first = plan(load, topology, model=model, policy=policy).target
+        moved = plan(
+            lognormal(6, 64, seed=4), topology, model=model, policy=policy, current=first
+        ).target
+        for held in (*first.slot_to_expert, *moved.slot_to_expert):
+            assert nodes_of_groups(held, topology, 8, 64) is not None
+
+
+def test_groups_that_do_not_divide_by_nodes_are_planned_globally() -> None:
+    model = ModelShape((0,), 6, top_k=1, hidden=4, intermediate=2, num_expert_groups=3)
+
+    found = plan(
+        np.array([[90, 10, 10, 10, 10, 10]]),
+        Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=4),
+        model=model,
+    )
+
+    assert found.target.replica_count[0, 0] == 2
+
+
+def test_too_few_slots_are_refused() -> None:
+    with pytest.raises(PlacementError, match="4 slots on live ranks for 5 experts"):
+        plan(np.ones((1, 5), dtype=np.int64), TWO_RANKS)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'best'.*auto, contiguous, greedy"):
+        plan(HOT_FIRST, TWO_RANKS, policy="best")
+
+
+def test_a_placement_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the current placement has 1 layers x 2 experts"):
+        plan(HOT_FIRST, TWO_RANKS, current=Placement(np.array([[0, 1, 0, 1]]), num_experts=2))
+
+
+def test_windows_that_miss_ranks_are_left_out() -> None:
+    tokens = np.array([[[9000, 0, 0]], HOT_FIRST])
+    history = LoadHistory(tokens, missing_ranks=(frozenset({1}), frozenset()))
+
+    assert plan(history, TWO_RANKS).before == 1.6
+
+    with pytest.raises(HistoryError, match="expected a complete one"):
+        plan(LoadHistory(tokens, missing_ranks=(frozenset({1}),) * 2), TWO_RANKS)
+
+
+def test_a_layer_without_tokens_is_no_reason_to_move() -> None:
+    found = plan(np.array([[0, 0, 0]]), TWO_RANKS, current=EVEN_SPLIT)
+
+    assert found.decision is Decision.KEEP
+
+
+def test_the_summary_is_json_ready() -> None:
+    import json
+
+    found = plan(HOT_FIRST, TWO_RANKS)
+
+    assert json.loads(json.dumps(found.to_dict()))["decision"] == "MOVE"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_plan_is_legal_complete_and_repeatable(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 6))
+    slots = data.draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks))
+    alive = data.draw(st.lists(st.booleans(), min_size=num_ranks, max_size=num_ranks))
+    speed = data.draw(
+        st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_ranks, max_size=num_ranks)
+    )
+    live_slots = sum(count for count, lives in zip(slots, alive, strict=True) if lives)
+    if not live_slots:
+        return
+    topology = Topology(
+        node_of_rank=np.zeros(num_ranks),
+        slots_of_rank=np.array(slots),
+        rank_speed=np.array(speed),
+        alive=np.array(alive),
+    )
+    num_experts = data.draw(st.integers(1, live_slots))
+    seed = data.draw(st.integers(0, 1000))
+    load = np.random.default_rng(seed).integers(0, 1000, size=(3, 2, num_experts))
+    for policy in ("auto", "contiguous", "greedy", "random"):
+        first = plan(load, topology, policy=policy, seed=seed)
+        again = plan(load, topology, policy=policy, seed=seed)
+        later = plan(load[::-1] ** 2, topology, policy=policy, seed=seed, current=first.target)
+
+        check_fits(first.target, topology)
+        check_fits(later.target, topology)
+        assert first.hash == again.hash
+        assert (first.after_per_layer >= first.lower_bound - 1e-9).all()

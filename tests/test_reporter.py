@@ -1,0 +1,216 @@
+"""The step path hands samples over and goes on, whatever the store does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb.errors import RankError, StoreError
+from eplb.load import LoadSample
+from telemetry.memory import MemoryStore
+from telemetry.reporter import Reporter
+from telemetry.sqlite import SqliteStore
+from telemetry.store import RankState
+
+TIMEOUT_S = 20.0
+
+
+class GatedStore(MemoryStore):
+    """A memory store whose writes wait at a gate, and fail while ``failing`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__("demo")
+        self.gate = threading.Event()
+        self.gate.set()
+        self.arrived = threading.Event()
+        self.failing = False
+        self.failures = threading.Semaphore(0)
+
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        self.arrived.set()
+        assert self.gate.wait(TIMEOUT_S), "the test forgot to open the gate"
+        if self.failing:
+            self.failures.release()
+            raise StoreError("the disk is gone")
+        return super().append(samples)
+
+
+def make_sample(sequence: int, deployment: str = "demo") -> LoadSample:
+    return LoadSample(
+        deployment,
+        "run-1",
+        0,
+        sequence,
+        0.0,
+        sequence,
+        sequence,
+        "decode",
+        1,
+        np.array([[0]]),
+        np.array([[1]]),
+    )
+
+
+def make_state(step: int) -> RankState:
+    return RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step)
+
+
+@contextmanager
+def reporting(store: MemoryStore | SqliteStore, capacity: int = 256) -> Iterator[Reporter]:
+    reporter = Reporter(store, capacity=capacity)
+    try:
+        yield reporter
+    finally:
+        reporter.close(TIMEOUT_S)
+
+
+def stored_sequences(store: MemoryStore | SqliteStore) -> list[int]:
+    return [sample.sequence for _, sample in store.samples("run-1")]
+
+
+def test_every_sample_is_stored_in_order_once_flushed() -> None:
+    store = MemoryStore("demo")
+    with reporting(store) as reporter:
+        for sequence in range(100):
+            assert reporter.offer(make_sample(sequence))
+        reporter.flush(TIMEOUT_S)
+
+        assert stored_sequences(store) == list(range(100))
+        assert reporter.stats().stored == 100
+        assert reporter.stats().waiting == 0
+
+
+def test_offering_does_not_wait_for_a_store_that_hangs() -> None:
+    store = GatedStore()
+    with reporting(store) as reporter:
+        store.gate.clear()
+        reporter.offer(make_sample(0))
+        assert store.arrived.wait(TIMEOUT_S)
+        for sequence in range(1, 10):
+            reporter.offer(make_sample(sequence))
+
+        assert reporter.stats().waiting == 10
+        store.gate.set()
+        reporter.flush(TIMEOUT_S)
+        assert stored_sequences(store) == list(range(10))
+
+
+def test_the_oldest_samples_are_dropped_when_the_queue_is_full_and_the_gap_shows() -> None:
+    store = GatedStore()
+    reporter = Reporter(store, capacity=3)
+    store.gate.clear()
+    reporter.offer(make_sample(0))
+    assert store.arrived.wait(TIMEOUT_S)
+
+    fitted = [reporter.offer(make_sample(sequence)) for sequence in range(1, 6)]
+    store.gate.set()
+
+    assert fitted == [True, True, True, False, False]
+    with pytest.raises(RankError, match="2 dropped, expected all 6 stored"):
+        reporter.flush(TIMEOUT_S)
+    assert stored_sequences(store) == [0, 3, 4, 5]
+    assert reporter.stats().dropped == 2
+    reporter.close(TIMEOUT_S)
+
+
+def test_samples_survive_a_store_that_fails_for_a_while() -> None:
+    store = GatedStore()
+    store.failing = True
+    with reporting(store) as reporter:
+        reporter.offer(make_sample(0))
+        for _ in range(2):
+            assert store.failures.acquire(timeout=TIMEOUT_S)
+        reporter.offer(make_sample(1))
+        store.failing = False
+        reporter.flush(TIMEOUT_S)
+
+        assert stored_sequences(store) == [0, 1]
+        assert reporter.stats().errors >= 2
+        assert reporter.stats().last_error == "the disk is gone"
+        assert reporter.stats().dropped == 0
+
+
+def test_flushing_into_a_dead_store_says_how_many_samples_were_not_stored() -> None:
+    store = GatedStore()
+    store.failing = True
+    reporter = Reporter(store)
+    for sequence in range(3):
+        reporter.offer(make_sample(sequence))
+
+    with pytest.raises(RankError, match=r"3 samples not stored within 0\.2 s.*disk is gone"):
+        reporter.flush(0.2)
+    with pytest.raises(RankError, match="3 samples not stored"):
+        reporter.close(0.2)
+
+
+def test_only_the_newest_state_is_written() -> None:
+    store = MemoryStore("demo")
+    with reporting(store) as reporter:
+        for step in range(50):
+            reporter.state(make_state(step))
+        reporter.flush(TIMEOUT_S)
+
+        assert [state.step for state in store.rank_states("run-1")] == [49]
+
+
+def test_a_state_without_samples_is_written_on_its_own() -> None:
+    written = threading.Event()
+
+    class Watched(MemoryStore):
+        def report(self, state: RankState) -> None:
+            super().report(state)
+            written.set()
+
+    with reporting(Watched("demo")) as reporter:
+        reporter.state(make_state(7))
+
+        assert written.wait(TIMEOUT_S)
+
+
+def test_a_sample_of_another_deployment_does_not_raise_on_the_step_path_but_is_told() -> None:
+    reporter = Reporter(MemoryStore("demo"))
+
+    reporter.offer(make_sample(0, deployment="other"))
+
+    with pytest.raises(RankError, match="is of deployment 'other', expected 'demo'"):
+        reporter.close(TIMEOUT_S)
+    assert not reporter.offer(make_sample(1))
+
+
+def test_what_is_offered_after_close_is_counted_as_dropped() -> None:
+    reporter = Reporter(MemoryStore("demo"))
+    reporter.close(TIMEOUT_S)
+    reporter.close(TIMEOUT_S)
+
+    assert not reporter.offer(make_sample(0))
+    assert reporter.stats().dropped == 1
+
+
+@pytest.mark.parametrize("num_reporters", [4])
+def test_reporters_of_several_ranks_share_one_file(tmp_path: Path, num_reporters: int) -> None:
+    store = SqliteStore(tmp_path / "store.sqlite", "demo")
+
+    def report(rank: int) -> Callable[[], None]:
+        def work() -> None:
+            with reporting(store) as reporter:
+                for sequence in range(30):
+                    sample = make_sample(sequence)
+                    fields = vars(sample) | {"rank": rank}
+                    reporter.offer(LoadSample(**fields))
+                    reporter.state(make_state(sequence))
+
+        return work
+
+    threads = [threading.Thread(target=report(rank)) for rank in range(num_reporters)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+
+    assert store.sample_counts("run-1") == dict.fromkeys(range(num_reporters), 30)
+    store.close()

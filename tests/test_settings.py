@@ -1,0 +1,143 @@
+"""Settings: where a value comes from, and one sentence for each that cannot be used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.settings import DemoSettings, load_settings
+from eplb.errors import ConfigError
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "demo.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(flags: dict[str, Any], config: Path | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(flags, config=config, environ=environ)
+    return str(caught.value)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_settings({}, config=None, environ={"HOME": "/"}) == DemoSettings()
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    config = toml(tmp_path, "layers = 1\nhidden = 1\nseed = 1\n")
+    environ = {"EPLB_HIDDEN": "2", "EPLB_SEED": "2"}
+
+    settings = load_settings({"seed": 3, "top_k": None, "text": []}, config=config, environ=environ)
+
+    assert (settings.layers, settings.hidden, settings.seed, settings.top_k) == (1, 2, 3, 6)
+
+
+def test_slots_not_given_are_a_quarter_more_than_experts_on_equal_ranks() -> None:
+    assert DemoSettings().slots == 80
+    assert DemoSettings(experts=60).slots == 80  # 75, and then 10 on each of 8 ranks
+    assert DemoSettings(nodes=1, ranks=1).slots == 64  # a second replica has no rank to go to
+
+
+def test_paths_in_the_environment_are_separated_as_the_system_does() -> None:
+    settings = load_settings({}, config=None, environ={"EPLB_TEXT": "a.txt:b"})
+
+    assert settings.text == [Path("a.txt"), Path("b")]
+
+
+def test_where_the_data_lies_is_not_a_setting() -> None:
+    assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == DemoSettings()
+
+
+def test_an_unknown_key_in_the_file_is_refused_with_the_closest_known(tmp_path: Path) -> None:
+    config = toml(tmp_path, "layer = 3\n")
+
+    expected = f"unknown key 'layer' in {config}, closest known: layers"
+    assert refusal({}, config).startswith(expected)
+
+
+def test_an_unknown_environment_variable_is_refused_with_the_closest_known() -> None:
+    expected = "unknown key 'EPLB_RANK' in the environment, closest known: EPLB_RANKS"
+    assert refusal({}, EPLB_RANK="8").startswith(expected)
+
+
+def test_a_key_close_to_none_lists_them_all() -> None:
+    assert "nodes, ranks, layers" in refusal({"zzzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"slots": 48}, "slots is 48 in flag --slots, expected at least 64, the number of experts"),
+        (
+            {"slots": 81},
+            "slots is 81 in flag --slots, expected a multiple of 8, the number of ranks",
+        ),
+        (
+            {"experts": 2, "top_k": 1, "slots": 24},
+            "slots is 24 in flag --slots, expected at most 16",
+        ),
+        ({"ranks": 7}, "ranks is 7 in flag --ranks, expected a multiple of 2, the number of nodes"),
+        ({"nodes": 3}, "ranks is 8 in the defaults, expected a multiple of 3, the number of nodes"),
+        ({"top_k": 65}, "top_k is 65 in flag --top-k, expected at most 64, the number of experts"),
+        ({"ranks": 0}, "ranks is 0 in flag --ranks, expected at least 1"),
+        ({"window_tokens": 0}, "window_tokens is 0 in flag --window-tokens, expected at least 1"),
+        ({"seconds": 0.0}, "seconds is 0.0 in flag --seconds, expected more than 0"),
+        ({"seconds": float("inf")}, "seconds is inf in flag --seconds, expected a finite number"),
+        ({"min_gain": 1.0}, "min_gain is 1.0 in flag --min-gain, expected less than 1"),
+        ({"port": 65536}, "port is 65536 in flag --port, expected at most 65535"),
+        ({"shared_experts": 2}, "shared_experts is 2 in flag --shared-experts, expected at most 1"),
+        ({"policy": ""}, "policy is '' in flag --policy, expected at least 1 character"),
+        (
+            {"view": "big"},
+            "view is 'big' in flag --view, expected 'auto', 'live', 'plain' or 'off'",
+        ),
+        (
+            {"text": ["a"], "trace": "t.npz"},
+            "trace is 't.npz' in flag --trace, expected either a trace or text, not both",
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_sentence(
+    flags: dict[str, Any], sentence: str
+) -> None:
+    assert refusal(flags).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('ranks = "many"', "expected a whole number"),
+        ("ranks = true", "expected a number"),
+        ("ranks = 2.5", "expected a whole number"),
+        ('seconds = "soon"', "expected a number"),
+        ("observe = 7", "expected true or false"),
+        ("text = 7", "expected a list of paths"),
+        ("state_dir = 7", "expected a path"),
+        ("policy = 7", "expected text"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_place(
+    tmp_path: Path, line: str, expected: str
+) -> None:
+    config = toml(tmp_path, line)
+
+    key, value = line.split(" = ")
+    shown = value.replace('"', "'").replace("true", "True")
+    assert refusal({}, config) == f"{key} is {shown} in {config}, {expected}"
+
+
+def test_the_environment_is_named_by_its_variable() -> None:
+    expected = "ranks is 'x' in environment variable EPLB_RANKS, expected a whole number"
+    assert refusal({}, EPLB_RANKS="x") == expected
+
+
+def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    assert (
+        refusal({}, missing) == f"settings file {missing} cannot be read: No such file or directory"
+    )
+
+    broken = toml(tmp_path, "ranks =")
+    assert refusal({}, broken).startswith(f"settings file {broken} is not TOML: Invalid value")

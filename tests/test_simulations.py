@@ -1,0 +1,293 @@
+"""The simulator: traces in, honest comparisons out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb import CostModel, Topology, imbalance
+from eplb.errors import ConfigError, HistoryError
+from eplb.gate import sampling_noise
+from eplb.load import LoadHistory
+from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
+from simulations.page import write_page
+from simulations.report import summary, write_json
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+# Two layers, four tokens, one expert each.
+IDS = np.array([[[0], [0], [1], [2]], [[2], [2], [2], [0]]])
+
+
+def written(path: Path, **arrays: np.ndarray) -> Path:
+    np.savez(path / "trace.npz", **arrays)
+    return path / "trace.npz"
+
+
+def test_tokens_are_counted_by_window_layer_and_expert(tmp_path: Path) -> None:
+    trace = written(tmp_path, expert_ids=IDS)
+
+    history = load_trace(trace, window_tokens=2, layout="layers-first")
+
+    assert history.tokens.tolist() == [[[2, 0, 0], [0, 0, 2]], [[0, 1, 1], [1, 0, 1]]]
+
+
+def test_both_layouts_give_the_same_windows(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 4, size=(2, 20, 3))
+    first = load_trace(written(tmp_path, expert_ids=ids), window_tokens=5)
+
+    second = load_trace(written(tmp_path, expert_ids=ids.transpose(1, 0, 2)), window_tokens=5)
+
+    assert first.tokens.tolist() == second.tokens.tolist()
+
+
+def test_request_lengths_tell_the_token_axis(tmp_path: Path) -> None:
+    trace = written(tmp_path, expert_ids=IDS, request_len=np.array([1, 3]))
+
+    assert load_trace(trace, window_tokens=2).num_layers == 2
+
+
+def test_an_ambiguous_layout_must_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layers-first or tokens-first"):
+        load_trace(written(tmp_path, expert_ids=IDS), window_tokens=2)
+
+
+def test_padding_is_not_load(tmp_path: Path) -> None:
+    ids = np.full((1, 8, 2), -1)
+    ids[0, :, 0] = 1
+
+    history = load_trace(written(tmp_path, expert_ids=ids), window_tokens=4, num_experts=3)
+
+    assert history.total().tolist() == [[0, 8, 0]]
+
+
+def test_counted_windows_are_taken_as_they_are(tmp_path: Path) -> None:
+    load = np.arange(12).reshape(2, 2, 3)
+
+    assert load_trace(written(tmp_path, load=load)).tokens.tolist() == load.tolist()
+    with pytest.raises(ConfigError, match="counted already"):
+        load_trace(written(tmp_path, load=load), window_tokens=5)
+
+
+def test_a_missing_trace_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(HistoryError, match=r"does not exist, expected an .npz file"):
+        load_trace(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize("length", [0, 10, 200])
+def test_a_truncated_trace_is_an_error_in_words(tmp_path: Path, length: int) -> None:
+    trace = written(tmp_path, expert_ids=np.zeros((1, 100, 2), dtype=np.int64))
+    trace.write_bytes(trace.read_bytes()[:length])
+
+    with pytest.raises(HistoryError, match=r"cannot be read as an .npz file"):
+        load_trace(trace)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"frequency": np.ones(3)}, "holds frequency, expected expert_ids or load"),
+        ({"expert_ids": np.zeros((3, 4))}, r"shape \(3, 4\) and dtype float64"),
+        ({"expert_ids": np.full((1, 8, 1), -2)}, r"experts -2..-2, expected 0"),
+        ({"load": np.zeros((3, 4))}, r"load has shape \(3, 4\)"),
+        ({"expert_ids": np.zeros((1, 8, 1), int)}, "8 tokens, 0 windows of 4096"),
+        ({"expert_ids": IDS, "request_len": np.array([9])}, "request_len sums to 9 tokens"),
+    ],
+)
+def test_an_odd_trace_is_an_error_in_words(
+    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
+) -> None:
+    with pytest.raises(HistoryError, match=message):
+        load_trace(written(tmp_path, **arrays))
+
+
+def test_an_array_alone_is_not_a_trace(tmp_path: Path) -> None:
+    np.save(tmp_path / "alone.npy", np.ones(3))
+
+    with pytest.raises(HistoryError, match="bare array"):
+        load_trace(tmp_path / "alone.npy")
+
+
+@pytest.mark.parametrize("name", ["gamma", "lognormal", "zipf"])
+def test_a_seed_repeats_its_workload(name: str) -> None:
+    workload = Workload(name, layers=2, experts=16, windows=3, tokens=256)
+
+    first, again, other = (generate(workload, seed).tokens for seed in (1, 1, 2))
+
+    assert first.shape == (3, 2, 16)
+    assert (first == again).all()
+    assert (first != other).any()
+    assert (first.sum(axis=2) == 256 * 6).all()
+
+
+def test_drift_makes_later_windows_differ_more() -> None:
+    still = Workload("gamma", layers=4, windows=24, drift=0.0, dispersion=1.0)
+    moving = Workload("gamma", layers=4, windows=24, drift=0.5, dispersion=1.0)
+
+    def change(workload: Workload) -> float:
+        load = generate(workload, seed=0).tokens.astype(float)
+        return float(np.abs(load[-4:].mean(axis=0) - load[:4].mean(axis=0)).sum())
+
+    assert change(moving) > 2 * change(still)
+
+
+def test_workload_settings_are_read_from_the_name() -> None:
+    workload = workload_named("generated:zipf:layers=3,drift=0.5")
+
+    assert (workload.profile, workload.layers, workload.drift) == ("zipf", 3, 0.5)
+    with pytest.raises(ConfigError, match="unknown workload 'nope', expected one of: gamma"):
+        workload_named("generated:nope")
+    with pytest.raises(ConfigError, match="unknown workload setting 'layer'"):
+        workload_named("generated:zipf:layer=3")
+    with pytest.raises(ConfigError, match="layers is 'x', expected a number"):
+        workload_named("generated:zipf:layers=x")
+
+
+def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
+    # Window 0 shows that expert 0 is hot; window 1 is the same, window 2 is hot elsewhere.
+    history = LoadHistory(
+        np.array([[[6000, 2000, 2000]], [[6000, 2000, 2000]], [[2000, 2000, 6000]]])
+    )
+
+    found = replay(Scenario(history, TWO_RANKS, past_windows=1), "greedy")
+
+    # After window 0: [0, 1] and [0, 2], or its mirror. Window 2 then puts 1000 + 6000 on one rank.
+    assert found.per_window.tolist() == [1.0, 1.4]
+    assert [rebalance.window for rebalance in found.rebalances] == [0]
+
+
+def test_contiguous_never_moves_and_is_what_the_metric_says() -> None:
+    history = generate(Workload("gamma", layers=2, experts=8, windows=5), seed=0)
+    topology = Topology.uniform(1, 4, 2)
+
+    found = replay(Scenario(history, topology), "contiguous")
+
+    expected = imbalance(history.tokens[1:], found.last_placement, topology)
+    assert found.moves == 0
+    assert np.allclose(found.imbalance, expected)
+
+
+def test_every_policy_beats_contiguous_on_steady_skew() -> None:
+    history = generate(Workload("gamma", layers=4, windows=8, drift=0.0), seed=3)
+    scenario = Scenario(history, Topology.uniform(2, 4, 10))
+
+    contiguous, greedy, auto = replay_all(scenario, ["contiguous", "greedy", "auto"])
+
+    assert greedy.per_window.mean() < contiguous.per_window.mean() - 0.2
+    assert auto.per_window.mean() < contiguous.per_window.mean() - 0.2
+
+
+def test_a_gate_that_nothing_passes_moves_nothing() -> None:
+    history = generate(Workload("zipf", layers=2, windows=5), seed=0)
+    scenario = Scenario(history, Topology.uniform(1, 4, 20), cost=CostModel(min_gain=1.0))
+
+    found = replay(scenario, "auto")
+
+    assert (found.moves, found.num_kept) == (0, 4)
+
+
+def test_noise_is_what_a_balanced_draw_shows() -> None:
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(3072, np.full(8, 1 / 8), size=400)
+    measured = (drawn.max(axis=1) / drawn.mean(axis=1)).mean()
+
+    assert 1 + sampling_noise(3072, 8) == pytest.approx(measured, abs=0.005)
+
+
+def test_a_policy_named_twice_is_refused() -> None:
+    history = generate(Workload("zipf", layers=1, windows=2), seed=0)
+
+    with pytest.raises(ConfigError, match="expected distinct names"):
+        replay_all(Scenario(history, Topology.uniform(1, 4, 20)), ["auto", "auto"])
+
+
+def test_one_window_cannot_be_replayed() -> None:
+    with pytest.raises(HistoryError, match="1 windows, expected at least 2"):
+        Scenario(LoadHistory(np.ones((1, 1, 4))), TWO_RANKS)
+
+
+def test_the_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    history = generate(Workload("gamma", layers=2, experts=16, windows=4), seed=0)
+    scenario = Scenario(history, Topology.uniform(1, 4, 5))
+    replays = replay_all(scenario, ["contiguous", "auto"])
+    result = summary("<gamma>", scenario, replays)
+    write_json(tmp_path / "out.json", result)
+    write_page(tmp_path / "out.html", result, scenario, replays)
+
+    read = json.loads((tmp_path / "out.json").read_text())
+    page = (tmp_path / "out.html").read_text()
+    assert list(read["policies"]) == ["contiguous", "auto"]
+    assert len(read["policies"]["auto"]["imbalance_series"]) == 3
+    assert "&lt;gamma&gt;" in page
+    assert "<gamma>" not in page
+    assert '<script src="http' not in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "api.simulate", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_command_prints_a_table_and_writes_a_summary(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    ran = simulate("generated:gamma:layers=2,windows=4", "--ranks", "4", "--json", str(out))
+
+    assert ran.returncode == 0, ran.stderr
+    assert "contiguous" in ran.stdout
+    assert json.loads(out.read_text())["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.npz",), "trace none.npz does not exist"),
+        (("generated:nope",), "unknown workload 'nope'"),
+        (("generated:gamma", "--policy", "best"), "unknown policy 'best'"),
+        (("generated:gamma", "--slots", "60"), "60 slots on live ranks for 64 experts"),
+        (("generated:gamma", "--ranks", "2", "--nodes", "4"), "2 ranks on 4 nodes"),
+        (("generated:gamma", "--model", "mixtral-8x7b"), "the model 32 x 8"),
+        (("generated:gamma", "--window", "7"), "are for trace files"),
+        (("generated:gamma:layers=1,windows=2", "--json", "/nowhere/x.json"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    ran = simulate(*arguments)
+
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_simulations_leave_torch_out() -> None:
+    code = "import sys, simulations, api.simulate; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("dsv2lite_intent", (16, 26, 64)), ("gptoss20b_decode", (166, 24, 32))],
+)
+def test_recorded_traces_are_read_whole(name: str, shape: tuple[int, int, int]) -> None:
+    trace = DATA / f"{name}.npz"
+    if not trace.exists():
+        pytest.skip(f"real traces are not at {DATA}: set EPLB_DATA")
+    history = load_trace(trace, window_tokens=512)
+    assert history.tokens.shape == shape
+
+    scenario = Scenario(history.latest(12), Topology.uniform(1, 8, shape[2] // 8 + 1))
+    contiguous, auto = replay_all(scenario, ["contiguous", "auto"])
+    assert auto.per_window.mean() < contiguous.per_window.mean()

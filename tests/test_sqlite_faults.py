@@ -1,0 +1,228 @@
+"""The SQLite store in front of everything a disk can do to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from telemetry.sqlite import SqliteStore
+from telemetry.sqlite_errors import translated
+from telemetry.sqlite_schema import SCHEMA_VERSION
+
+TIMEOUT_S = 30.0
+ROOT = Path(__file__).resolve().parent.parent
+
+PRELUDE = """
+import os, sys
+from eplb.errors import EplbError
+from eplb.load import LoadSample
+from telemetry.sqlite import SqliteStore
+
+def sample(sequence):
+    return LoadSample("demo", "run-1", 0, sequence, 0.0, sequence, sequence, "decode", 1,
+                      [[0, 1]], [[0, sequence]])
+
+path = sys.argv[1]
+"""
+
+
+def output_of(script: str, path: Path) -> str:
+    command = [sys.executable, "-c", PRELUDE + script, str(path)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True
+    )
+    return done.stdout.strip()
+
+
+def make_sample(sequence: int) -> LoadSample:
+    return LoadSample(
+        "demo",
+        "run-1",
+        0,
+        sequence,
+        0.0,
+        sequence,
+        sequence,
+        "decode",
+        1,
+        np.array([[0, 1]]),
+        np.array([[1, 2]]),
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.sqlite"
+
+
+# -- files that are no store, or not ours
+
+
+def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> None:
+    SqliteStore(path, "demo").close()
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = path.read_bytes()
+
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 2, expected 1"):
+        SqliteStore(path, "demo")
+
+    assert path.read_bytes() == before
+
+
+def test_another_program_s_database_is_refused_and_left_as_it_is(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("CREATE TABLE recipe (name TEXT)")
+    before = path.read_bytes()
+
+    with pytest.raises(StoreError, match="found application id 0x0 and 1 tables"):
+        SqliteStore(path, "demo")
+
+    assert path.read_bytes() == before
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("content", [b"xy", b"not a database, only text\n" * 500])
+def test_a_file_that_is_no_database_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+    with pytest.raises(StoreError, match=f"found {len(content):,} bytes .*expected a whole SQLite"):
+        SqliteStore(path, "demo")
+
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
+def test_a_truncated_store_is_refused(path: Path, kept: float) -> None:
+    with closing(SqliteStore(path, "demo")) as store:
+        store.append([make_sample(n) for n in range(200)])
+    os.truncate(path, int(path.stat().st_size * kept))
+
+    with pytest.raises(StoreError, match=r"damaged or no store at all: found [\d,]+ bytes"):
+        SqliteStore(path, "demo")
+
+
+def test_a_folder_that_is_not_there_and_a_path_that_is_a_folder_are_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"found no folder .*/nowhere, expected it to exist"):
+        SqliteStore(tmp_path / "nowhere" / "store.sqlite", "demo")
+    with pytest.raises(StoreError, match="found a folder, expected a file or nothing"):
+        SqliteStore(tmp_path, "demo")
+
+
+def test_a_store_that_was_removed_while_open_is_not_written_on(path: Path) -> None:
+    with closing(SqliteStore(path, "demo")) as store:
+        path.unlink()
+
+        with pytest.raises(StoreError, match="was removed or replaced since it was opened"):
+            store.append([make_sample(0)])
+
+
+def test_a_new_file_left_by_a_process_that_died_before_the_tables_is_completed(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("PRAGMA journal_mode = WAL")
+
+    with closing(SqliteStore(path, "demo")) as store:
+        assert store.events() == []
+
+
+# -- read-only, full
+
+AS_NOBODY = """
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # permissions do not bind root
+try:
+    SqliteStore(path, "demo").add_event("note", {})
+except EplbError as exc:
+    print(exc)
+"""
+
+
+def open_to_others(folder: Path) -> None:
+    """Let another user walk into a test's folder, which pytest makes private."""
+    if os.getuid() != 0:
+        return
+    for parent in folder.relative_to(tempfile.gettempdir()).parents:
+        (Path(tempfile.gettempdir()) / parent).chmod(0o755)
+    if not all(parent.stat().st_mode & 0o001 for parent in folder.parents):
+        pytest.skip("other users cannot enter the folder of temporary files")
+
+
+def test_a_read_only_file_is_refused(path: Path) -> None:
+    SqliteStore(path, "demo").close()
+    open_to_others(path.parent)
+    path.parent.chmod(0o777)
+    path.chmod(0o444)
+
+    assert f"store {path} is read-only: expected the file and its folder" in output_of(
+        AS_NOBODY, path
+    )
+
+
+def test_a_read_only_folder_is_refused(path: Path) -> None:
+    open_to_others(path.parent)
+    path.parent.chmod(0o555)
+
+    assert "cannot be opened: found no permission" in output_of(AS_NOBODY, path)
+    path.parent.chmod(0o755)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path) -> None:
+    script = """
+import resource
+store = SqliteStore(path, "demo")
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+acknowledged = 0
+try:
+    while True:
+        store.append([sample(acknowledged)])
+        acknowledged += 1
+except EplbError as exc:
+    assert store.sample_counts("run-1") == {0: acknowledged}
+    print(acknowledged, exc)
+"""
+    acknowledged, words = output_of(script, path).split(" ", 1)
+
+    assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
+    with closing(SqliteStore(path, "demo")) as store:
+        assert store.sample_counts("run-1") == {0: int(acknowledged)}
+        store.append([make_sample(int(acknowledged))])
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path) -> None:
+    script = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    SqliteStore(path, "demo")
+except EplbError as exc:
+    print(exc)
+"""
+    assert "could not be read or written" in output_of(script, path)
+
+    with closing(SqliteStore(path, "demo")) as store:
+        assert store.events() == []
+
+
+def test_a_full_disk_is_told_in_words(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("CREATE TABLE note (text TEXT)")
+        raw.execute("PRAGMA max_page_count = 3")
+
+        with (
+            pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"),
+            translated(path, 1.0),
+        ):
+            raw.execute("INSERT INTO note VALUES (?)", ("x" * 20_000,))

@@ -1,0 +1,233 @@
+"""What every LoadStore promises, run over each of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from eplb.placement import Placement
+from telemetry.memory import MemoryStore
+from telemetry.sqlite import SqliteStore
+from telemetry.store import Control, LoadStore, RankState, RunInfo
+
+TIMEOUT_S = 20.0
+
+Store = MemoryStore | SqliteStore
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    ticks = itertools.count(1000)
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    opened: Store = (
+        MemoryStore("demo", clock=clock)
+        if request.param == "memory"
+        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
+    )
+    yield opened
+    opened.close()
+
+
+def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
+    fields: dict[str, Any] = {
+        "deployment": "demo",
+        "run": "run-1",
+        "time": float(sequence),
+        "first_step": sequence,
+        "last_step": sequence,
+        "phase": "decode",
+        "generation": 1,
+        "slot_to_expert": [[0, 1]],
+        "tokens": [[rank, sequence]],
+    }
+    return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
+
+
+def make_run(run: str, **changes: Any) -> RunInfo:
+    fields: dict[str, Any] = {
+        "time": 5.0,
+        "model": {"layer_ids": [3, 4]},
+        "topology": {"alive": [True, False]},
+        "window_steps": 10,
+    }
+    return RunInfo(run, **(fields | changes))
+
+
+def make_placement(generation: int) -> Placement:
+    return Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=generation)
+
+
+def kinds(store: LoadStore) -> list[str]:
+    return [event.kind for event in store.events()]
+
+
+# -- runs and ranks
+
+
+def test_the_latest_run_is_the_current_one(store: Store) -> None:
+    assert store.current_run() is None
+
+    store.begin_run(make_run("run-1"))
+    store.begin_run(make_run("run-2", window_steps=20))
+
+    assert store.current_run() == make_run("run-2", window_steps=20)
+    assert kinds(store) == ["run", "run"]
+    assert store.events()[0].detail == {"run": "run-1", "window_steps": 10}
+
+
+def test_the_same_start_twice_is_one_start(store: Store) -> None:
+    store.begin_run(make_run("run-1"))
+    store.begin_run(make_run("run-1"))
+
+    assert kinds(store) == ["run"]
+
+
+def test_another_start_under_a_known_name_is_refused(store: Store) -> None:
+    store.begin_run(make_run("run-1"))
+
+    with pytest.raises(StoreError, match=r"'run-1' is recorded as started at 5\.0.*at 6\.0"):
+        store.begin_run(make_run("run-1", time=6.0))
+
+
+def test_a_rank_state_replaces_the_one_before(store: Store) -> None:
+    def state(rank: int, step: int, run: str = "run-1") -> RankState:
+        return RankState(run, rank, 9.5, step, 2, "swap", 4, 1, 30, {"bytes": {"peer": 7}})
+
+    for rank, step in ((1, 5), (0, 6), (1, 7)):
+        store.report(state(rank, step))
+    store.report(state(0, 8, run="run-2"))
+
+    assert store.rank_states("run-1") == [state(0, 6), state(1, 7)]
+    assert store.rank_states("run-3") == []
+
+
+# -- events, tasks, switches
+
+
+def test_events_are_read_past_an_id(store: Store) -> None:
+    ids = [store.add_event("note", {"n": n, "nested": {"list": [1, 2.5]}}) for n in range(3)]
+
+    assert ids == sorted(set(ids))
+    found = store.events(after=ids[0], limit=1)
+    assert [(event.id, event.kind) for event in found] == [(ids[1], "note")]
+    assert found[0].detail == {"n": 1, "nested": {"list": [1, 2.5]}}
+    assert found[0].time == 1001.0
+
+
+@pytest.mark.parametrize("value", [np.int64(1), float("nan"), object()])
+def test_details_that_json_cannot_hold_are_refused_and_change_nothing(
+    store: Store, value: object
+) -> None:
+    with pytest.raises(StoreError, match="details cannot be stored"):
+        store.add_event("note", {"value": value})
+
+    assert store.events() == []
+    assert store.version() == 0
+
+
+def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: Store) -> None:
+    assert store.claim() is None
+    first = store.submit("rebalance", {"dry_run": True})
+    second = store.submit("rebalance", {"dry_run": False})
+    assert (first.state, first.request) == ("queued", {"dry_run": True})
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [task for task in pool.map(lambda _: store.claim(), range(4)) if task]
+    store.finish(first.id, "done", {"moves": 3})
+
+    assert sorted(task.id for task in claimed) == [first.id, second.id]
+    ended, running = store.task(first.id), store.task(second.id)
+    assert ended is not None
+    assert (ended.state, ended.result) == ("done", {"moves": 3})
+    assert running is not None
+    assert running.state == "running"
+    assert store.task(99) is None
+    assert store.events()[-1].detail == {"task": first.id, "kind": "rebalance", "state": "done"}
+
+
+def test_a_task_cannot_end_twice_or_in_a_passing_state(store: Store) -> None:
+    task = store.submit("rebalance", {})
+
+    with pytest.raises(StoreError, match="cannot end as 'running'"):
+        store.finish(task.id, "running", {})
+    store.finish(task.id, "failed", {"error": "no load yet"})
+    with pytest.raises(StoreError, match="it is failed already"):
+        store.finish(task.id, "done", {})
+    with pytest.raises(StoreError, match="there is no such task"):
+        store.finish(99, "done", {})
+
+
+def test_the_switches_start_as_movement_on_and_are_kept(store: Store) -> None:
+    assert store.control() == Control(movement=True, observe=False)
+
+    store.set_control(Control(movement=False), reason="incident 7")
+
+    assert store.control() == Control(movement=False)
+    detail = {"movement": False, "observe": False, "reason": "incident 7"}
+    assert store.events()[-1].detail == detail
+
+
+# -- waiting
+
+
+CHANGES: list[Callable[[LoadStore], object]] = [
+    lambda store: store.begin_run(make_run("run-1")),
+    lambda store: store.commit(make_placement(1), expected=None, reason="first"),
+    lambda store: store.add_event("note", {}),
+    lambda store: store.submit("rebalance", {}),
+    lambda store: store.set_control(Control(), reason="test"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_wakes_a_waiting_thread(
+    store: Store, change: Callable[[LoadStore], object]
+) -> None:
+    before = store.version()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, before, TIMEOUT_S)
+        change(store)
+
+        assert waiting.result(TIMEOUT_S) > before
+
+
+def test_samples_and_rank_states_wake_nobody(store: Store) -> None:
+    before = store.version()
+
+    store.append([make_sample(0, 0)])
+    store.report(RankState("run-1", 0, 0.0, 1, 1, "idle", 0, 0, 1))
+
+    assert store.version() == before
+    assert store.wait(before, timeout_s=0.05) == before
+
+
+def test_closing_ends_a_wait_and_a_closed_store_says_so(store: Store) -> None:
+    failed = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(StoreError, match="closed"):
+            store.wait(store.version(), TIMEOUT_S)
+        failed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    store.close()
+    store.close()
+
+    assert failed.wait(TIMEOUT_S)
+    thread.join(TIMEOUT_S)
+    with pytest.raises(StoreError, match="closed"):
+        store.add_event("note", {})

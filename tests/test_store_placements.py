@@ -1,0 +1,207 @@
+"""Placements and migrations are compare-and-set, in every LoadStore."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb.errors import StaleGeneration
+from eplb.migration import Migration, build_migration
+from eplb.placement import Placement
+from eplb.topology import Topology
+from telemetry.memory import MemoryStore
+from telemetry.sqlite import SqliteStore
+from telemetry.store import LoadStore
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+Store = MemoryStore | SqliteStore
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    ticks = itertools.count(1000)
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    opened: Store = (
+        MemoryStore("demo", clock=clock)
+        if request.param == "memory"
+        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
+    )
+    yield opened
+    opened.close()
+
+
+def make_placement(generation: int, held: list[int] | None = None) -> Placement:
+    return Placement(np.array([held or [0, 1, 0, 2]]), num_experts=3, generation=generation)
+
+
+def make_migration(base: Placement, plan_id: int) -> Migration:
+    target = Placement(np.array([[0, 1, 2, 1]]), num_experts=3)
+    return build_migration(base, target, TWO_RANKS, plan_id=plan_id)
+
+
+def kinds(store: LoadStore) -> list[str]:
+    return [event.kind for event in store.events()]
+
+
+def with_open_migration(store: LoadStore) -> Migration:
+    base = make_placement(1)
+    store.commit(base, expected=None, reason="first")
+    migration = make_migration(base, store.next_plan_id())
+    store.publish(migration)
+    return migration
+
+
+# -- placements
+
+
+def test_commits_are_kept_newest_first(store: Store) -> None:
+    assert store.committed() is None
+
+    assert store.commit(make_placement(1), expected=None, reason="first")
+    assert store.commit(make_placement(4, [2, 1, 0, 2]), expected=1, plan_id=3, reason="skew")
+
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.slot_to_expert.tolist() == [[2, 1, 0, 2]]
+    assert (committed.plan_id, committed.reason) == (3, "skew")
+    assert [line.placement.generation for line in store.placements()] == [4, 1]
+    assert [line.placement.generation for line in store.placements(limit=1)] == [4]
+    assert store.events()[-1].detail == {"generation": 4, "plan_id": 3, "reason": "skew"}
+
+
+def test_every_rank_may_commit_and_the_first_writes(store: Store) -> None:
+    def commit(rank: int) -> bool:
+        return store.commit(make_placement(1), expected=None, reason=f"rank {rank}")
+
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(commit, range(8)))
+
+    assert written.count(True) == 1
+    assert kinds(store) == ["commit"]
+
+
+def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: Store) -> None:
+    store.commit(make_placement(1), expected=None, reason="first")
+    store.commit(make_placement(2), expected=1, reason="second")
+
+    assert not store.commit(make_placement(1), expected=None, reason="late")
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected", "message"),
+    [
+        (3, 1, "generation 3 follows generation 1, found generation 2 committed"),
+        (3, None, "generation 3 follows generation None, found generation 2"),
+        (1, 2, "found generation 1 to commit, expected more than 2"),
+        (2, 2, "found generation 2 to commit, expected more than 2"),
+    ],
+)
+def test_a_stale_commit_is_refused(
+    store: Store, generation: int, expected: int | None, message: str
+) -> None:
+    store.commit(make_placement(2), expected=None, reason="first")
+
+    with pytest.raises(StaleGeneration, match=message):
+        store.commit(make_placement(generation, [2, 1, 0, 2]), expected=expected, reason="stale")
+
+    assert len(store.placements()) == 1
+    assert kinds(store) == ["commit"]
+
+
+# -- migrations
+
+
+def test_plan_ids_are_never_given_out_twice(store: Store) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        plan_ids = list(pool.map(lambda _: store.next_plan_id(), range(12)))
+
+    assert sorted(plan_ids) == list(range(1, 13))
+
+
+def test_a_published_migration_is_open_until_its_commit(store: Store) -> None:
+    migration = with_open_migration(store)
+
+    found = store.published()
+    assert found is not None
+    assert found.hash == migration.hash
+    assert store.events()[-1].detail == {
+        "plan_id": 1,
+        "base_generation": 1,
+        "generation": 2,
+        "moves": 2,
+        "transactions": 1,
+    }
+
+    store.commit(migration.target, expected=1, plan_id=1, reason="skew")
+    assert store.published() is None
+    assert kinds(store) == ["commit", "publish", "commit"]
+
+
+def test_a_second_open_migration_is_refused(store: Store) -> None:
+    with_open_migration(store)
+
+    with pytest.raises(StaleGeneration, match="plan 2 cannot be published: plan 1 is open"):
+        store.publish(make_migration(make_placement(1), store.next_plan_id()))
+
+
+@pytest.mark.parametrize("base", [make_placement(2), make_placement(1, [2, 1, 0, 2])])
+def test_a_migration_from_another_base_is_refused(store: Store, base: Placement) -> None:
+    store.commit(make_placement(1), expected=None, reason="first")
+
+    with pytest.raises(StaleGeneration, match="plan 1 starts from generation"):
+        store.publish(make_migration(base, 1))
+
+    assert store.published() is None
+
+
+def test_a_migration_before_the_first_commit_is_refused(store: Store) -> None:
+    with pytest.raises(StaleGeneration, match="found no committed placement"):
+        store.publish(make_migration(make_placement(1), 1))
+
+
+def test_a_plan_id_cannot_be_published_twice(store: Store) -> None:
+    migration = with_open_migration(store)
+    store.withdraw(1, outcome="rejected", reason="a rank said no")
+
+    with pytest.raises(StaleGeneration, match="plan id 1 was published before"):
+        store.publish(migration)
+
+
+def test_a_withdrawn_migration_is_closed_once(store: Store) -> None:
+    with_open_migration(store)
+
+    assert not store.withdraw(9, outcome="aborted", reason="another plan")
+    assert store.withdraw(1, outcome="aborted", reason="rank 1 died")
+    assert not store.withdraw(1, outcome="aborted", reason="again")
+
+    assert store.published() is None
+    assert kinds(store) == ["commit", "publish", "abort"]
+    assert store.events()[-1].detail == {"generation": 1, "plan_id": 1, "reason": "rank 1 died"}
+
+
+def test_an_aborted_migration_commits_the_layers_that_serve(store: Store) -> None:
+    migration = with_open_migration(store)
+    serving = migration.placement_after(1).with_generation(2)
+
+    store.commit(serving, expected=1, plan_id=1, reason="switched off", outcome="aborted")
+
+    assert store.published() is None
+    assert kinds(store)[-1] == "abort"
+
+
+def test_a_commit_from_elsewhere_rejects_the_open_migration(store: Store) -> None:
+    with_open_migration(store)
+
+    store.commit(make_placement(5), expected=1, reason="restart")
+
+    assert store.published() is None
+    assert kinds(store) == ["commit", "publish", "reject", "commit"]

@@ -1,0 +1,95 @@
+"""Samples are kept once each, in order of arrival, in every LoadStore."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb.errors import ConfigError
+from eplb.load import LoadSample
+from telemetry.memory import MemoryStore
+from telemetry.sqlite import SqliteStore
+
+Store = MemoryStore | SqliteStore
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    ticks = itertools.count(1000)
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    opened: Store = (
+        MemoryStore("demo", clock=clock)
+        if request.param == "memory"
+        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
+    )
+    yield opened
+    opened.close()
+
+
+def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
+    fields: dict[str, Any] = {
+        "deployment": "demo",
+        "run": "run-1",
+        "time": float(sequence),
+        "first_step": sequence,
+        "last_step": sequence,
+        "phase": "decode",
+        "generation": 1,
+        "slot_to_expert": [[0, 1]],
+        "tokens": [[rank, sequence]],
+    }
+    return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
+
+
+def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: Store) -> None:
+    assert store.append([make_sample(1, 0), make_sample(0, 0)]) == 2
+    assert store.append([make_sample(0, 1)]) == 1
+    store.append([make_sample(0, 0, run="run-2")])
+
+    first = store.samples("run-1", limit=2)
+    rest = store.samples("run-1", after=first[-1][0])
+
+    assert [(s.rank, s.sequence) for _, s in first] == [(1, 0), (0, 0)]
+    assert [(s.rank, s.sequence) for _, s in rest] == [(0, 1)]
+    assert store.samples("run-1", after=rest[-1][0]) == []
+    assert rest[0][1].tokens.tolist() == [[0, 1]]
+
+
+def test_a_repeated_sample_is_stored_once(store: Store) -> None:
+    store.append([make_sample(0, 0)])
+
+    assert store.append([make_sample(0, 0), make_sample(0, 1), make_sample(0, 1)]) == 1
+    assert store.append([]) == 0
+    assert store.sample_counts("run-1") == {0: 2}
+
+
+def test_samples_are_counted_by_rank_of_one_run(store: Store) -> None:
+    store.append([make_sample(rank, n) for rank in (1, 0) for n in range(rank + 1)])
+    store.append([make_sample(0, 0, run="run-2")])
+
+    assert store.sample_counts("run-1") == {0: 1, 1: 2}
+    assert store.sample_counts("run-3") == {}
+
+
+def test_a_sample_of_another_deployment_is_refused_and_nothing_is_stored(store: Store) -> None:
+    with pytest.raises(ConfigError, match="deployment 'other', expected 'demo'"):
+        store.append([make_sample(0, 0), make_sample(0, 1, deployment="other")])
+
+    assert store.sample_counts("run-1") == {}
+
+
+def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: Store) -> None:
+    store.append([make_sample(0, n) for n in range(4)])
+    cursor = store.samples("run-1")[-1][0]
+
+    assert store.prune(before_time=4.0) == 4
+    store.append([make_sample(0, 4)])
+
+    assert [s.sequence for _, s in store.samples("run-1", after=cursor)] == [4]
