@@ -32,7 +32,6 @@ from simulations.traces import read_expert_ids
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-TURNS = 3  # of the mix in one run, at least; more domains mean more turns
 
 
 def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:

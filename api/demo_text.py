@@ -47,8 +47,7 @@ def tokenize(text: str) -> NDArray[np.int32]:
 
 def standard_domains() -> list[Domain]:
     """Read the domains that every machine has."""
-    # The two that are least alike stand apart: every change of turn is a change of load.
-    texts = {"code": _code(), "data": _data(), "prose": _prose()}
+    texts = {"data": _data(), "code": _code(), "prose": _prose()}
     return [Domain(name, tokenize(_take(parts))) for name, parts in texts.items()]
 
 
@@ -75,10 +74,11 @@ def domains_of(paths: Sequence[Path]) -> list[Domain]:
 def mix_at(elapsed: float, period: float, num_domains: int) -> NDArray[np.float64]:
     """Part of the tokens that each domain gives, ``elapsed`` seconds into the run.
 
-    Each domain has its turn, an equal part of the period, in which MAIN_PART of the tokens are its
-    own; it takes over from the one before within FADE_PART of the turn.
+    Every domain has its turn, and then the first again: equal parts of the period, in which
+    MAIN_PART of the tokens are the domain's own. It takes over from the one before within
+    FADE_PART of the turn. Past the period it goes round and round.
     """
-    turn, into_turn = divmod(elapsed / period * num_domains, 1.0)
+    turn, into_turn = divmod(elapsed / period * (num_domains + 1), 1.0)
     now, before = int(turn) % num_domains, (int(turn) - 1) % num_domains
     taken_over = 1.0 if turn == 0 else min(1.0, into_turn / FADE_PART)
     mix = np.full(num_domains, (1.0 - MAIN_PART) / num_domains)

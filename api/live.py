@@ -11,7 +11,8 @@ from rich.live import Live
 from api.monitor import Monitor
 from api.settings import View
 from api.snapshot import Snapshot, WindowScore
-from api.terminal import decision_line, render
+from api.terminal import render
+from telemetry.store import Event
 
 PERIOD_S = 0.5
 STOP_TIMEOUT_S = 10.0
@@ -86,13 +87,12 @@ class LiveView:
 
 
 class PlainLines:
-    """One line for each window, decision and commit that was not said before."""
+    """One line for each window and event that was not said before."""
 
     def __init__(self) -> None:
         self._run: str | None = None
         self._last_window = -1
-        self._last_decision = 0
-        self._last_generation = -1
+        self._last_event = 0
 
     def new(self, seen: Snapshot) -> Iterator[str]:
         """Give the lines that a snapshot adds."""
@@ -105,18 +105,26 @@ class PlainLines:
             if score.index > self._last_window:
                 self._last_window = score.index
                 yield window_line(score)
-        for decision in seen.decisions:
-            if decision.id > self._last_decision:
-                self._last_decision = decision.id
-                yield f"generation={decision.generation} decision={decision.decision} " + (
-                    f'reason="{decision_line(decision)}"'
-                )
-        for mark in seen.marks:
-            if mark.generation > self._last_generation:
-                self._last_generation = mark.generation
-                yield f"generation={mark.generation} committed plan={mark.plan_id} " + (
-                    f'reason="{mark.reason}"'
-                )
+        for event in seen.events:
+            is_of_this_run = seen.started is not None and event.time >= seen.started
+            if is_of_this_run and event.id > self._last_event:
+                self._last_event = event.id
+                yield from event_lines(event)
+
+
+def event_lines(event: Event) -> Iterator[str]:
+    """Say an event in one line, generation first; those that say nothing new give none."""
+    detail = event.detail
+    reason = f'reason="{detail.get("reason", "")}"'
+    generation = f"generation={detail.get('generation', '-')}"
+    if event.kind == "plan":
+        yield f"{generation} decision={detail.get('decision')} {reason}"
+    elif event.kind in ("commit", "abort", "reject"):
+        yield f"{generation} {event.kind} plan={detail.get('plan_id')} {reason}"
+    elif event.kind == "control":
+        yield f"movement={detail.get('movement')} observe={detail.get('observe')} {reason}"
+    elif event.kind == "error":
+        yield f"{detail.get('where')}: {detail.get('message')}"
 
 
 def window_line(score: WindowScore) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from api.snapshot import Decision, Snapshot, WindowScore
+from api.snapshot import Snapshot, WindowScore
 
 PLOT_ROWS = 6
 EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -192,14 +192,4 @@ def in_units(count: int) -> str:
 def _decisions(seen: Snapshot, most: int) -> Iterator[Text]:
     for decision in reversed(seen.decisions[-most:] if most else ()):
         style = DECISION_STYLE.get(decision.decision, "")
-        yield Text.assemble(" ", (f"{decision.decision:^9}", style), "  ", decision_line(decision))
-
-
-def decision_line(decision: Decision) -> str:
-    """Say a decision in one line."""
-    before, after = decision.imbalance_before, decision.imbalance_after
-    figures = "" if before is None else f" (imbalance {before:.2f}"
-    if before is not None:
-        figures += ")" if after is None else f" -> {after:.2f})"
-    moves = f", {decision.moves} moves" if decision.moves else ""
-    return f"{decision.reason}{figures}{moves}"
+        yield Text.assemble(" ", (f"{decision.decision:^9}", style), "  ", decision.reason)

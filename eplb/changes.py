@@ -127,48 +127,31 @@ def best_copy(
     now = 0.0
     for window in range(len(layer.top)):
         now += layer.time[window, layer.top[window, 0]]
-    everyone = np.arange(len(layer.replicas))
-    on_hot = everyone[layer.holds[hot]]
+    share = bound.each * layer.replicas / (layer.replicas + 1)  # [E] with one replica more
+    relief = (bound.each - share) * ranks.slowness[hot]
+    everyone = np.arange(len(share))
+    on_hot = everyone[layer.holds[hot] & (relief > bound.sharp * score)]
     for rank in range(len(ranks.zone)):
         candidates = everyone if rank == hot else on_hot
+        gap = bound.time[hot] - bound.time[rank]
         for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
             leaves = layer.held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and layer.replicas[leaves] < 2):
                 continue
+            gone = bound.each[leaves] if leaves >= 0 else 0.0
             for candidate in candidates:
                 expert = int(candidate)
-                if not _may_help(layer, ranks, bound, hot, rank, leaves, expert, score):
+                # The hot rank must get lighter, and the other stay lighter than that one was.
+                lighter = gap + (gone - share[expert]) * ranks.slowness[rank]
+                if lighter <= bound.sharp * score or layer.holds[rank, expert]:
                     continue
-                if layer.zone_of_expert[expert] != ranks.zone[rank] or layer.holds[rank, expert]:
+                if layer.zone_of_expert[expert] != ranks.zone[rank]:
                     continue
                 total = _busiest_after_copy(layer, ranks, hot, rank, leaves, expert, now - score)
                 if now - total > score:
                     score = now - total
                     best = (slot, expert, -1, -1)
     return score, best
-
-
-@jit
-def _may_help(
-    layer: Layer,
-    ranks: Ranks,
-    bound: Outline,
-    hot: int,
-    rank: int,
-    leaves: int,
-    expert: int,
-    score: float,
-) -> bool:
-    """Whether the hot rank gets lighter, and the receiving one stays lighter than that one was."""
-    needed = bound.sharp * score
-    share = bound.each[expert] * layer.replicas[expert] / (layer.replicas[expert] + 1)
-    gone = bound.each[leaves] if leaves >= 0 else 0.0
-    if rank == hot:
-        return bool((gone - share) * ranks.slowness[hot] > needed)
-    if (bound.each[expert] - share) * ranks.slowness[hot] <= needed:
-        return False
-    after = bound.time[rank] + (share - gone) * ranks.slowness[rank]
-    return bool(bound.time[hot] - after > needed)
 
 
 @jit

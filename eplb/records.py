@@ -1,14 +1,14 @@
 """Placements, migrations and shapes as bytes and as plain dictionaries, for stores and files.
 
-Bytes are numpy's own ``.npz`` without pickles, with the version of this layout inside; a reader
-refuses a version that it does not know.
+Bytes are a digest, then numpy's own ``.npz`` without pickles, with the version of this layout
+inside. A reader refuses bytes that are damaged, and a version that it does not know.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from eplb.placement import Placement
 from eplb.topology import Topology
 
 RECORD_VERSION = 1
+DIGEST_BYTES = 16
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -136,17 +137,26 @@ def _pack(kind: str, meta: dict[str, Any], arrays: Arrays) -> bytes:
     header = json.dumps({"kind": kind, "version": RECORD_VERSION} | meta)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, header=np.array(header), **arrays)
-    return buffer.getvalue()
+    payload = buffer.getvalue()
+    return _digest(payload) + payload
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
 
 
 def _unpack(kind: str, record: bytes) -> tuple[dict[str, Any], Arrays]:
-    try:
-        with np.load(io.BytesIO(record), allow_pickle=False) as archive:
-            arrays = dict(archive)
-        meta = json.loads(str(arrays.pop("header")))
-        found = (meta["kind"], meta["version"])
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as exc:
-        raise StoreError(f"a {kind} record of {len(record)} bytes cannot be read: {exc}") from exc
+    digest, payload = record[:DIGEST_BYTES], record[DIGEST_BYTES:]
+    # Checked before anything is read: damaged archives fail in more ways than can be listed.
+    if digest != _digest(payload):
+        raise StoreError(
+            f"a {kind} record of {len(record)} bytes cannot be read: "
+            "its digest is not that of its content"
+        )
+    with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
+        arrays = dict(archive)
+    meta = json.loads(str(arrays.pop("header")))
+    found = (meta["kind"], meta["version"])
     if found != (kind, RECORD_VERSION):
         raise StoreError(
             f"found a record of kind {found[0]!r} version {found[1]}, "

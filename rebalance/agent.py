@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -92,9 +93,16 @@ class RankAgent:
         self._settings, self._parts, self._links = settings, parts, links
         self.placement = placement  # what serves now; a legal mix in mid-migration
         self.figures = StepFigures()
+        self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
+        self._stepped_at = time.monotonic()
         self._box = PhaseBox(RankPhase(generation=placement.generation))
         self._mover = Mover(
-            parts.rank, settings.topology, parts.bank, links.transport, parts.digests
+            parts.rank,
+            settings.topology,
+            parts.bank,
+            parts.table,
+            links.transport,
+            parts.digests,
         )
         self._watcher = Watcher(links.store, self, self._mover, self._box, links.reporter)
         self._migration: Migration | None = None
@@ -126,7 +134,7 @@ class RankAgent:
                 f"rank {self._parts.rank}: step {step} follows step {self._last_step}, "
                 "expected one call of step() before every forward pass"
             )
-        self._last_step = step
+        self._last_step, self._stepped_at = step, time.monotonic()
         if step % self._settings.sample_steps == 0:
             self._cut_sample(step)
         is_vote_due = step % self._settings.vote_every == 0
@@ -137,6 +145,11 @@ class RankAgent:
         if is_vote_due:
             self._cast_vote(step)
         return True
+
+    @property
+    def phase(self) -> str:
+        """Phase of the migration that this rank works on; "idle" without one."""
+        return self._box.state.phase.value
 
     def request_halt(self) -> None:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
@@ -199,15 +212,15 @@ class RankAgent:
         migration = self._migration
         assert migration is not None, "a verdict orders only what this rank works on"
         self._cut_sample(step)  # a sample never spans a swap
-        serving = migration.placement_after(order.last)
         first_slot = int(self._settings.topology.first_slot[self._parts.rank])
-        for transaction in migration.transactions[order.first : order.last]:
-            for move in self._mover.own_moves(transaction):
+        for number in range(order.first, order.last):
+            for move in self._mover.own_moves(migration.transactions[number]):
                 entry = self._mover.ring.release(move)
                 self._parts.bank.swap(move.layer, move.dst_slot - first_slot, entry)
                 self.figures.experts_moved += 1
-            self._parts.table.load(serving, transaction.layers)
-        self.placement = serving
+            turn = self._mover.turns[number]
+            self._parts.table.turn(turn.table)
+            self.placement = turn.placement
         self._box.state = phases.completed(self._box.state, migration.plan_id, order.last)
         self._box.state = phases.finish_swap(self._box.state)
         if self._box.state.plan is None:
@@ -308,8 +321,11 @@ class RankAgent:
                 "experts_moved": self.figures.experts_moved,
                 "rebalances": self.figures.rebalances,
                 "prepared": state.prepared,
+                "staged": self._mover.num_staged,
                 "to_stage": to_stage,
                 "swap_pauses_ms": self.figures.swap_pauses_ms[-256:],
                 "frozen": state.frozen_reason,
-            },
+                "progress_age_s": round(time.monotonic() - self._stepped_at, 3),
+            }
+            | self.notes,
         )

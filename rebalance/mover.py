@@ -9,18 +9,20 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from eplb.errors import MigrationError
+from eplb.errors import MigrationError, PlacementError
 from eplb.migration import Migration, Move, Source, Transaction
+from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance import phases
 from rebalance.phases import Phase, RankPhase
 from rebalance.transport import WeightTransport
 from runtime.experts import ExpertBank
 from runtime.memory import digest
+from runtime.routing import RoutingTable, TableLayers
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,14 @@ class StagingRing:
         return self._held[move]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What serves once a transaction is applied."""
+
+    placement: Placement
+    table: TableLayers
+
+
 class Mover:
     """Brings one rank's share of each migration."""
 
@@ -79,15 +89,25 @@ class Mover:
         rank: int,
         topology: Topology,
         bank: ExpertBank,
+        table: RoutingTable,
         transport: WeightTransport,
         digests: torch.Tensor,
     ) -> None:
         self._rank, self._topology = rank, topology
-        self._bank, self._transport = bank, transport
+        self._bank, self._table, self._transport = bank, table, transport
         self._digests = digests  # [L, E, 2] of every expert, agreed by all ranks at the start
         self.ring = StagingRing(bank.num_staging)
         self.bytes_by_source: Counter[str] = Counter()
         self.preload_deadline_s = 120.0
+        self.turns: list[Turn] = []  # of the migration being brought, one per transaction
+        self.num_staged = 0  # of the migration being brought
+
+    def prepare_turns(self, migration: Migration) -> None:
+        """Work out, off the step path, what serves after each transaction."""
+        self.turns = []
+        for number, transaction in enumerate(migration.transactions):
+            serving = migration.placement_after(number + 1)
+            self.turns.append(Turn(serving, self._table.prepare(serving, transaction.layers)))
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
         """Return the moves of a transaction that end in this rank's slots, in round order."""
@@ -96,8 +116,9 @@ class Mover:
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
         """Work one migration off: returns when it is done or dropped, and its staging is free."""
-        plan_id = migration.plan_id
+        plan_id, self.num_staged = migration.plan_id, 0
         try:
+            self.prepare_turns(migration)
             self._preload(migration)
             box.update(phases.preloaded, plan_id)
             for number, transaction in enumerate(migration.transactions):
@@ -112,7 +133,7 @@ class Mover:
                     box.update(phases.staged, plan_id, number + 1)
                     continue
                 break
-        except MigrationError as exc:
+        except (MigrationError, PlacementError) as exc:
             box.update(phases.want_abort, plan_id, f"rank {self._rank}: {exc}")
         except Exception:
             log.exception("rank %d: the mover failed", self._rank)
@@ -151,6 +172,7 @@ class Mover:
             move = self._retry_from_host(move, record, expected)
         source = Source.HOST if move.source is Source.DISK else move.source
         self.bytes_by_source[source.name.lower()] += len(record)
+        self.num_staged += 1
 
     def _retry_from_host(self, move: Move, record: torch.Tensor, expected: tuple[int, ...]) -> Move:
         again = replace(move, source=Source.HOST)

@@ -8,12 +8,23 @@ the slab directly. Records are loaded once, when first asked for, and stay.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +36,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, attach, digest
 
+HANDSHAKE_DEADLINE_S = 10.0
 READERS = 2  # threads that read and cook; disks want more than one request in flight
 Digest = tuple[int, int]
 
@@ -43,7 +55,11 @@ class SlabAddress:
 
 
 class HostSlab:
-    """The slab's owner: cooks records on demand and answers ranks until ``close``."""
+    """The slab's owner: cooks records on demand and answers ranks until ``close``.
+
+    Raises:
+        MigrationError: another process listens under this name.
+    """
 
     def __init__(
         self, address: SlabAddress, checkpoint: Checkpoint, model: ModelShape, schema: ExpertSchema
@@ -55,15 +71,21 @@ class HostSlab:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="preload")
         self._lock = threading.Lock()
         self._loads: dict[Record, Future[Digest]] = {}
-        self._listener = Listener(address.socket, "AF_UNIX", backlog=64, authkey=address.key)
+        self._key = address.key
+        try:
+            self._listener = Listener(address.socket, "AF_UNIX", backlog=64)
+        except OSError as exc:
+            raise MigrationError(
+                f"the preload process of host {address.name} cannot listen: {exc}"
+            ) from exc
         threading.Thread(target=self._accept, name="slab-accept", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue  # a stranger without the key, or a rank that died while it called
+            except ConnectionError:
+                continue  # a rank that died while it called
             except OSError:  # closed
                 return
             threading.Thread(
@@ -72,14 +94,20 @@ class HostSlab:
 
     def _serve(self, connection: Connection) -> None:
         with connection:
-            hello = {"handle": self._arena.handle, "num_bytes": len(self._arena.bytes)}
-            connection.send_bytes(json.dumps(hello).encode())
-            while True:
-                try:
-                    records = json.loads(connection.recv_bytes())
-                except (EOFError, OSError):  # the rank is gone
-                    return
-                connection.send_bytes(json.dumps(self._answer(records)).encode())
+            try:
+                # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
+                _limit_waits(connection, HANDSHAKE_DEADLINE_S)
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                _limit_waits(connection, 0.0)
+                hello = {"handle": self._arena.handle, "num_bytes": len(self._arena.bytes)}
+                connection.send_bytes(json.dumps(hello).encode())
+                while True:
+                    request = json.loads(connection.recv_bytes())
+                    answer = {"number": request["number"]} | self._answer(request["records"])
+                    connection.send_bytes(json.dumps(answer).encode())
+            except (AuthenticationError, EOFError, OSError):
+                return  # a stranger without the key, or a rank that is gone
 
     def _answer(self, records: list[list[int]]) -> dict[str, object]:
         loads = [self._load((layer, expert)) for layer, expert in records]
@@ -120,11 +148,15 @@ class SlabReader:
     ) -> None:
         self._num_experts, self._record_bytes = num_experts, record_bytes
         self._name = address.name
+        self._num_asked = 0
         try:
-            self._connection = Client(address.socket, "AF_UNIX", authkey=address.key)
-        except OSError as exc:
+            self._connection = Client(address.socket, "AF_UNIX")
+            _limit_waits(self._connection, deadline_s)
+            answer_challenge(self._connection, address.key)
+            deliver_challenge(self._connection, address.key)
+        except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
-                f"the preload process of host {address.name} does not answer: {exc}"
+                f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
             ) from exc
         hello = json.loads(self._receive("its greeting", deadline_s))
         self._slab = attach(hello["handle"], hello["num_bytes"])
@@ -137,11 +169,13 @@ class SlabReader:
         """
         if not records:
             return [], 0
+        self._num_asked += 1
+        request = {"number": self._num_asked, "records": list(records)}
         try:
-            self._connection.send_bytes(json.dumps(list(records)).encode())
+            self._connection.send_bytes(json.dumps(request).encode())
         except OSError as exc:
             raise MigrationError(f"the preload process of host {self._name} is gone") from exc
-        answer = json.loads(self._receive(f"{len(records)} records", deadline_s))
+        answer = self._answer_to(self._num_asked, f"{len(records)} records", deadline_s)
         if "error" in answer:
             raise MigrationError(f"preload on host {self._name} failed: {answer['error']}")
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
@@ -151,6 +185,14 @@ class SlabReader:
         span = record_span(record, self._num_experts, self._record_bytes)
         np.copyto(into.numpy(), self._slab[span])
 
+    def _answer_to(self, number: int, what: str, deadline_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + deadline_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            answer: dict[str, Any] = json.loads(self._receive(what, left_s))
+            if answer["number"] == number:  # else to a request that was given up as late
+                return answer
+
     def _receive(self, what: str, deadline_s: float) -> bytes:
         try:
             if self._connection.poll(deadline_s):
@@ -158,7 +200,7 @@ class SlabReader:
         except (EOFError, OSError) as exc:
             raise MigrationError(f"the preload process of host {self._name} is gone") from exc
         raise MigrationError(
-            f"the preload process of host {self._name} has not sent {what} in {deadline_s:.0f} s"
+            f"the preload process of host {self._name} has not sent {what} in {deadline_s:.3g} s"
         )
 
     def close(self) -> None:
@@ -171,3 +213,11 @@ def record_span(record: Record, num_experts: int, record_bytes: int) -> slice:
     layer, expert = record
     start = (layer * num_experts + expert) * record_bytes
     return slice(start, start + record_bytes)
+
+
+def _limit_waits(connection: Connection, seconds: float) -> None:
+    """Let no single read or write of a connection take longer; 0 for as long as it may."""
+    timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as handle:
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class SampleSink(Protocol):
     """Takes samples off the step path (telemetry.reporter.Reporter)."""
 
-    def offer(self, sample: LoadSample) -> None:
-        """Take a sample; never blocks, never raises."""
+    def offer(self, sample: LoadSample) -> bool:
+        """Take a sample; never blocks, never raises. False when one was dropped for it."""
 
     def state(self, state: RankState) -> None:
         """Take what the rank says of itself; only the newest matters."""

@@ -9,6 +9,7 @@ Shapes:  L MoE layers, E experts, Rmax most replicas of an expert, T tokens, K t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,16 @@ from eplb.errors import PlacementError
 from eplb.placement import EMPTY, Placement
 
 SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
+
+
+@dataclass(frozen=True)
+class TableLayers:
+    """Entries of some layers, ready to be copied into a routing table."""
+
+    layers: torch.Tensor  # [n]
+    slots: torch.Tensor  # [n, E, Rmax]
+    cumulative: torch.Tensor  # [n, E, Rmax]
+    generation: int
 
 
 class RoutingTable:
@@ -41,19 +52,33 @@ class RoutingTable:
         Raises:
             PlacementError: an expert has more replicas than the table has room for.
         """
-        chosen = sorted(layers)
+        self.turn(self.prepare(placement, layers))
+
+    def prepare(self, placement: Placement, layers: Iterable[int]) -> TableLayers:
+        """Work out the entries of some layers, ahead of the step at which they are to serve.
+
+        Raises:
+            PlacementError: an expert has more replicas than the table has room for.
+        """
+        chosen = torch.tensor(sorted(layers), dtype=torch.int64)
         slots, cumulative = _lookup(placement, self.source_node)
         room, found = self.slots.shape[2], slots.shape[2]
         if found > room:
             raise PlacementError(
                 f"an expert has {found} replicas, expected at most {room}, the table's size"
             )
-        for layer in chosen:
-            self.slots[layer].fill_(EMPTY)
-            self.cumulative[layer].fill_(SHARE_ONE)
-            self.slots[layer, :, :found].copy_(torch.tensor(slots[layer]))
-            self.cumulative[layer, :, :found].copy_(torch.tensor(cumulative[layer]))
-        self.generation = placement.generation
+        shape = (len(chosen), *self.slots.shape[1:])
+        padded_slots = torch.full(shape, EMPTY, dtype=torch.int32)
+        padded_cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32)
+        padded_slots[:, :, :found] = torch.tensor(slots)[chosen]
+        padded_cumulative[:, :, :found] = torch.tensor(cumulative)[chosen]
+        return TableLayers(chosen, padded_slots, padded_cumulative, placement.generation)
+
+    def turn(self, prepared: TableLayers) -> None:
+        """Let prepared layers serve: two copies. Only between steps."""
+        self.slots[prepared.layers] = prepared.slots
+        self.cumulative[prepared.layers] = prepared.cumulative
+        self.generation = prepared.generation
 
     @property
     def num_bytes(self) -> int:

@@ -30,6 +30,9 @@ Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOW_TOKENS = 4096
 CLEARLY_LONGER = 4
 
+# What a damaged archive raises inside numpy and zipfile, tried on every byte of one.
+DAMAGED = (OSError, ValueError, EOFError, RuntimeError, KeyError, zipfile.BadZipFile, zlib.error)
+
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -95,7 +98,7 @@ def _read(path: Path) -> Arrays:
             arrays = None if isinstance(archive, np.ndarray) else dict(archive)
     except FileNotFoundError as exc:
         raise HistoryError(f"trace {path} does not exist, expected an .npz file") from exc
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as exc:
+    except DAMAGED as exc:
         raise HistoryError(f"trace {path} cannot be read as an .npz file: {exc}") from exc
     if arrays is None:
         raise HistoryError(f"trace {path} is a bare array, expected an .npz file")

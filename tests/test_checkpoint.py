@@ -85,7 +85,10 @@ def test_what_is_written_is_read_back(
 
 
 def test_one_seed_writes_the_same_weights_again(
-    small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
+    small_checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
 ) -> None:
     write_random_checkpoint(tmp_path / "again", small_model, small_schema, vocabulary=64, seed=1)
     write_random_checkpoint(tmp_path / "other", small_model, small_schema, vocabulary=64, seed=2)
@@ -189,11 +192,11 @@ def test_another_model_s_weights_are_refused_with_both_shapes(
 ) -> None:
     wider = replace(small_model, intermediate=12)
     schema = ExpertSchema.swiglu(wider.hidden, wider.intermediate)
+    record = torch.zeros(schema.record_bytes, dtype=torch.uint8)
 
     with pytest.raises(CheckpointError, match=r"has shape \(8, 16\), expected \(12, 16\)"):
         small_checkpoint.check(wider, schema)
     with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(8, 16\), expected"):
-        record = torch.zeros(schema.record_bytes, dtype=torch.uint8)
         small_checkpoint.cook(0, 0, schema, record)
 
 

@@ -258,8 +258,9 @@ def test_plain_lines_say_each_thing_once(store: MemoryStore) -> None:
         "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
         "generation=1 window=0 steps=0..1 imbalance=1.600 contiguous=1.600",
         "generation=2 window=1 steps=2..3 imbalance=1.000 contiguous=1.600",
-        'generation=1 decision=MOVE reason="worth it (imbalance 1.60 -> 1.00), 2 moves"',
-        'generation=2 committed plan=1 reason="drift"',
+        'generation=1 commit plan=0 reason="start"',
+        'generation=1 decision=MOVE reason="worth it"',
+        'generation=2 commit plan=1 reason="drift"',
     ]
     assert list(lines.new(seen)) == []
 

@@ -1,0 +1,74 @@
+"""Load as samples and as windows: what is taken, and what is refused."""
+
+import numpy as np
+import pytest
+
+from eplb import LoadHistory, LoadSample
+from eplb.errors import HistoryError
+from eplb.load import as_history
+
+
+def test_one_window_may_come_without_its_axis() -> None:
+    assert as_history([[1, 2, 3]]).tokens.shape == (1, 1, 3)
+    assert as_history(np.ones((4, 2, 3))).num_windows == 4
+
+
+def test_fractions_keep_their_proportions() -> None:
+    tokens = as_history([[0.5, 0.25, 0.25]]).tokens
+
+    assert tokens[0, 0, 0] == 2 * tokens[0, 0, 1] > 2**30
+
+
+def test_tensors_are_taken_without_importing_torch() -> None:
+    torch = pytest.importorskip("torch")
+
+    assert as_history(torch.tensor([[1, 2]])).tokens.tolist() == [[[1, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ([[1.0, np.inf]], "not finite"),
+        ([[-1, 2]], "holds -1 tokens"),
+        ([[-0.5, 2]], "holds -0.5"),
+        ([1, 2], "shape"),
+        (np.zeros((0, 2, 3)), "none empty"),
+        ([["a"]], "dtype"),
+    ],
+)
+def test_load_that_cannot_be_planned_on_is_refused(load: object, message: str) -> None:
+    with pytest.raises(HistoryError, match=message):
+        as_history(load)  # type: ignore[arg-type]
+
+
+def test_the_latest_windows_keep_their_steps() -> None:
+    history = LoadHistory(
+        np.arange(6).reshape(3, 1, 2), first_step=np.array([0, 5, 10]), last_step=[4, 9, 14]
+    )
+
+    latest = history.latest(2)
+
+    assert latest.first_step.tolist() == [5, 10]
+    assert latest.steps_per_window.tolist() == [5, 5]
+    assert history.latest(9).num_windows == 3
+    assert history.total().tolist() == [[6, 9]]
+
+
+def test_lengths_that_differ_are_refused() -> None:
+    with pytest.raises(HistoryError, match="first_step has 1 entries, expected 2 windows"):
+        LoadHistory(np.ones((2, 1, 2)), first_step=np.array([0]), last_step=np.array([1]))
+
+
+def test_a_sample_in_the_wrong_order_is_refused() -> None:
+    def sample(last_step: int, tokens: list[list[int]]) -> LoadSample:
+        held = np.array([[0, 1]])
+        counted = np.array(tokens)
+        return LoadSample("d", "r", 0, 1, 0.0, 5, last_step, "decode", 1, held, counted)
+
+    assert sample(5, [[1, 2]]).tokens.sum() == 3
+    with pytest.raises(HistoryError, match=r"steps 5\.\.4, expected first <= last"):
+        sample(4, [[1, 2]])
+    with pytest.raises(HistoryError, match="-1 tokens in a slot"):
+        sample(5, [[1, -1]])
+    with pytest.raises(HistoryError, match="expected the same"):
+        sample(5, [[1]])

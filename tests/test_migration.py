@@ -1,0 +1,170 @@
+"""From one placement to the next: moves, their sources, transactions and rounds."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb import (
+    EMPTY,
+    Migration,
+    Move,
+    Pace,
+    Placement,
+    Problem,
+    Source,
+    Topology,
+    build_migration,
+)
+from eplb.errors import MigrationError, PlacementError
+from eplb.load import as_history
+from eplb.migration import moves_between
+from eplb.policies import POLICIES
+
+TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)
+BASE = Placement(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), num_experts=8, generation=3)
+
+
+def moved(*changes: tuple[int, int]) -> Placement:
+    held = BASE.slot_to_expert.copy()
+    for slot, expert in changes:
+        held[0, slot] = expert
+    return Placement(held, num_experts=8)
+
+
+def test_the_nearest_holder_is_the_source() -> None:
+    # Slots 0 and 1 trade on one rank; 3 and 4 trade across nodes.
+    target = moved((0, 1), (1, 0), (3, 4), (4, 3))
+
+    assert moves_between(BASE, target, TWO_NODES) == [
+        Move(0, 1, 0, Source.SAME_RANK, 1),
+        Move(0, 0, 1, Source.SAME_RANK, 0),
+        Move(0, 4, 3, Source.HOST),
+        Move(0, 3, 4, Source.HOST),
+    ]
+
+
+def test_a_peer_on_the_same_host_is_read_directly() -> None:
+    target = moved((1, 2), (2, 1))
+
+    assert moves_between(BASE, target, TWO_NODES) == [
+        Move(0, 2, 1, Source.PEER, 2),
+        Move(0, 1, 2, Source.PEER, 1),
+    ]
+
+
+def test_a_dead_peer_is_no_source() -> None:
+    topology = Topology(
+        TWO_NODES.node_of_rank,
+        TWO_NODES.slots_of_rank,
+        alive=np.array([True, False, True, True]),
+    )
+    base = Placement(np.array([[0, 1, 2, 3, 4, 5, EMPTY, EMPTY]]), num_experts=6)
+    target = Placement(np.array([[0, 1, EMPTY, EMPTY, 4, 5, 2, 3]]), num_experts=6)
+
+    sources = [move.source for move in moves_between(base, target, topology)]
+
+    assert sources == [Source.HOST, Source.HOST]
+
+
+def test_peers_that_hold_an_expert_take_turns() -> None:
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
+    base = Placement(np.array([[0, 1, 0, 2, 3, EMPTY, 4, EMPTY]]), num_experts=5)
+    target = Placement(np.array([[0, 1, 0, 2, 3, 0, 4, 0]]), num_experts=5)
+
+    assert [move.src_slot for move in moves_between(base, target, topology)] == [0, 2]
+
+
+def test_placements_of_another_shape_have_no_way_between_them() -> None:
+    with pytest.raises(MigrationError, match="expected the same"):
+        moves_between(BASE, Placement(np.array([[0, 1]]), num_experts=2), TWO_NODES)
+
+
+def test_the_staging_ring_limits_a_transaction() -> None:
+    base = Placement(np.array([[0, 1, 2, 3]] * 3), num_experts=4)
+    target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+    two_at_once = build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=4))
+
+    assert [transaction.layers for transaction in two_at_once.transactions] == [(0, 1), (2,)]
+    with pytest.raises(MigrationError, match="layer 0 moves 2 experts into rank 0, expected at"):
+        build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=1))
+
+
+def test_a_target_that_cannot_serve_is_refused() -> None:
+    doubled = Placement(np.array([[0, 0, 1, 2]]), num_experts=3)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+    with pytest.raises(PlacementError, match="more than once"):
+        build_migration(Placement(np.array([[0, 1, 0, 2]]), 3), doubled, topology, plan_id=1)
+
+
+def test_shares_alone_need_a_transaction_without_moves() -> None:
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+    base = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=5)
+    target = Placement(base.slot_to_expert, 3, slot_share=np.array([[0.25, 1, 0.75, 1]]))
+
+    migration = build_migration(base, target, topology, plan_id=1)
+
+    assert [txn.layers for txn in migration.transactions] == [(0,)]
+    assert migration.moves == ()
+    assert migration.target.generation == 6
+
+
+def test_the_hash_covers_what_ranks_must_agree_on() -> None:
+    def made(plan_id: int, pace: Pace, target: Placement) -> Migration:
+        return build_migration(BASE, target, TWO_NODES, plan_id=plan_id, pace=pace)
+
+    first = made(1, Pace(), moved((0, 1), (1, 0)))
+    others = [
+        made(2, Pace(), moved((0, 1), (1, 0))),
+        made(1, Pace(transactions_per_commit=2), moved((0, 1), (1, 0))),
+        made(1, Pace(), moved((2, 3), (3, 2))),
+    ]
+
+    assert first.hash == made(1, Pace(), moved((0, 1), (1, 0))).hash
+    assert first.hash not in {other.hash for other in others}
+    assert 0 <= first.vote_hash < 2**62
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.integers(1, 5),
+    slots=st.integers(1, 4),
+    staging=st.integers(4, 9),
+)
+def test_a_migration_reaches_its_target_without_contention(
+    seed: int, num_ranks: int, slots: int, staging: int
+) -> None:
+    topology = Topology.uniform(1, num_ranks, slots)
+    num_experts = max(slots, num_ranks * slots - 3)
+    history = as_history(np.ones((4, num_experts), dtype=np.int64))
+    base, target = (
+        POLICIES["random"](Problem(history, topology, seed=one)) for one in (seed, seed + 1)
+    )
+
+    migration = build_migration(
+        base, target, topology, plan_id=1, pace=Pace(staging_experts=staging)
+    )
+
+    done = migration.placement_after(len(migration.transactions))
+    assert (done.slot_to_expert == target.slot_to_expert).all()
+    layers = [layer for txn in migration.transactions for layer in txn.layers]
+    assert len(layers) == len(set(layers))
+    for transaction in migration.transactions:
+        received = [int(topology.rank_of_slot[move.dst_slot]) for move in transaction.moves]
+        assert all(received.count(rank) <= staging for rank in received)
+        for one_round in transaction.rounds:
+            receivers = [int(topology.rank_of_slot[move.dst_slot]) for move in one_round]
+            senders = [
+                int(topology.rank_of_slot[move.src_slot])
+                for move in one_round
+                if move.source is Source.PEER
+            ]
+            assert len(receivers) == len(set(receivers))
+            assert len(senders) == len(set(senders))
+    for move in migration.moves:
+        if move.source in (Source.SAME_RANK, Source.PEER):
+            assert base.slot_to_expert[move.layer, move.src_slot] == move.expert

@@ -1,0 +1,293 @@
+"""The preload process: one slab per host, read by real processes, killed at will."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eplb.errors import MigrationError
+from eplb.model import ModelShape
+from rebalance.links import fill_bank
+from rebalance.slab import HostSlab, SlabAddress, SlabReader
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+
+DEADLINE_S = 30.0
+AT_ONCE_S = 5.0  # what must not wait for a deadline
+FORK = multiprocessing.get_context("fork")
+names = itertools.count()
+
+Reads = Callable[[SlabReader], Any]
+
+
+@dataclass
+class Host:
+    """A slab in a process of its own, and how to reach it."""
+
+    address: SlabAddress
+    process: BaseProcess
+    schema: ExpertSchema
+    checkpoint: Checkpoint
+
+    def reader(self, address: SlabAddress | None = None) -> SlabReader:
+        return SlabReader(
+            address or self.address, 8, self.schema.record_bytes, deadline_s=DEADLINE_S
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def read_in_a_process(self, reads: Reads) -> Connection:
+        """Fork a rank that attaches and runs ``reads``; its result comes over the pipe."""
+        ours, theirs = FORK.Pipe(duplex=False)
+
+        def run() -> None:
+            try:
+                theirs.send(reads(self.reader()))
+            except BaseException as exc:
+                theirs.send(f"{type(exc).__name__}: {exc}")
+            os._exit(0)
+
+        FORK.Process(target=run, daemon=True).start()
+        theirs.close()
+        return ours
+
+    def cooked(self, layer: int, expert: int) -> torch.Tensor:
+        record = torch.zeros(self.schema.record_bytes, dtype=torch.uint8)
+        self.checkpoint.cook(layer, expert, self.schema, record)
+        return record
+
+
+def answer(pipe: Connection) -> Any:
+    assert pipe.poll(DEADLINE_S), f"the rank said nothing in {DEADLINE_S:.0f} s"
+    return pipe.recv()
+
+
+def new_address() -> SlabAddress:
+    return SlabAddress(f"test-{os.getpid()}-{next(names)}", os.urandom(16))
+
+
+@pytest.fixture
+def host(
+    small_checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
+) -> Iterator[Host]:
+    # A copy that tests may damage: the slab opens its shards here, before the damage.
+    checkpoint = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
+    address = new_address()
+    ours, theirs = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        slab = HostSlab(address, checkpoint, small_model, small_schema)
+        theirs.send("ready")
+        signal.pause()
+        slab.close()
+
+    process = FORK.Process(target=run, daemon=True)
+    process.start()
+    theirs.close()
+    assert answer(ours) == "ready"
+    yield Host(address, process, small_schema, checkpoint)
+    process.kill()
+    process.join()
+
+
+def test_a_record_holds_the_cooked_bytes_and_its_digest(host: Host) -> None:
+    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
+
+    digests, from_disk = reader.load([(1, 5), (0, 2)], deadline_s=DEADLINE_S)
+    reader.read((1, 5), record)
+
+    assert torch.equal(record, host.cooked(1, 5))
+    assert digests == [digest(host.cooked(1, 5)), digest(host.cooked(0, 2))]
+    assert from_disk == 2 * host.schema.record_bytes
+    assert reader.load([], deadline_s=0.0) == ([], 0)
+
+
+def test_two_ranks_share_what_was_loaded_once(host: Host) -> None:
+    records = [(layer, expert) for layer in (0, 1) for expert in range(8)]
+
+    def load(reader: SlabReader) -> tuple[int, list[tuple[int, int]]]:
+        digests, from_disk = reader.load(records, deadline_s=DEADLINE_S)
+        into = torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
+        read = []
+        for record in records:
+            reader.read(record, into)
+            read.append(digest(into))
+        assert read == digests
+        return from_disk, digests
+
+    first, second = (answer(pipe) for pipe in [host.read_in_a_process(load) for _ in range(2)])
+
+    assert first[1] == second[1]
+    assert first[0] + second[0] == 16 * host.schema.record_bytes
+
+
+def test_a_rank_is_filled_from_the_slab(host: Host, small_schema: ExpertSchema) -> None:
+    bank = ExpertBank(small_schema, 2, 3, num_staging=1)
+
+    digests = fill_bank(bank, [[4, -1, 0], [7, 1, -1]], host.reader(), deadline_s=DEADLINE_S)
+
+    assert torch.equal(bank.live(0, 2), host.cooked(0, 0))
+    assert digests == {
+        record: digest(host.cooked(*record)) for record in [(0, 4), (0, 0), (1, 7), (1, 1)]
+    }
+    assert not bank.live(0, 1).any()
+
+
+def test_what_is_wrong_with_a_record_reaches_the_rank_and_the_rest_goes_on(host: Host) -> None:
+    reader = host.reader()
+
+    with pytest.raises(MigrationError, match=r"failed: .*experts\.8\.gate_proj.weight is missing"):
+        reader.load([(0, 1), (0, 8)], deadline_s=DEADLINE_S)
+
+    # Expert 1 was good, and is there now: only expert 2 comes from disk.
+    assert reader.load([(0, 1), (0, 2)], deadline_s=DEADLINE_S)[1] == host.schema.record_bytes
+
+
+def test_a_slow_disk_is_reported_in_time_and_its_late_answer_is_not_taken_for_another(
+    host: Host,
+) -> None:
+    reader = host.reader()
+    host.signal(signal.SIGSTOP)
+
+    with pytest.raises(MigrationError, match=r"has not sent 2 records in 0\.2 s"):
+        reader.load([(0, 1), (0, 2)], deadline_s=0.2)
+    host.signal(signal.SIGCONT)
+
+    digests, _ = reader.load([(1, 3)], deadline_s=DEADLINE_S)
+    assert digests == [digest(host.cooked(1, 3))]
+
+
+# -- death
+
+
+def test_a_killed_slab_is_told_at_once_and_what_was_read_stays_readable(host: Host) -> None:
+    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
+    reader.load([(0, 0)], deadline_s=DEADLINE_S)
+    host.process.kill()
+    host.process.join()
+
+    started = time.monotonic()
+    with pytest.raises(MigrationError, match=f"host {host.address.name} is gone"):
+        reader.load([(0, 1)], deadline_s=DEADLINE_S)
+    with pytest.raises(MigrationError, match=f"host {host.address.name} does not answer"):
+        host.reader()
+
+    assert time.monotonic() - started < AT_ONCE_S
+    reader.read((0, 0), record)
+    assert torch.equal(record, host.cooked(0, 0))
+
+
+def test_a_slab_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
+    waiting = host.read_in_a_process(lambda reader: wait_for_a_stopped_slab(reader, host))
+
+    os.waitid(os.P_PID, host.process.pid or 0, os.WSTOPPED)
+    host.process.kill()
+
+    assert answer(waiting) == f"the preload process of host {host.address.name} is gone"
+
+
+def wait_for_a_stopped_slab(reader: SlabReader, host: Host) -> str:
+    host.signal(signal.SIGSTOP)
+    with pytest.raises(MigrationError) as refused:
+        reader.load([(0, 1)], deadline_s=DEADLINE_S)
+    return str(refused.value)
+
+
+def test_a_stopped_slab_keeps_no_new_rank_waiting_for_ever(host: Host) -> None:
+    host.signal(signal.SIGSTOP)
+
+    with pytest.raises(MigrationError, match="does not answer"):
+        SlabReader(host.address, 8, host.schema.record_bytes, deadline_s=0.2)
+
+
+def test_a_rank_killed_while_it_waits_is_no_harm_to_the_others(host: Host) -> None:
+    host.reader().load([(0, 0)], deadline_s=DEADLINE_S)
+
+    def ask_and_die(reader: SlabReader) -> None:
+        reader._connection.send_bytes(b'{"number": 1, "records": [[0, 1], [1, 1], [1, 2]]}')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    died = host.read_in_a_process(ask_and_die)
+
+    with pytest.raises(EOFError):
+        answer(died)
+    assert host.reader().load([(1, 6)], deadline_s=DEADLINE_S)[0] == [digest(host.cooked(1, 6))]
+
+
+def test_nothing_is_left_behind_by_a_kill(host: Host) -> None:
+    before = files_of_ours(host)
+    host.reader().load([(0, 0)], deadline_s=DEADLINE_S)
+    assert host.address.name in Path("/proc/net/unix").read_text()
+
+    host.process.kill()
+    host.process.join()
+
+    assert files_of_ours(host) == before
+    assert re.search(rf"{host.address.name}\s*$", listening(), re.MULTILINE) is None
+
+
+def files_of_ours(host: Host) -> set[Path]:
+    in_shared_memory = {path for path in Path("/dev/shm").iterdir() if "eplb" in path.name}
+    return in_shared_memory | set(host.checkpoint.path.iterdir())
+
+
+def listening() -> str:
+    """Unix sockets that accept connections: flag 10000 in the kernel's own table."""
+    table = Path("/proc/net/unix").read_text().splitlines()
+    return "\n".join(line for line in table if line.split()[3:4] == ["00010000"])
+
+
+def test_a_second_slab_under_one_name_is_refused(
+    host: Host, small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    with pytest.raises(MigrationError, match=r"cannot listen: .*Address already in use"):
+        HostSlab(host.address, host.checkpoint, small_model, small_schema)
+
+
+# -- strangers
+
+
+def test_a_stranger_without_the_key_is_refused_and_the_slab_goes_on(host: Host) -> None:
+    with pytest.raises(MigrationError, match=r"does not answer: .*digest"):
+        host.reader(replace(host.address, key=b"another"))
+
+    assert len(host.reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
+
+
+def test_a_stranger_who_says_nothing_or_nonsense_keeps_nobody_waiting(host: Host) -> None:
+    with (
+        socket.socket(socket.AF_UNIX) as silent,
+        socket.socket(socket.AF_UNIX) as babbling,
+    ):
+        silent.connect(host.address.socket)
+        babbling.connect(host.address.socket)
+        babbling.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+
+        started = time.monotonic()
+        assert len(host.reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
+        assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_the_key_is_in_no_printed_address() -> None:
+    assert "secret" not in repr(SlabAddress("host-0", b"secret"))
