@@ -16,9 +16,18 @@ from api.snapshot import Snapshot, WindowScore
 PLOT_ROWS = 6
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLD, HOT = (62, 120, 160), (205, 95, 45)  # below and above the mean
-NEUTRAL = (44, 54, 57)
 ACCENT, QUIET, GOOD, BAD = "cyan", "bright_black", "green", "bold red"
 MARK = "rgb(220,120,70)"
+HEAT: tuple[tuple[float, str], ...] = (  # up to this ratio of the mean, this colour
+    (0.75, "color(25)"),
+    (0.90, "color(24)"),
+    (0.96, "color(23)"),
+    (1.04, "color(236)"),
+    (1.10, "color(94)"),
+    (1.25, "color(130)"),
+    (1.50, "color(166)"),
+    (float("inf"), "color(160)"),
+)
 DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET}
 BYTES_PER_UNIT = 1000.0
 
@@ -96,11 +105,8 @@ def _heatmap(seen: Snapshot, width: int, num_rows: int) -> list[Text]:
 
 
 def _colour(ratio: float) -> str:
-    """Half the mean and less is cold, one and a half times the mean and more hot."""
-    part = min(1.0, abs(ratio - 1.0) / 0.5)
-    end = HOT if ratio > 1.0 else COLD
-    mixed = (round(a + (b - a) * part) for a, b in zip(NEUTRAL, end, strict=True))
-    return f"rgb({','.join(map(str, mixed))})"
+    """Blue below the mean, orange above it, in steps that a 256-colour terminal has exactly."""
+    return next(colour for limit, colour in HEAT if ratio <= limit)
 
 
 def _legend() -> Text:

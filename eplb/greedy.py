@@ -22,6 +22,8 @@ from eplb.topology import Topology
 
 GOOD_ENOUGH = 1.005  # swaps stop here: more costs time, and the next window differs by more
 REFINED = 1.0005
+FINEST_GAIN = 1e-5  # imbalance that a move of the search must gain
+WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise
 STEPS_PER_SLOT = 2  # a bound that the search does not reach in practice
 
 
@@ -36,7 +38,8 @@ def refined(problem: Problem) -> IntArray:
     total = problem.work.sum(axis=0)
     zones = zones_for(total, problem.topology, problem.num_groups)
     held = _packed(total, zones)
-    rules = Rules(REFINED, 1e-5, COPIES_LAST, STEPS_PER_SLOT * problem.topology.num_slots)
+    min_gain = FINEST_GAIN if len(problem.work) == 1 else WINDOWS_GAIN
+    rules = Rules(np.full(len(held), REFINED), min_gain, COPIES_LAST, STEPS_PER_SLOT * problem.topology.num_slots)
     improve(problem.scaled, held, zones.of_expert, zones.ranks, rules)
     return held
 
@@ -47,7 +50,7 @@ def fresh_slots(
     """[L, S] replicate, pack and swap for work [L, E]; -1 for slots that stay empty."""
     zones = zones_for(work, topology, num_groups)
     held = _packed(work, zones)
-    rules = Rules(good_enough, 1e-5, COPIES_NEVER, STEPS_PER_SLOT * topology.num_slots)
+    rules = Rules(np.full(len(held), good_enough), FINEST_GAIN, COPIES_NEVER, STEPS_PER_SLOT * topology.num_slots)
     one_window = np.ascontiguousarray(scale(work, topology)[:, None])
     improve(one_window, held, zones.of_expert, zones.ranks, rules)
     return held

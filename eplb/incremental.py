@@ -14,7 +14,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance
+from eplb.balance import imbalance, rank_load
 from eplb.greedy import STEPS_PER_SLOT, in_place, refined
 from eplb.hierarchical import Zones, keeps_groups, nodes_of_groups, zones_for
 from eplb.kernels import IntArray
@@ -36,7 +36,7 @@ def incremental(problem: Problem, current: Placement) -> IntArray:
     start = repaired(base, problem.work.sum(axis=0), problem.topology, zones)
     found = start.copy()
     rules = Rules(
-        problem.budget.target_imbalance,
+        np.maximum(problem.budget.target_imbalance, floor_of(problem, current)),
         problem.budget.min_gain_per_move,
         COPIES_ALWAYS,
         STEPS_PER_SLOT * problem.topology.num_slots,
@@ -50,6 +50,16 @@ def incremental(problem: Problem, current: Placement) -> IntArray:
     fresh = in_place(refined(problem), current.slot_to_expert, problem.topology)
     afresh = lost | (reached - FRESH_ADVANTAGE > imbalance_of_slots(problem, fresh))
     return np.where(afresh[:, None], fresh, found)
+
+
+def floor_of(problem: Problem, current: Placement) -> NDArray[np.float64]:
+    import os
+    from eplb.gate import _largest_of
+    load = rank_load(problem.scaled.transpose(1, 0, 2), current, problem.topology)
+    if len(load)<4: return np.ones(load.shape[1])
+    R=load.shape[2]
+    variance = np.square(np.diff(load, axis=0)).mean(axis=2) / 2
+    return 1+float(os.environ.get("FF","1"))*np.sqrt(np.median(variance,axis=0)*R/(R-1))*_largest_of(R)
 
 
 def imbalance_of_slots(problem: Problem, held: IntArray) -> NDArray[np.float64]:

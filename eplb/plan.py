@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.allowance import moves_per_layer, within_budget
 from eplb.balance import imbalance, lower_bound, rank_load
 from eplb.errors import PlacementError
 from eplb.gate import CostModel, Decision, Outlook, decide, window_noise
 from eplb.load import LoadHistory, as_history
 from eplb.migration import Move, Source, moves_between
 from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement, check_fits, duplicate_replicas
+from eplb.placement import EMPTY, Placement, check_fits
 from eplb.policies import contiguous_policy, policy_named
 from eplb.problem import Budget, Problem
 from eplb.topology import Topology
@@ -73,7 +74,7 @@ class Plan:
     @property
     def num_moves(self) -> int:
         """Weights that move, without listing them."""
-        return count_moves(self.base, self.target)
+        return int(moves_per_layer(self.base, self.target).sum())
 
     @cached_property
     def bytes_by_link(self) -> dict[str, int]:
@@ -151,7 +152,7 @@ def plan(
     proposed = policy_named(policy)(problem)
     before = imbalance_per_layer(problem, base)
     after = imbalance_per_layer(problem, proposed)
-    proposed, after, curve = _within_budget(problem, base, proposed, before, after)
+    proposed, after, curve = within_budget(problem, base, proposed, before, after)
     decision, reason = _decided(problem, base, proposed, before, after)
     target = base if decision is Decision.KEEP else proposed.with_generation(base.generation + 1)
     return Plan(
@@ -173,51 +174,6 @@ def imbalance_per_layer(problem: Problem, placement: Placement) -> NDArray[np.fl
     """[L] mean over the windows of this placement's imbalance."""
     ratio: NDArray[np.float64] = imbalance(problem.work, placement, problem.topology).mean(axis=0)
     return ratio
-
-
-def count_moves(base: Placement, target: Placement) -> int:
-    """Weights that must move from ``base`` to ``target``."""
-    return int(_moves_per_layer(base, target).sum())
-
-
-def _moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
-    new = (base.slot_to_expert != target.slot_to_expert) & (target.slot_to_expert != EMPTY)
-    per_layer: NDArray[np.int64] = new.sum(axis=1)
-    return per_layer
-
-
-def _within_budget(
-    problem: Problem,
-    base: Placement,
-    proposed: Placement,
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-) -> tuple[Placement, NDArray[np.float64], tuple[tuple[int, float], ...]]:
-    """Take layers by gain per move until the budget is spent; each layer taken is a curve point."""
-    moves = _moves_per_layer(base, proposed)
-    gain = (before - after) / np.maximum(moves, 1)
-    forced = _layers_that_cannot_serve(base, problem.topology)
-    order = sorted(range(len(moves)), key=lambda layer: (layer not in forced, -gain[layer], layer))
-    chosen: list[int] = []
-    spent, balance = 0, before.copy()
-    curve = [(0, float(balance.mean()))]
-    for layer in order:
-        fits = problem.max_moves is None or spent + moves[layer] <= problem.max_moves
-        if not fits and layer not in forced:
-            continue
-        chosen.append(layer)
-        spent += int(moves[layer])
-        balance[layer] = after[layer]
-        if moves[layer]:
-            curve.append((spent, float(balance.mean())))
-    return base.with_layers(proposed, chosen), balance, tuple(curve)
-
-
-def _layers_that_cannot_serve(base: Placement, topology: Topology) -> frozenset[int]:
-    """Layers with doubles on one rank or experts on dead ranks."""
-    lost = (base.slot_to_expert[:, ~topology.alive[topology.rank_of_slot]] != EMPTY).any(axis=1)
-    doubled = duplicate_replicas(base, topology)[:, 0]
-    return frozenset(np.flatnonzero(lost).tolist()) | frozenset(doubled.tolist())
 
 
 def _decided(

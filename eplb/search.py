@@ -25,7 +25,7 @@ PATIENCE = 32  # steps without a better maximum before a layer counts as stuck
 class Rules(NamedTuple):
     """When the search stops, and what it tries."""
 
-    target: float  # imbalance at which a layer is good enough
+    target: FloatArray  # [L] imbalance at which a layer is good enough
     min_gain: float  # mean imbalance that a move must gain
     copies: int  # COPIES_NEVER, COPIES_LAST or COPIES_ALWAYS
     max_steps: int  # M
@@ -79,7 +79,15 @@ def improve(
         )
         _take_stock(layer, ranks)
         start = layer.held.copy()
-        made = _descend(layer, ranks, rules, slots[number], experts[number], imbalance[number])
+        made = _descend(
+            layer,
+            ranks,
+            rules,
+            rules.target[number],
+            slots[number],
+            experts[number],
+            imbalance[number],
+        )
         # Steps after the best state only shuffled equally busy ranks: they are not worth a move.
         taken[number] = np.argmin(imbalance[number, : made + 1])
         layer.held[:] = start
@@ -95,6 +103,7 @@ def _descend(
     layer: Layer,
     ranks: Ranks,
     rules: Rules,
+    target: float,
     slots: IntArray,
     experts: IntArray,
     imbalance: FloatArray,
@@ -103,7 +112,7 @@ def _descend(
     imbalance[0] = _measure(layer, ranks)
     best = 0
     for step in range(rules.max_steps):
-        if imbalance[step] <= rules.target or step - best >= PATIENCE:
+        if imbalance[step] <= target or step - best >= PATIENCE:
             return step
         change = _best_change(layer, ranks, rules)
         if change[0] < 0:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from eplb.errors import MigrationError
+from eplb.errors import MigrationError, RankError
 from rebalance.slab import Digest
 from rebalance.transport import Record
 
@@ -27,13 +27,17 @@ def agree_on_digests(
 
     Raises:
         MigrationError: two ranks hold different bytes for one expert.
+        RankError: a rank died or missed the group's deadline.
     """
     smallest = torch.full((num_layers, num_experts, 2), _HIGHEST, dtype=torch.int64)
     largest = torch.full_like(smallest, _LOWEST)
     for (layer, expert), digest in mine.items():
         smallest[layer, expert] = largest[layer, expert] = torch.tensor(digest)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    try:
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as exc:
+        raise RankError(f"a rank died or was late while digests were agreed on: {exc}") from exc
     differing = torch.nonzero((smallest != largest).any(dim=2)).tolist()
     if differing:
         layer, expert = differing[0]

@@ -8,6 +8,7 @@ the slab directly. Records are loaded once, when first asked for, and stay.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import struct
@@ -17,13 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import numpy as np
@@ -36,9 +31,12 @@ from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, attach, digest
 
+ACCEPT_RETRY_S = 1.0
 HANDSHAKE_DEADLINE_S = 10.0
 READERS = 2  # threads that read and cook; disks want more than one request in flight
 Digest = tuple[int, int]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,13 @@ class HostSlab:
         self._lock = threading.Lock()
         self._loads: dict[Record, Future[Digest]] = {}
         self._key = address.key
+        self._is_closed = threading.Event()
+        self._listening = socket.socket(socket.AF_UNIX)
         try:
-            self._listener = Listener(address.socket, "AF_UNIX", backlog=64)
+            self._listening.bind(address.socket)
+            self._listening.listen(64)
         except OSError as exc:
+            self._listening.close()
             raise MigrationError(
                 f"the preload process of host {address.name} cannot listen: {exc}"
             ) from exc
@@ -83,11 +85,14 @@ class HostSlab:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
-            except ConnectionError:
-                continue  # a rank that died while it called
-            except OSError:  # closed
-                return
+                caller, _ = self._listening.accept()
+            except OSError as exc:
+                if self._is_closed.is_set():
+                    return
+                log.warning("a rank could not be answered: %s", exc)
+                self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
+                continue
+            connection = Connection(caller.detach())
             threading.Thread(
                 target=self._serve, args=(connection,), name="slab-rank", daemon=True
             ).start()
@@ -96,10 +101,11 @@ class HostSlab:
         with connection:
             try:
                 # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
-                _limit_waits(connection, HANDSHAKE_DEADLINE_S)
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                _limit_waits(connection, 0.0)
+                with socket.socket(fileno=os.dup(connection.fileno())) as end:
+                    _limit_waits(end, HANDSHAKE_DEADLINE_S)
+                    deliver_challenge(connection, self._key)
+                    answer_challenge(connection, self._key)
+                    _limit_waits(end, 0.0)
                 hello = {"handle": self._arena.handle, "num_bytes": len(self._arena.bytes)}
                 connection.send_bytes(json.dumps(hello).encode())
                 while True:
@@ -136,7 +142,9 @@ class HostSlab:
 
     def close(self) -> None:
         """Stop answering."""
-        self._listener.close()
+        self._is_closed.set()
+        self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
+        self._listening.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
 
 
@@ -150,8 +158,7 @@ class SlabReader:
         self._name = address.name
         self._num_asked = 0
         try:
-            self._connection = Client(address.socket, "AF_UNIX")
-            _limit_waits(self._connection, deadline_s)
+            self._connection = _call(address, deadline_s)
             answer_challenge(self._connection, address.key)
             deliver_challenge(self._connection, address.key)
         except (AuthenticationError, EOFError, OSError) as exc:
@@ -215,9 +222,15 @@ def record_span(record: Record, num_experts: int, record_bytes: int) -> slice:
     return slice(start, start + record_bytes)
 
 
-def _limit_waits(connection: Connection, seconds: float) -> None:
-    """Let no single read or write of a connection take longer; 0 for as long as it may."""
+def _call(address: SlabAddress, deadline_s: float) -> Connection:
+    with socket.socket(socket.AF_UNIX) as calling:
+        _limit_waits(calling, deadline_s)
+        calling.connect(address.socket)
+        return Connection(calling.detach())
+
+
+def _limit_waits(end: socket.socket, seconds: float) -> None:
+    """Let no single read or write take longer; 0 for as long as it may."""
     timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as handle:
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-        handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -77,17 +77,24 @@ class _GlooVote:
             self._failed = True
 
     def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
-        if self._failed:
-            return Outcome.BROKEN, []
+        if self._failed or self._is_late(timeout_s):
+            return (Outcome.BROKEN if self._failed else Outcome.LATE), []
         try:
-            # A timeout of zero would mean "for ever" to torch.
-            self._work.wait(timedelta(seconds=max(timeout_s, 1e-3)))
+            self._work.wait()  # it has ended, well or badly: this only says which
         except RuntimeError:
-            if not self._work.is_completed():
-                return Outcome.LATE, []
             self._failed = True
             return Outcome.BROKEN, []
         return Outcome.VALUE, self._vector.tolist()
+
+    def _is_late(self, timeout_s: float) -> bool:
+        try:
+            if timeout_s > 0:  # zero would mean "for ever" to torch
+                self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError:
+            # A time-out or a failure, the type does not tell; and a vote that ends right after the
+            # time-out has not failed. Only whether it has ended counts.
+            pass
+        return not self._work.is_completed()
 
 
 class LocalVotes:
