@@ -156,8 +156,8 @@ def _build(plan: WorkerPlan, rank: int) -> Rank:
     )
     handles: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(handles, bank.handle, group=votes)
-    dispatcher = AllToAllDispatcher(topology, group, rank)
     counter = SlotCounter(model.num_layers, num_slots)
+    dispatcher = AllToAllDispatcher(topology, group, rank, counter)
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, plan),
@@ -177,7 +177,7 @@ def _build(plan: WorkerPlan, rank: int) -> Rank:
     )
     dense = Checkpoint(plan.weights).dense_weights()
     layers = [
-        MoELayer(layer, model.top_k, bank, table, dispatcher, counter, _shared(dense, layer))
+        MoELayer(layer, model.top_k, bank, table, dispatcher, _shared(dense, layer))
         for layer in range(model.num_layers)
     ]
     return Rank(agent, MoEStack(model, dense, layers), dispatcher, reporter, RankFigures())

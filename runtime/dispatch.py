@@ -9,25 +9,27 @@ Shapes:  T tokens of this rank, K top-k, H hidden, R ranks, C slots of this rank
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from eplb.errors import RankError
 from eplb.topology import Topology
+from runtime.counters import SlotCounter
 
 
 @dataclass(frozen=True)
 class Received:
-    """What one dispatch brought to this rank, and what combine needs to send results back."""
+    """What one dispatch brought to this rank.
 
-    rows: torch.Tensor  # [n, H] grouped by local slot, in slot order
+    ``rows`` is [n, H], grouped by local slot in slot order, or [C, M, H], M places for each slot of
+    which the first ``counts`` are filled: experts must take either.
+    """
+
+    rows: torch.Tensor
     counts: torch.Tensor  # [C] rows of each local slot
-    order: torch.Tensor  # [n] arrival position of each row
-    sent: torch.Tensor  # [T * K] position in the send buffer of each (token, k) pair; -1 padding
-    sent_split: list[int]  # [R] rows sent to each rank
-    received_split: list[int]  # [R] rows received from each rank
+    ticket: Any  # what this dispatcher's own combine needs
 
 
 class Dispatcher(Protocol):
@@ -37,11 +39,36 @@ class Dispatcher(Protocol):
     def steps(self) -> int:
         """Forward passes begun so far: the clock that all ranks share."""
 
-    def dispatch(self, layer: int, tokens: torch.Tensor, slots: torch.Tensor) -> Received:
-        """Send tokens [T, H] to slots [T, K] (negative: nowhere), and receive this rank's rows."""
+    def dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Received:
+        """Send tokens [T, H] to slots [T, K] and receive this rank's rows.
+
+        A negative slot is padding: it goes nowhere and is not counted anywhere. The rows received
+        are added to the layer's counters.
+
+        Raises:
+            RankError: a peer died or missed the group's deadline.
+        """
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
-        """Send results [n, H] back where their rows came from: [T * K, H], 0 for padding."""
+        """Send results, shaped as ``received.rows``, back to where their tokens came from.
+
+        Returns:
+            [T, H] sums over k of weight times result; 0 for a token that is all padding.
+
+        Raises:
+            RankError: a peer died or missed the group's deadline.
+        """
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    order: torch.Tensor  # [n] arrival position of each row
+    sent: torch.Tensor  # [T * K] position in the send buffer of each (token, k) pair; -1 padding
+    sent_split: list[int]  # [R] rows sent to each rank
+    received_split: list[int]  # [R] rows received from each rank
+    weights: torch.Tensor  # [T, K]
 
 
 class AllToAllDispatcher:
@@ -51,11 +78,12 @@ class AllToAllDispatcher:
     dummy batch, a profiling run); the collective cannot be, on any rank.
     """
 
-    def __init__(self, topology: Topology, group: dist.ProcessGroup, rank: int) -> None:
-        self._group, self._rank = group, rank
+    def __init__(
+        self, topology: Topology, group: dist.ProcessGroup, rank: int, counter: SlotCounter
+    ) -> None:
+        self._group, self._rank, self._counter = group, rank, counter
         self._num_ranks = topology.num_ranks
         self._num_slots = topology.num_slots
-        self._first_slot = topology.first_slot.tolist()
         self._slots_of_rank = topology.slots_of_rank.tolist()
         self._steps = 0
 
@@ -64,12 +92,10 @@ class AllToAllDispatcher:
         """Forward passes begun so far."""
         return self._steps
 
-    def dispatch(self, layer: int, tokens: torch.Tensor, slots: torch.Tensor) -> Received:
-        """Send tokens [T, H] to slots [T, K] (negative: nowhere), and receive this rank's rows.
-
-        Raises:
-            RankError: a peer died or missed the group's deadline.
-        """
+    def dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Received:
+        """Send one row for each (token, k) pair, sorted by slot."""
         if layer == 0:
             self._steps += 1
         flat = slots.flatten()
@@ -79,34 +105,33 @@ class AllToAllDispatcher:
         by_slot = by_slot[: int(real.sum())]
         sent_counts = torch.bincount(flat[by_slot], minlength=self._num_slots)
         received_counts = self._exchange_counts(layer, sent_counts)  # [R, C]
+        counts = received_counts.sum(dim=0)
+        self._counter.add(layer, counts)
         sent_split = [int(part.sum()) for part in torch.split(sent_counts, self._slots_of_rank)]
         received_split = received_counts.sum(dim=1).tolist()
-        num_tokens_k = slots.shape[1]
         arrived = self._exchange(
-            layer, tokens[by_slot // num_tokens_k], received_split, sent_split, "dispatch"
+            layer, tokens[by_slot // slots.shape[1]], received_split, sent_split, "dispatch"
         )
-        slot_of_row = torch.arange(received_counts.shape[1]).repeat(self._num_ranks)
+        slot_of_row = torch.arange(len(counts), device=counts.device).repeat(self._num_ranks)
         order = torch.argsort(slot_of_row.repeat_interleave(received_counts.flatten()), stable=True)
         sent = torch.full_like(flat, -1)
-        sent[by_slot] = torch.arange(len(by_slot))
-        counts = received_counts.sum(dim=0)
-        return Received(arrived[order], counts, order, sent, sent_split, received_split)
+        sent[by_slot] = torch.arange(len(by_slot), device=sent.device)
+        ticket = _Ticket(order, sent, sent_split, received_split, weights)
+        return Received(arrived[order], counts, ticket)
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
-        """Send results [n, H] back where their rows came from: [T * K, H], 0 for padding.
-
-        Raises:
-            RankError: a peer died or missed the group's deadline.
-        """
+        """Send each row's result back, and weigh and sum where the token came from."""
+        ticket: _Ticket = received.ticket
         in_arrival_order = torch.empty_like(results)
-        in_arrival_order[received.order] = results
+        in_arrival_order[ticket.order] = results
         back = self._exchange(
-            layer, in_arrival_order, received.sent_split, received.received_split, "combine"
+            layer, in_arrival_order, ticket.sent_split, ticket.received_split, "combine"
         )
-        per_pair = back.new_zeros((len(received.sent), results.shape[1]))
-        real = received.sent >= 0
-        per_pair[real] = back[received.sent[real]]
-        return per_pair
+        per_pair = back.new_zeros((len(ticket.sent), results.shape[1]))
+        real = ticket.sent >= 0
+        per_pair[real] = back[ticket.sent[real]]
+        per_pair = per_pair.view(*ticket.weights.shape, results.shape[1])
+        return (per_pair * ticket.weights[..., None]).sum(dim=1).to(results.dtype)
 
     def _exchange_counts(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
         mine = self._slots_of_rank[self._rank]

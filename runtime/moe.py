@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from eplb.model import ModelShape
 from runtime.checkpoint import Weights, layer_name
-from runtime.counters import SlotCounter
 from runtime.dispatch import Dispatcher
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
@@ -57,7 +56,6 @@ class MoELayer:
     bank: ExpertBank
     table: RoutingTable
     dispatcher: Dispatcher
-    counter: SlotCounter
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
 
     def forward(
@@ -68,12 +66,9 @@ class MoELayer:
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         """
         slots = self.table.choose(self.layer, experts, salt=salt)
-        received = self.dispatcher.dispatch(self.layer, tokens, slots)
-        self.counter.add(self.layer, received.counts)
+        received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
         results = self._run_experts(received.rows, received.counts)
-        per_pair = self.dispatcher.combine(self.layer, results, received)
-        per_expert = per_pair.view(*experts.shape, tokens.shape[1])
-        output = (per_expert * weights[..., None]).sum(dim=1)
+        output = self.dispatcher.combine(self.layer, results, received)
         if self.shared is not None:
             output = output + swiglu(tokens, *self.shared)
         return output

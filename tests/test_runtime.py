@@ -41,10 +41,10 @@ def _stack(
     dense = checkpoint.dense_weights()
     table = RoutingTable(SHARED_HOT, max_replicas=2)
     assert dist.group.WORLD is not None
-    dispatcher = AllToAllDispatcher(UNEVEN, dist.group.WORLD, rank)
     counter = SlotCounter(model.num_layers, bank.num_slots)
+    dispatcher = AllToAllDispatcher(UNEVEN, dist.group.WORLD, rank, counter)
     layers = [
-        MoELayer(layer, model.top_k, bank, table, dispatcher, counter, shared_of(dense, layer))
+        MoELayer(layer, model.top_k, bank, table, dispatcher, shared_of(dense, layer))
         for layer in range(model.num_layers)
     ]
     return MoEStack(model, dense, layers), counter
