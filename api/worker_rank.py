@@ -280,7 +280,7 @@ def _figures(built: Rank) -> dict[str, Any]:
         "steps": built.dispatcher.steps,
         "step_ms": built.figures.step_ms,
         "swap_pauses_ms": built.agent.figures.swap_pauses_ms,
-        "samples": built.agent.figures.samples,
+        "samples": built.agent.num_samples,
         "samples_dropped": built.reporter.stats().dropped,
         "checks_left_out": built.figures.checks_left_out,
         "experts_moved": built.agent.figures.experts_moved,

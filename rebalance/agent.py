@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from eplb.errors import RankError
-from eplb.load import LoadSample
 from eplb.load import Phase as LoadPhase
-from eplb.migration import Migration
+from eplb.migration import Migration, Move
 from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance import phases
 from rebalance.mover import Mover, PhaseBox
 from rebalance.phases import PlanRef, RankPhase, Swap
+from rebalance.sampling import SampleLabel, Sampler
 from rebalance.transport import PendingVote, VoteGroup, WeightTransport
 from rebalance.vote import Ballot, Outcome, Verdict
 from rebalance.watcher import SampleSink, Watcher
@@ -78,7 +78,6 @@ class Links:
 class StepFigures:
     """What the agent has measured of itself."""
 
-    samples: int = 0
     experts_moved: int = 0
     rebalances: int = 0
     swap_pauses_ms: list[float] = field(default_factory=list)
@@ -104,11 +103,18 @@ class RankAgent:
             links.transport,
             parts.digests,
         )
+        self._sampler = Sampler(
+            SampleLabel(settings.deployment, settings.run, parts.rank, settings.load_phase),
+            settings.topology,
+            parts.counter,
+            links.reporter,
+            links.clock,
+        )
         self._watcher = Watcher(links.store, self, self._mover, self._box, links.reporter)
         self._migration: Migration | None = None
+        self._last_swap = parts.bank.mark()
         self._pending: tuple[Ballot, PendingVote] | None = None
         self._last_step = -1
-        self._first_unsampled = 0
         self._wants_halt = False
         self._halt_at: int | None = None
 
@@ -136,12 +142,14 @@ class RankAgent:
             )
         self._last_step, self._stepped_at = step, time.monotonic()
         if step % self._settings.sample_steps == 0:
-            self._cut_sample(step)
+            self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
         self._read_vote(step, must_finish=is_vote_due)
         if step == self._halt_at:
-            self._cut_sample(step)
+            self._sampler.cut(step, self.placement)
+            self._sampler.hand_over(wait=True)
             return False
+        self._sampler.hand_over()
         if is_vote_due:
             self._cast_vote(step)
         return True
@@ -150,6 +158,11 @@ class RankAgent:
     def phase(self) -> str:
         """Phase of the migration that this rank works on; "idle" without one."""
         return self._box.state.phase.value
+
+    @property
+    def num_samples(self) -> int:
+        """Samples cut so far, and handed to the reporter or about to be."""
+        return self._sampler.num_cut
 
     def request_halt(self) -> None:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
@@ -211,16 +224,19 @@ class RankAgent:
         started = time.perf_counter()
         migration = self._migration
         assert migration is not None, "a verdict orders only what this rank works on"
-        self._cut_sample(step)  # a sample never spans a swap
+        self._sampler.cut(step, self.placement)  # a sample never spans a swap
         first_slot = int(self._settings.topology.first_slot[self._parts.rank])
+        bank, ring, moved = self._parts.bank, self._mover.ring, list[Move]()
         for number in range(order.first, order.last):
             for move in self._mover.own_moves(migration.transactions[number]):
-                entry = self._mover.ring.release(move)
-                self._parts.bank.swap(move.layer, move.dst_slot - first_slot, entry)
-                self.figures.experts_moved += 1
+                bank.swap(move.layer, move.dst_slot - first_slot, ring.entry(move))
+                moved.append(move)
             turn = self._mover.turns[number]
             self._parts.table.turn(turn.table)
             self.placement = turn.placement
+        self.figures.experts_moved += len(moved)
+        self._last_swap = bank.mark()
+        ring.release(moved, self._last_swap)
         self._box.state = phases.completed(self._box.state, migration.plan_id, order.last)
         self._box.state = phases.finish_swap(self._box.state)
         if self._box.state.plan is None:
@@ -242,30 +258,6 @@ class RankAgent:
             self.placement = self.placement.with_generation(state.generation)
             self._parts.table.generation = state.generation
         self._watcher.commit(migration, self.placement, "aborted", state.abort_reason)
-
-    # -- samples
-
-    def _cut_sample(self, step: int) -> None:
-        """Hand over what was counted in the steps before ``step``."""
-        if step == self._first_unsampled:
-            return
-        topology, rank = self._settings.topology, self._parts.rank
-        sample = LoadSample(
-            deployment=self._settings.deployment,
-            run=self._settings.run,
-            rank=rank,
-            sequence=self.figures.samples,
-            time=self._links.clock(),
-            first_step=self._first_unsampled,
-            last_step=step - 1,
-            phase=self._settings.load_phase,
-            generation=self.placement.generation,
-            slot_to_expert=self.placement.slot_to_expert[:, topology.slots_on(rank)],
-            tokens=self._parts.counter.drain(),
-        )
-        self._first_unsampled = step
-        self.figures.samples += 1
-        self._links.reporter.offer(sample)
 
     # -- what the watcher calls, on its own thread
 
@@ -291,6 +283,8 @@ class RankAgent:
         with self._box.changed:
             if migration.base.hash != self.placement.hash:
                 return  # made for another placement; its maker will see the commit and withdraw it
+            if not self._last_swap.is_complete():
+                return  # a peer that saw this rank adopt a plan may read its live slots
             state = phases.see_plan(self._box.state, plan)
             if state is not self._box.state:
                 self._migration = migration
@@ -315,7 +309,7 @@ class RankAgent:
             phase=state.phase.value,
             plan_id=state.plan.plan_id if state.plan else 0,
             applied=state.applied,
-            sequence=self.figures.samples,
+            sequence=self._sampler.num_cut,
             detail={
                 "bytes_by_source": dict(self._mover.bytes_by_source),
                 "experts_moved": self.figures.experts_moved,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from rebalance.transport import WeightTransport
 from runtime.experts import ExpertBank
 from runtime.memory import digest
 from runtime.routing import RoutingTable, TableLayers
+from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +46,42 @@ class PhaseBox:
 
 
 class StagingRing:
-    """Which staging entries are free, and which hold which move's bytes. Guarded by the box."""
+    """Which staging entries are free, and which hold which move's bytes. Guarded by the box.
+
+    An entry that was swapped from is free only once that copy is complete, not when it is ordered:
+    on a GPU the host runs ahead (vLLM pull 32881 is a buffer overwritten while it was copied).
+    """
 
     def __init__(self, num_entries: int) -> None:
-        self.free = list(range(num_entries))
+        self._free = list(range(num_entries))
         self._held: dict[Move, int] = {}
+        self._copying: deque[tuple[Completion, list[int]]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        """Entries that may be written now."""
+        while self._copying and self._copying[0][0].is_complete():
+            self._free.extend(self._copying.popleft()[1])
+        return len(self._free)
+
+    @property
+    def oldest_copy(self) -> Completion | None:
+        """The copy that will free entries next, if one is under way."""
+        return self._copying[0][0] if self._copying else None
 
     def take(self, move: Move) -> int:
         """Reserve an entry for a move."""
-        entry = self.free.pop()
+        entry = self._free.pop()
         self._held[move] = entry
         return entry
 
-    def release(self, move: Move) -> int:
-        """Give a move's entry back and return it."""
-        entry = self._held.pop(move)
-        self.free.append(entry)
-        return entry
+    def release(self, moves: Sequence[Move], completion: Completion) -> None:
+        """Give the entries of moves back once their copy into the live slots is complete."""
+        self._copying.append((completion, [self._held.pop(move) for move in moves]))
 
     def release_all(self) -> None:
         """Give every entry back: the plan was dropped."""
-        self.free.extend(self._held.values())
+        self._free.extend(self._held.values())
         self._held.clear()
 
     def entry(self, move: Move) -> int:
@@ -153,15 +169,20 @@ class Mover:
 
     def _wait_for_room(self, box: PhaseBox, plan_id: int, moves: list[Move]) -> bool:
         """Wait until staging may go on; False when the plan is not wanted any more."""
-        with box.changed:
-            while _is_wanted(box.state, plan_id):
+        while True:
+            with box.changed:
+                if not _is_wanted(box.state, plan_id):
+                    return False
                 may_read_peers = box.state.is_adopted
-                if may_read_peers and len(self.ring.free) >= len(moves):
+                if may_read_peers and self.ring.num_free >= len(moves):
                     for move in moves:
                         self.ring.take(move)
                     return True
-                box.changed.wait(WAIT_S)
-            return False
+                copy = self.ring.oldest_copy if may_read_peers else None
+                if copy is None:
+                    box.changed.wait(WAIT_S)
+            if copy is not None:
+                copy.wait()
 
     def _stage(self, move: Move) -> None:
         """Copy one record into its staging entry and prove it; the host's copy is a second try."""

@@ -1,32 +1,78 @@
 """Tokens received per slot, counted where they arrive.
 
-Counting at the receiver is free (the dispatcher knows how much it received), never counts padding,
-and needs no collective: each rank reports what it held and what it got.
+Counting at the receiver is free (the dispatcher knows how much it received, and DeepEP's kernel
+adds it up by itself), never counts padding, and needs no collective: each rank reports what it held
+and what it got.
 
 Shapes:  L MoE layers, C slots of this rank.
 """
+
+from __future__ import annotations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.streams import Completion
+
+WRAP = 2**32  # the device counts in 32 bits, modulo this; hosts read differences
+
+
+class Cut:
+    """The counters as they stood at one point of the compute stream."""
+
+    def __init__(self, received: torch.Tensor, before: NDArray[np.int64] | Cut) -> None:
+        self._before = before
+        self._counts: NDArray[np.int64] | None = None
+        self._snapshot = torch.empty(
+            received.shape, dtype=received.dtype, pin_memory=received.is_cuda
+        )
+        self._snapshot.copy_(received, non_blocking=True)
+        self._arrival = Completion(is_cuda=received.is_cuda)
+
+    def is_ready(self) -> bool:
+        """Say whether the figures have arrived; on a CPU they always have."""
+        return self._arrival.is_complete()
+
+    def tokens(self) -> NDArray[np.int64]:
+        """[L, C] received between the cut before and this one. Waits until they have arrived."""
+        before = self._before.counts() if isinstance(self._before, Cut) else self._before
+        self._before = before  # lets go of the chain of older cuts
+        received: NDArray[np.int64] = (self.counts() - before) % WRAP
+        return received
+
+    def counts(self) -> NDArray[np.int64]:
+        """[L, C] the counters themselves, modulo WRAP."""
+        if self._counts is None:
+            self._arrival.wait()
+            self._counts = self._snapshot.numpy().astype(np.int64)
+        return self._counts
+
 
 class SlotCounter:
-    """Tokens that each of this rank's slots received since the last drain.
+    """Tokens that each of this rank's slots received, counted on the device and never reset.
 
-    int64: an expert that gets 4,096 tokens a step fills int32 in 524,288 steps, 7 hours at 20
-    steps a second.
+    32 bits, because that is what DeepEP's kernels add to; a slot that gets 4,096 tokens a step
+    wraps after 7 hours at 20 steps a second, which differences modulo 2**32 do not notice.
     """
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        self._tokens = torch.zeros((num_layers, num_slots), dtype=torch.int64)
+    def __init__(self, num_layers: int, num_slots: int, device: str = "cpu") -> None:
+        self.received = torch.zeros((num_layers, num_slots), dtype=torch.int32, device=device)
+        self._last: NDArray[np.int64] | Cut = np.zeros((num_layers, num_slots), dtype=np.int64)
+
+    def row(self, layer: int) -> torch.Tensor:
+        """Counters [C] of a layer, for a kernel that adds to them."""
+        return self.received[layer]
 
     def add(self, layer: int, received: torch.Tensor) -> None:
         """Count tokens [C] received by the layer's slots in this step."""
-        self._tokens[layer] += received
+        self.received[layer] += received
+
+    def cut(self) -> Cut:
+        """Mark this point of the compute stream. Stops nothing; read the figures later."""
+        self._last = Cut(self.received, self._last)
+        return self._last
 
     def drain(self) -> NDArray[np.int64]:
-        """Return the counts [L, C] and start again from zero. Only between steps."""
-        tokens = self._tokens.numpy().copy()
-        self._tokens.zero_()
-        return tokens
+        """Return the counts [L, C] since the last cut."""
+        return self.cut().tokens()

@@ -17,6 +17,7 @@ import torch
 
 from eplb.errors import CheckpointError
 from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
+from runtime.streams import Completion
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,12 @@ class ExpertBank:
         return self._weights[layer]
 
     def swap(self, layer: int, slot: int, entry: int) -> None:
-        """Copy a staged record into a live slot. Only between steps."""
+        """Order the copy of a staged record into a live slot. Only between steps."""
         self._live[layer, slot].copy_(self._staging[entry])
+
+    def mark(self) -> Completion:
+        """Return what tells when every copy that was ordered so far is complete."""
+        return Completion(is_cuda=self._live.is_cuda)
 
     def digest(self, layer: int, slot: int) -> tuple[int, int]:
         """Digest of the bytes that a live slot holds now."""

@@ -55,7 +55,8 @@ class ReferenceModel:
             experts = answer.experts[layer]
             if not forced:
                 wrong_routes += self._wrong_routes(logits, experts)
-            weights = torch.softmax(logits.gather(1, experts), dim=-1)
+            # Negative ids are a recorded trace's padding: any weight will do, nothing is added.
+            weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
             hidden = hidden + self._experts(layer, tokens, experts, weights).view_as(hidden)
         expected = normalise(hidden).flatten(0, 1)
         distance = (answer.hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -74,7 +75,7 @@ class ReferenceModel:
         self, layer: int, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         output = torch.zeros_like(tokens)
-        for expert in torch.unique(experts).tolist():
+        for expert in torch.unique(experts[experts >= 0]).tolist():
             token, k = torch.nonzero(experts == expert, as_tuple=True)
             result = self._expert(expert_name(layer, expert), tokens[token])
             output.index_add_(0, token, result * weights[token, k, None])

@@ -127,14 +127,17 @@ def _lookup(placement: Placement, source_node: int) -> tuple[NDArray[np.int32], 
 
 
 def _position_among_equals(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each entry: how many equal ones stand before it, and how many there are in all."""
-    order = torch.argsort(ids, stable=True)
-    _, where, counts = torch.unique_consecutive(ids[order], return_inverse=True, return_counts=True)
-    first = torch.cumsum(counts, 0) - counts
+    """For each entry: how many equal ones stand before it, and how many there are in all.
+
+    Shapes depend on nothing but the input's, so that a CUDA graph can hold it.
+    """
+    in_order, order = torch.sort(ids, stable=True)
+    first = torch.searchsorted(in_order, in_order)
+    past_last = torch.searchsorted(in_order, in_order, right=True)
     nth = torch.empty_like(ids)
     count = torch.empty_like(ids)
-    nth[order] = torch.arange(len(ids)) - first[where]
-    count[order] = counts[where]
+    nth[order] = torch.arange(len(ids), device=ids.device) - first
+    count[order] = past_last - first
     return nth, count
 
 

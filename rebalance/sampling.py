@@ -1,0 +1,71 @@
+"""Cuts one rank's counters into samples, at given steps and before every swap."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from eplb.load import LoadSample, Phase
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance.watcher import SampleSink
+from runtime.counters import Cut, SlotCounter
+
+
+@dataclass(frozen=True)
+class SampleLabel:
+    """What every sample of a rank says of itself."""
+
+    deployment: str
+    run: str
+    rank: int
+    phase: Phase
+
+
+class Sampler:
+    """Makes samples without stopping the compute stream: figures are read once they arrive."""
+
+    def __init__(
+        self,
+        label: SampleLabel,
+        topology: Topology,
+        counter: SlotCounter,
+        sink: SampleSink,
+        clock: Callable[[], float],
+    ) -> None:
+        self._label, self._slots = label, topology.slots_on(label.rank)
+        self._counter, self._sink, self._clock = counter, sink, clock
+        self._first_unsampled = 0
+        self._on_the_way: deque[tuple[LoadSample, Cut]] = deque()
+        self.num_cut = 0
+
+    def cut(self, step: int, placement: Placement) -> None:
+        """Mark what was counted under ``placement`` in the steps before ``step``."""
+        if step == self._first_unsampled:
+            return
+        held = placement.slot_to_expert[:, self._slots]
+        sample = LoadSample(
+            deployment=self._label.deployment,
+            run=self._label.run,
+            rank=self._label.rank,
+            sequence=self.num_cut,
+            time=self._clock(),
+            first_step=self._first_unsampled,
+            last_step=step - 1,
+            phase=self._label.phase,
+            generation=placement.generation,
+            slot_to_expert=held,
+            tokens=np.zeros(held.shape, dtype=np.int64),
+        )
+        self._on_the_way.append((sample, self._counter.cut()))
+        self._first_unsampled = step
+        self.num_cut += 1
+
+    def hand_over(self, *, wait: bool = False) -> None:
+        """Give the sink the samples whose figures have arrived, or wait and give it all."""
+        while self._on_the_way and (wait or self._on_the_way[0][1].is_ready()):
+            sample, cut = self._on_the_way.popleft()
+            self._sink.offer(replace(sample, tokens=cut.tokens()))

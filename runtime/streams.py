@@ -1,0 +1,26 @@
+"""Points of the compute stream, so that the host can ask what is complete without stopping it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Completion:
+    """Everything that was ordered before this was made. On a CPU it is complete at once."""
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        self._event: Any = None
+        if is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_complete(self) -> bool:
+        """Say whether the stream has passed it."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until the stream has passed it."""
+        if self._event is not None:
+            self._event.synchronize()
