@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from eplb.errors import EplbError, RankError
@@ -20,6 +21,7 @@ from eplb.errors import EplbError, RankError
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
 FAILED = 1
 STOP_DEADLINE_S = 10.0
+TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
 
 Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)
 
@@ -61,7 +63,7 @@ class Child:
         self.messages, messages = context.Pipe(duplex=False)
         self.name = name
         self.process = context.Process(
-            target=_run_child, args=(main, commands, messages, args), name=name, daemon=True
+            target=_run_child, args=(name, main, commands, messages, args), name=name, daemon=True
         )
         self.process.start()
         commands.close()
@@ -106,9 +108,19 @@ def preload_modules(*names: str) -> None:
     get_context("forkserver").set_forkserver_preload(list(names))
 
 
+def title_of(name: str) -> str:
+    """Give the title under which ``ps`` and ``top`` show a child: as much as Linux keeps."""
+    return name.removeprefix("the ")[:TITLE_CHARACTERS]
+
+
 def _run_child(
-    main: Callable[..., None], commands: Connection, messages: Connection, args: tuple[Any, ...]
+    name: str,
+    main: Callable[..., None],
+    commands: Connection,
+    messages: Connection,
+    args: tuple[Any, ...],
 ) -> None:
+    Path("/proc/self/comm").write_text(title_of(name))
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = Parent(commands, messages)

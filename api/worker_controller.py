@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 
+import numpy as np
+
 from api.processes import Parent
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import StoreError
+from eplb.plan import plan as make_plan
+from eplb.topology import Topology
 from rebalance.controller import Controller
 from telemetry import open_store
 
@@ -20,6 +24,7 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)
+    warm_up(plan.controller.policy)
     parent.tell("ready")
     while not is_stopping.is_set():
         try:
@@ -28,3 +33,11 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
             parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)
     store.close()
+
+
+def warm_up(policy: str) -> None:
+    """Have the planner's kernels compiled: ten seconds, once for each checkout of the project."""
+    load = np.array([[[8, 4, 2, 1]], [[8, 4, 2, 2]]])
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+    fresh = make_plan(load, ranks, policy=policy)
+    make_plan(load[:, :, ::-1], ranks, policy=policy, current=fresh.target)

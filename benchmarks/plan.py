@@ -158,7 +158,12 @@ def run_case(table: Table, case: Case, runs: int) -> None:
         target = POLICIES["auto"](again)
         times = (
             timed(lambda again=again: POLICIES["auto"](again), runs),
-            timed(lambda: plan(drifted, topology, model=model, current=current), runs),
+            timed(
+                lambda again=again: plan(
+                    drifted, topology, model=model, current=current, budget=again.budget
+                ),
+                runs,
+            ),
         )
         row(table, ("", f"auto to {goal}"), times, (drifted, target, topology), current)
 

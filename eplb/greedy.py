@@ -39,7 +39,12 @@ def refined(problem: Problem) -> IntArray:
     zones = zones_for(total, problem.topology, problem.num_groups)
     held = _packed(total, zones)
     min_gain = FINEST_GAIN if len(problem.work) == 1 else WINDOWS_GAIN
-    rules = Rules(np.full(len(held), REFINED), min_gain, COPIES_LAST, STEPS_PER_SLOT * problem.topology.num_slots)
+    rules = Rules(
+        np.full(len(held), REFINED),
+        min_gain,
+        COPIES_LAST,
+        STEPS_PER_SLOT * problem.topology.num_slots,
+    )
     improve(problem.scaled, held, zones.of_expert, zones.ranks, rules)
     return held
 
@@ -50,7 +55,12 @@ def fresh_slots(
     """[L, S] replicate, pack and swap for work [L, E]; -1 for slots that stay empty."""
     zones = zones_for(work, topology, num_groups)
     held = _packed(work, zones)
-    rules = Rules(np.full(len(held), good_enough), FINEST_GAIN, COPIES_NEVER, STEPS_PER_SLOT * topology.num_slots)
+    rules = Rules(
+        np.full(len(held), good_enough),
+        FINEST_GAIN,
+        COPIES_NEVER,
+        STEPS_PER_SLOT * topology.num_slots,
+    )
     one_window = np.ascontiguousarray(scale(work, topology)[:, None])
     improve(one_window, held, zones.of_expert, zones.ranks, rules)
     return held

@@ -14,29 +14,33 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance, rank_load
+from eplb.balance import imbalance
 from eplb.greedy import STEPS_PER_SLOT, in_place, refined
 from eplb.hierarchical import Zones, keeps_groups, nodes_of_groups, zones_for
 from eplb.kernels import IntArray
+from eplb.noise import noise_under
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
 from eplb.search import COPIES_ALWAYS, Rules, Steps, improve
 from eplb.topology import Topology
 
-FRESH_ADVANTAGE = 0.05  # imbalance by which a layer planned afresh must beat the search
+FRESH_ADVANTAGE = 0.05  # imbalance of one layer
 
 
 def incremental(problem: Problem, current: Placement) -> IntArray:
     """[L, S] ``current`` improved within the budget; a layer where that fails is planned afresh.
 
-    Afresh means far more moves, so it needs FRESH_ADVANTAGE, and no move budget.
+    Afresh means far more moves: only for a layer that is stuck FRESH_ADVANTAGE above its target,
+    if a fresh plan is better by as much, and only without a move budget.
     """
     base = current.slot_to_expert.astype(np.int64)
     zones, lost = _zones_from(problem, current)
     start = repaired(base, problem.work.sum(axis=0), problem.topology, zones)
     found = start.copy()
+    # Below the noise a search would only fit the windows that it sees.
+    target = np.maximum(problem.budget.target_imbalance, 1.0 + noise_under(problem, current))
     rules = Rules(
-        np.maximum(problem.budget.target_imbalance, floor_of(problem, current)),
+        target,
         problem.budget.min_gain_per_move,
         COPIES_ALWAYS,
         STEPS_PER_SLOT * problem.topology.num_slots,
@@ -45,21 +49,12 @@ def incremental(problem: Problem, current: Placement) -> IntArray:
     if problem.max_moves is not None:
         return follow(base, start, steps, problem.max_moves)
     reached = imbalance_of_slots(problem, found)
-    if not lost.any() and (reached <= 1.0 + FRESH_ADVANTAGE).all():
-        return found  # nothing is below 1, so no fresh plan can be that much better
+    stuck = reached > target + FRESH_ADVANTAGE
+    if not (lost | stuck).any():
+        return found
     fresh = in_place(refined(problem), current.slot_to_expert, problem.topology)
-    afresh = lost | (reached - FRESH_ADVANTAGE > imbalance_of_slots(problem, fresh))
-    return np.where(afresh[:, None], fresh, found)
-
-
-def floor_of(problem: Problem, current: Placement) -> NDArray[np.float64]:
-    import os
-    from eplb.gate import _largest_of
-    load = rank_load(problem.scaled.transpose(1, 0, 2), current, problem.topology)
-    if len(load)<4: return np.ones(load.shape[1])
-    R=load.shape[2]
-    variance = np.square(np.diff(load, axis=0)).mean(axis=2) / 2
-    return 1+float(os.environ.get("FF","1"))*np.sqrt(np.median(variance,axis=0)*R/(R-1))*_largest_of(R)
+    better = imbalance_of_slots(problem, fresh) < reached - FRESH_ADVANTAGE
+    return np.where((lost | (stuck & better))[:, None], fresh, found)
 
 
 def imbalance_of_slots(problem: Problem, held: IntArray) -> NDArray[np.float64]:

@@ -58,22 +58,34 @@ def replicate(
     return count
 
 
-@jit
 def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> IntArray:
     """[L, S] experts by slot: heaviest replica first, each to the rank that then ends earliest.
 
     No rank gets an expert twice. A replica that finds only ranks that hold its expert trades
     places with another; when that is impossible too, its slot stays empty.
     """
-    num_layers, num_ranks = len(work), len(ranks.zone)
+    each = work / count
+    order = np.argsort(-each, axis=1, kind="stable")  # here, since numba compiles a sort slowly
+    return _pack(each, order, count, zone_of_expert, ranks)
+
+
+@jit
+def _pack(
+    each_of_layer: FloatArray,
+    order: IntArray,
+    count: IntArray,
+    zone_of_expert: IntArray,
+    ranks: Ranks,
+) -> IntArray:
+    num_layers, num_ranks = len(order), len(ranks.zone)
     held = np.full((num_layers, ranks.first_slot[-1]), -1, dtype=np.int64)
     for layer in range(num_layers):
-        each = work[layer] / count[layer]
+        each = each_of_layer[layer]
         used = np.zeros(num_ranks, dtype=np.int64)
         load = np.zeros(num_ranks)
         # Replicas of one expert are placed in a row, so the last one tells whether a rank has it.
         last = np.full(num_ranks, -1, dtype=np.int64)
-        for expert in np.argsort(-each, kind="mergesort"):
+        for expert in order[layer]:
             zone = zone_of_expert[layer, expert]
             for _ in range(count[layer, expert]):
                 best, best_time = -1, np.inf
@@ -92,6 +104,15 @@ def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ran
                 load[best] += each[expert]
                 last[best] = expert
     return held
+
+
+@jit
+def _has(held: IntArray, first: int, end: int, expert: int) -> bool:
+    """Whether one of these slots holds the expert."""
+    for slot in range(first, end):  # noqa: SIM110 (numba compiles a loop sooner than any())
+        if held[slot] == expert:
+            return True
+    return False
 
 
 @jit
@@ -116,7 +137,7 @@ def _trade(
                 continue
             for slot in range(ranks.first_slot[rank], ranks.first_slot[rank] + used[rank]):
                 other = held[slot]
-                if np.any(held[ranks.first_slot[free] : end] == other):
+                if _has(held, ranks.first_slot[free], end, other):
                     continue
                 time = max(
                     (load[free] + each[other]) * ranks.slowness[free],
@@ -146,13 +167,13 @@ def keep_in_place(held: IntArray, base: IntArray, first_slot: IntArray) -> IntAr
             first, end = first_slot[rank], first_slot[rank + 1]
             for slot in range(first, end):
                 expert = base[layer, slot]
-                stays = expert >= 0 and np.any(held[layer, first:end] == expert)
-                if stays and not np.any(kept[layer, first:end] == expert):
+                stays = expert >= 0 and _has(held[layer], first, end, expert)
+                if stays and not _has(kept[layer], first, end, expert):
                     kept[layer, slot] = expert
             slot = first
             for wanted in range(first, end):
                 expert = held[layer, wanted]
-                if expert < 0 or np.any(kept[layer, first:end] == expert):
+                if expert < 0 or _has(kept[layer], first, end, expert):
                     continue
                 while kept[layer, slot] >= 0:
                     slot += 1

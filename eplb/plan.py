@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.allowance import moves_per_layer, within_budget
-from eplb.balance import imbalance, lower_bound, rank_load
+from eplb.balance import imbalance, lower_bound
 from eplb.errors import PlacementError
-from eplb.gate import CostModel, Decision, Outlook, decide, window_noise
+from eplb.gate import CostModel, Decision, Outlook, decide
 from eplb.load import LoadHistory, as_history
 from eplb.migration import Move, Source, moves_between
 from eplb.model import ModelShape
+from eplb.noise import noise_under
 from eplb.placement import EMPTY, Placement, check_fits
 from eplb.policies import contiguous_policy, policy_named
 from eplb.problem import Budget, Problem
@@ -186,16 +187,15 @@ def _decided(
     check_fits(proposed, problem.topology)
     received = _received_per_rank(base, proposed, problem.topology)
     num_moves = int(received.sum())
-    if proposed.hash == base.hash:
-        return Decision.KEEP, f"the plan is the current placement, imbalance {before.mean():.3f}"
     try:
         check_fits(base, problem.topology)
     except PlacementError as exc:
         return Decision.MOVE, f"the current placement cannot serve: {exc}"
     change = f"imbalance {before.mean():.3f} -> {after.mean():.3f}"
-    if problem.current is None:
+    if problem.current is None and proposed.hash != base.hash:
         return Decision.MOVE, f"no current placement: {change}"
-    noise = _noise(problem, base)
+    # The base was not planned on these windows; the proposed placement was, and hides their noise.
+    noise = float(noise_under(problem, base).mean())
     outlook = Outlook(
         float(before.mean()), float(after.mean()), noise, num_moves, int(received.max())
     )
@@ -203,15 +203,6 @@ def _decided(
     if decision is Decision.MOVE and num_moves == 0:
         return Decision.RESPLIT, reason
     return decision, reason
-
-
-def _noise(problem: Problem, base: Placement) -> float:
-    """What the windows fluctuate by under the base, which was not planned on their noise."""
-    alive = problem.topology.alive
-    load = rank_load(problem.scaled.transpose(1, 0, 2), base, problem.topology)
-    tokens_per_window = float(problem.history.total().sum(axis=1).mean())
-    tokens_per_window /= problem.history.num_windows
-    return window_noise(load[..., alive], tokens_per_window)
 
 
 def _received_per_rank(base: Placement, target: Placement, topology: Topology) -> NDArray[np.int64]:

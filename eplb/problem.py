@@ -30,8 +30,8 @@ class Budget:
 
     max_moves: int | None = None  # weights moved, over all layers
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
-    target_imbalance: float = 1.02  # a layer at or under it is left alone
-    min_gain_per_move: float = float(__import__('os').environ.get('MG','0.001'))  # of one layer's imbalance, for every weight that moves
+    target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
+    min_gain_per_move: float = 0.002  # of one layer's imbalance, for every weight that moves
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes"):

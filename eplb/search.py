@@ -156,7 +156,8 @@ def _take_stock(layer: Layer, ranks: Ranks) -> None:
                 layer.replicas[expert] += 1
                 layer.holds[rank, expert] = True
     for window in range(len(layer.work)):
-        layer.each[window] = layer.work[window] / layer.replicas
+        for expert in range(len(layer.replicas)):  # not as arrays: those compile slowly
+            layer.each[window, expert] = layer.work[window, expert] / layer.replicas[expert]
 
 
 @jit

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from eplb.balance import imbalance_of, rank_load
 from eplb.errors import ConfigError, HistoryError
-from eplb.gate import CostModel, Decision, sampling_noise
+from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory
 from eplb.model import ModelShape
+from eplb.noise import sampling_noise
 from eplb.placement import Placement
 from eplb.plan import Plan, plan
 from eplb.policies import policy_named

@@ -1,11 +1,19 @@
-"""What several test files share: ranks as real processes, small models, small checkpoints."""
+"""What several test files share: ranks and demos as real processes, small models, checkpoints."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,8 +27,12 @@ import torch.distributed as dist
 from eplb.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
+from telemetry import open_store
+from telemetry.store import LoadStore
 
+ROOT = Path(__file__).resolve().parent.parent
 RANKS_DEADLINE_S = 60.0
+DEMO_DEADLINE_S = 90.0  # a start takes 5 s on two free cores, and much longer on busy ones
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
@@ -105,3 +117,164 @@ def small_checkpoint(
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
+
+
+# The smallest demo that still has everything: two hosts, replicas, and a plan every few steps.
+SMALL_DEMO = {
+    "ranks": 4,
+    "nodes": 2,
+    "layers": 2,
+    "experts": 8,
+    "top_k": 2,
+    "hidden": 32,
+    "intermediate": 32,
+    "tokens_per_rank": 64,
+    "window_tokens": 1024,
+    "seconds": 2,
+    "min_gain": 0.0,
+    "port": 0,
+    "view": "plain",
+}
+
+
+class DemoProcess:
+    """``eplb demo`` in a session of its own: what it says, what it keeps, all its processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: tuple[str, ...],
+        settings: Mapping[str, Any],
+        before_exec: Callable[[], object] | None,
+    ) -> None:
+        self.state_dir, self._json = folder / "state", folder / "summary.json"
+        self._errors = folder / "errors.txt"
+        given = {"state_dir": self.state_dir, "json_path": self._json} | SMALL_DEMO | settings
+        command = [str(Path(sys.executable).with_name("eplb")), "demo", *flags]
+        command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
+        environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        self._lines: list[str] = []
+        self._said = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None, "it was asked for"
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._said:
+                    self._lines.append(line)
+                    self._said.notify_all()
+
+    def hears(self, words: str) -> str:
+        """Wait for a line with these words, and return it."""
+
+        def found() -> str | None:
+            return next((line for line in self._lines if words in line), None)
+
+        with self._said:
+            line = self._said.wait_for(found, DEMO_DEADLINE_S)
+        assert line is not None, f"no {words!r} in {DEMO_DEADLINE_S:.0f} s; {self.told()}"
+        return line
+
+    def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
+        """Wait until it serves and ``look`` finds something in the store; return that."""
+        self.hears(" ranks, ")
+        deadline = time.monotonic() + DEMO_DEADLINE_S
+        version = -1
+        with closing(open_store(self.state_dir / "store.sqlite", "demo")) as store:
+            while not (found := look(store)):
+                assert self.process.poll() is None, f"ended before {what}; {self.told()}"
+                assert time.monotonic() < deadline, f"no {what} in time; {self.told()}"
+                version = store.wait(version, 0.2)
+            return found
+
+    def ends(self) -> int:
+        """Wait for its end, and return the exit status. Nothing that it started outlives it."""
+        status = self.process.wait(DEMO_DEADLINE_S)
+        self.leaves_nothing(10.0)
+        return status
+
+    def leaves_nothing(self, deadline_s: float) -> None:
+        """Wait until every process of the session is gone, and its words are all read."""
+        deadline = time.monotonic() + deadline_s
+        while running := self.processes():
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"still running after {deadline_s:.0f} s: {running}; {self.told()}"
+            with ExitStack() as stack:
+                poll = select.poll()
+                try:
+                    handle = os.pidfd_open(next(iter(running)))
+                except ProcessLookupError:
+                    continue
+                stack.callback(os.close, handle)
+                poll.register(handle, select.POLLIN)
+                poll.poll(left_s * 1000)
+        self._listener.join(10.0)
+        assert not self._listener.is_alive(), "somebody still holds the output of a demo that ended"
+
+    def processes(self) -> dict[int, str]:
+        """Title of each living process of the session, by id."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                title, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            state, _, _, session = rest.split()[:4]
+            if int(session) == self.process.pid and state not in "ZX":
+                found[int(stat.parent.name)] = title
+        return found
+
+    def kill(self, title: str) -> int:
+        """SIGKILL one process of a demo that serves, by its title; return its id."""
+        pid = next(pid for pid, found in sorted(self.processes().items()) if found == title)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    @property
+    def errors(self) -> str:
+        """What it said on the standard error stream."""
+        return self._errors.read_text()
+
+    def told(self) -> str:
+        """All that it said, for a test that fails."""
+        return f"output:\n{''.join(self._lines)}errors:\n{self.errors}"
+
+    def summary(self) -> dict[str, Any]:
+        """Read the summary that it wrote."""
+        summary: dict[str, Any] = json.loads(self._json.read_text())
+        return summary
+
+
+StartDemo = Callable[..., DemoProcess]
+
+
+@pytest.fixture(scope="session")
+def start_demo() -> Iterator[StartDemo]:
+    """Start demos: ``start_demo(folder, *flags, before_exec=None, **settings)``."""
+    started: list[DemoProcess] = []
+
+    def start(
+        folder: Path, *flags: str, before_exec: Callable[[], object] | None = None, **settings: Any
+    ) -> DemoProcess:
+        started.append(DemoProcess(folder, flags, settings, before_exec))
+        return started[-1]
+
+    yield start
+    for demo in started:
+        for pid in demo.processes():
+            os.kill(pid, signal.SIGKILL)
+        demo.process.wait(10.0)
+        demo.leaves_nothing(10.0)

@@ -117,7 +117,9 @@ def test_each_step_of_the_search_is_the_best_there_is(seed: int, copies: int) ->
         return
     held, zones = start.copy(), np.zeros((1, num_experts), dtype=np.int64)
 
-    steps = improve(work, held, zones, one_zone(slots, [1.0] * 3), Rules(np.ones(1), 1e-9, copies, 40))
+    steps = improve(
+        work, held, zones, one_zone(slots, [1.0] * 3), Rules(np.ones(1), 1e-9, copies, 40)
+    )
 
     now, loads = by_rank(start[0], slots), work[0, 0].tolist()
     assert steps.imbalance[0, 0] == pytest.approx(reference.imbalance(now, loads))

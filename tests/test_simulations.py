@@ -11,8 +11,8 @@ import pytest
 
 from eplb import CostModel, Topology, imbalance
 from eplb.errors import ConfigError, HistoryError
-from eplb.gate import sampling_noise
 from eplb.load import LoadHistory
+from eplb.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
 from simulations.page import write_page
 from simulations.report import summary, write_json
@@ -198,6 +198,13 @@ def test_noise_is_what_a_balanced_draw_shows() -> None:
     measured = (drawn.max(axis=1) / drawn.mean(axis=1)).mean()
 
     assert 1 + sampling_noise(3072, 8) == pytest.approx(measured, abs=0.005)
+
+
+def test_a_sudden_switch_is_no_noise() -> None:
+    steady = np.array([[[1.2, 0.8]]] * 4 + [[[0.6, 1.4]]] * 4)
+
+    assert fluctuation(steady).tolist() == [0.0]
+    assert fluctuation(steady[::2] + np.array([0.1, 0, 0.1, 0])[:, None, None])[0] > 0.03
 
 
 def test_a_policy_named_twice_is_refused() -> None:

@@ -157,6 +157,22 @@ def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: Store) -> None:
     assert store.events()[-1].detail == {"task": first.id, "kind": "rebalance", "state": "done"}
 
 
+def test_tasks_that_were_claimed_and_not_ended_are_running(store: Store) -> None:
+    first, second, third = (store.submit("rebalance", {"n": n}) for n in range(3))
+    for _ in range(2):
+        store.claim()
+    assert [task.id for task in store.running()] == [first.id, second.id]
+
+    store.finish(first.id, "failed", {"error": "abandoned"})
+
+    assert [(task.id, task.state, task.request) for task in store.running()] == [
+        (second.id, "running", {"n": 1})
+    ]
+    found = store.task(third.id)
+    assert found is not None
+    assert found.state == "queued"
+
+
 def test_a_task_cannot_end_twice_or_in_a_passing_state(store: Store) -> None:
     task = store.submit("rebalance", {})
 

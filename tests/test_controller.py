@@ -1,0 +1,534 @@
+"""The controller over the shipped fake store: windows in, decisions and migrations out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb.balance import imbalance
+from eplb.errors import ConfigError
+from eplb.gate import CostModel
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.model import ModelShape
+from eplb.placement import EMPTY, Placement
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from rebalance.controller import Controller, ControllerSettings
+from telemetry.memory import MemoryStore
+from telemetry.store import Control, Event, RunInfo, Task
+
+# One layer of four experts over two ranks of three slots: one spare slot each.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+MODEL = ModelShape((0,), 4, 2, hidden=16, intermediate=8)
+START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
+WINDOW_STEPS = 4
+EVEN = [25_000, 25_000, 25_000, 25_000]
+SKEWED = [60_000, 20_000, 10_000, 10_000]  # rank 0 gets 80 %: imbalance 1.6
+SETTINGS = ControllerSettings(migration_deadline_s=30.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Deployment:
+    """What the ranks would do to the store."""
+
+    def __init__(self, store: MemoryStore, run: str = "run-1") -> None:
+        self.store, self.run, self.next_window = store, run, 0
+        info = RunInfo(run, 1.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), WINDOW_STEPS)
+        store.begin_run(info)
+
+    def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
+        """Report windows in which each expert got ``load`` tokens; a silent rank reports none."""
+        committed = self.store.committed()
+        assert committed is not None
+        placement = committed.placement
+        tokens = np.array(load)[np.maximum(placement.slot_to_expert, 0)] * placement.slot_share
+        for _ in range(windows):
+            samples = [self.sample(rank, placement, tokens) for rank in range(2) if rank != silent]
+            self.store.append(samples)
+            self.next_window += 1
+
+    def sample(self, rank: int, placement: Placement, tokens: Any, **changes: int) -> LoadSample:
+        first = self.next_window * WINDOW_STEPS
+        sample = LoadSample(
+            "test",
+            self.run,
+            rank,
+            self.next_window,
+            float(first),
+            first,
+            first + WINDOW_STEPS - 1,
+            "mixed",
+            placement.generation,
+            placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)],
+            tokens[:, TOPOLOGY.slots_on(rank)].astype(np.int64),
+        )
+        return replace(sample, **changes)
+
+    def swap(self) -> Migration:
+        """Commit the open migration as the ranks do after their swap."""
+        migration = self.published()
+        self.store.commit(
+            migration.target,
+            expected=migration.base.generation,
+            plan_id=migration.plan_id,
+            reason="swapped",
+        )
+        return migration
+
+    def published(self) -> Migration:
+        migration = self.store.published()
+        assert migration is not None
+        return migration
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    store = MemoryStore("test")
+    store.commit(START, expected=None, reason="start")
+    return store
+
+
+@pytest.fixture
+def deployment(store: MemoryStore) -> Deployment:
+    return Deployment(store)
+
+
+def events(store: MemoryStore, kind: str) -> list[Event]:
+    return [event for event in store.events() if event.kind == kind]
+
+
+def decisions(store: MemoryStore) -> list[str]:
+    return [event.detail["decision"] for event in events(store, "plan")]
+
+
+# -- decisions
+
+
+def test_a_skewed_window_is_answered_with_a_better_placement(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    migration = deployment.published()
+    assert (migration.base.hash, migration.target.generation) == (START.hash, 1)
+    before, after = (
+        float(imbalance(np.array([SKEWED]), placement, TOPOLOGY)[0])
+        for placement in (START, migration.target)
+    )
+    assert before == pytest.approx(1.6)
+    assert after < 1.1
+    (event,) = events(deployment.store, "plan")
+    assert event.detail["decision"] == "MOVE"
+    assert event.detail["reason"].startswith("imbalance 1.600 -> 1.0")
+    assert (event.detail["generation"], event.detail["window"]) == (0, 0)
+
+
+def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -> None:
+    store = MemoryStore("test")
+    controller = Controller(store, SETTINGS)
+
+    controller.turn()
+    deployment = Deployment(store)
+    controller.turn()
+    deployment.store.append([deployment.sample(rank, START, START.slot_share) for rank in (0, 1)])
+    controller.turn()
+
+    assert [event.kind for event in store.events()] == ["run"]
+
+
+def test_a_keep_says_why_and_is_written_once_in_a_while(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, replace(SETTINGS, keep_every_windows=3))
+    for _ in range(7):
+        deployment.serve(EVEN)
+        controller.turn()
+        controller.turn()
+
+    noted = events(deployment.store, "plan")
+    assert [(event.detail["decision"], event.detail["window"]) for event in noted] == [
+        ("KEEP", 0),
+        ("KEEP", 3),
+        ("KEEP", 6),
+    ]
+    assert all("imbalance 1.000" in event.detail["reason"] for event in noted)
+    assert deployment.store.published() is None
+
+
+def test_a_gain_too_small_to_pay_is_kept_with_both_figures(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, replace(SETTINGS, cost=CostModel(min_gain=0.9))).turn()
+
+    (event,) = events(deployment.store, "plan")
+    assert event.detail["decision"] == "KEEP"
+    assert "< 90.0%" in event.detail["reason"]
+
+
+def test_an_idle_window_moves_nothing(deployment: Deployment) -> None:
+    deployment.serve([0, 0, 0, 0])
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert decisions(deployment.store) == ["KEEP"]
+
+
+def test_a_window_with_a_silent_rank_is_not_planned_on(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED, silent=1)
+    controller.turn()
+    assert events(deployment.store, "plan") == []
+
+    deployment.serve(EVEN)
+    controller.turn()
+
+    assert decisions(deployment.store) == ["KEEP"]
+
+
+def test_a_window_that_its_last_rank_completes_late_is_planned_on(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED, silent=1)
+    controller.turn()
+
+    deployment.next_window -= 1
+    deployment.serve(SKEWED, silent=0)
+    controller.turn()
+
+    assert decisions(deployment.store) == ["MOVE"]
+
+
+def test_planning_goes_on_after_the_commit(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+
+    deployment.serve(list(reversed(SKEWED)), windows=4)
+    controller.turn()
+
+    assert deployment.published().base.generation == 1
+    assert decisions(deployment.store) == ["MOVE", "MOVE"]
+
+
+# -- switches
+
+
+@pytest.mark.parametrize(
+    ("control", "why"),
+    [
+        (Control(observe=True), "observe only"),
+        (Control(movement=False), "movement is switched off"),
+    ],
+)
+def test_a_held_back_plan_is_told_and_not_published(
+    deployment: Deployment, control: Control, why: str
+) -> None:
+    deployment.store.set_control(control, reason="test")
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    (event,) = events(deployment.store, "plan")
+    assert event.detail["decision"] == "MOVE"
+    assert event.detail["reason"].endswith(f"(not moved: {why})")
+    assert deployment.store.published() is None
+
+
+def test_what_was_held_back_is_planned_anew_once_it_may_move(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.store.set_control(Control(observe=True), reason="look first")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    deployment.store.set_control(Control(), reason="go")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert deployment.published().base.generation == 0
+
+
+# -- others at the same store
+
+
+class Interrupted(MemoryStore):
+    """A store in which something else happens between a controller's decision and its publish."""
+
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.meanwhile: Callable[[], object] = int
+
+    def next_plan_id(self) -> int:
+        meanwhile, self.meanwhile = self.meanwhile, int
+        meanwhile()
+        return super().next_plan_id()
+
+
+def test_of_two_controllers_one_publishes_and_the_other_goes_on() -> None:
+    store = Interrupted()
+    store.commit(START, expected=None, reason="start")
+    deployment = Deployment(store)
+    deployment.serve(SKEWED)
+    first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
+    store.meanwhile = first.turn
+
+    second.turn()
+
+    assert [event.detail["plan_id"] for event in events(store, "publish")] == [1]
+    deployment.swap()
+    deployment.serve(list(reversed(SKEWED)), windows=4)
+    second.turn()
+    assert deployment.published().base.generation == 1
+
+
+def test_a_plan_overtaken_by_a_commit_is_dropped_and_made_anew() -> None:
+    store = Interrupted()
+    store.commit(START, expected=None, reason="start")
+    deployment = Deployment(store)
+    deployment.serve(SKEWED)
+    controller = Controller(store, SETTINGS)
+    store.meanwhile = lambda: store.commit(
+        START.with_generation(5), expected=0, reason="from elsewhere"
+    )
+
+    controller.turn()
+    assert store.published() is None
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert deployment.published().base.generation == 5
+
+
+def test_a_controller_started_anew_does_not_plan_over_an_open_migration(
+    deployment: Deployment,
+) -> None:
+    deployment.serve(SKEWED)
+    Controller(deployment.store, SETTINGS).turn()
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert deployment.published().plan_id == 1
+    assert len(events(deployment.store, "plan")) == 1
+
+
+def test_a_controller_started_anew_takes_the_load_from_the_store(deployment: Deployment) -> None:
+    deployment.serve(SKEWED, windows=2)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert events(deployment.store, "plan")[0].detail["window"] == 1
+    assert deployment.published().base.generation == 0
+
+
+def test_an_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
+    clock = Clock()
+    deployment.serve(SKEWED)
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller.turn()
+    controller.turn()
+
+    clock.now += 30.0
+    controller.turn()
+    assert deployment.published().plan_id == 1
+    clock.now += 0.1
+    controller.turn()
+
+    assert deployment.store.published() is None
+    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 30 s"
+
+
+def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
+    clock = Clock()
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    for load in (SKEWED, list(reversed(SKEWED))):
+        deployment.serve(load, windows=4)
+        controller.turn()
+        clock.now += 20.0
+        controller.turn()
+        deployment.swap()
+
+    assert events(deployment.store, "abort") == []
+
+
+def test_a_new_run_starts_the_windows_over(store: MemoryStore) -> None:
+    controller = Controller(store, SETTINGS)
+    first = Deployment(store, "run-1")
+    first.serve(EVEN, windows=3)
+    controller.turn()
+
+    second = Deployment(store, "run-2")
+    controller.turn()
+    assert len(events(store, "plan")) == 1  # nothing known of the new run yet
+    second.serve(SKEWED)
+    controller.turn()
+
+    assert [event.detail["window"] for event in events(store, "plan")] == [2, 0]
+    assert second.published().base.generation == 0
+
+
+# -- what cannot be planned on
+
+
+def test_a_bad_sample_is_told_and_left_out_by_this_controller_and_the_next(
+    deployment: Deployment,
+) -> None:
+    bad = deployment.sample(0, START, START.slot_share, sequence=99, last_step=WINDOW_STEPS)
+    deployment.store.append([bad])
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert deployment.published().base.generation == 0
+    told = events(deployment.store, "error")[0].detail
+    assert told["where"] == "load"
+    assert "sample 99 of rank 0 covers steps 0..4, expected no step past 3" in told["message"]
+
+
+def test_load_that_no_plan_fits_is_told_once_and_the_controller_goes_on(
+    deployment: Deployment,
+) -> None:
+    elsewhere = Placement(np.array([[0, 1, 2, 3]]), num_experts=4, generation=1)
+    deployment.serve(SKEWED)
+    deployment.store.commit(elsewhere, expected=0, reason="of another topology")
+    controller = Controller(deployment.store, SETTINGS)
+
+    controller.turn()
+    controller.turn()
+
+    (told,) = events(deployment.store, "error")
+    assert told.detail["where"] == "plan"
+    assert "4 slots" in told.detail["message"]
+    assert deployment.store.published() is None
+
+
+def test_an_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'best', expected one of: auto,"):
+        Controller(store, replace(SETTINGS, policy="best"))
+
+
+# -- tasks
+
+
+def worked_off(deployment: Deployment, kind: str = "rebalance", **request: object) -> Task:
+    task = deployment.store.submit(kind, request)
+    Controller(deployment.store, SETTINGS).turn()
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    return ended
+
+
+def test_a_rebalance_is_a_dry_run_unless_told_otherwise(deployment: Deployment) -> None:
+    deployment.store.set_control(Control(observe=True), reason="only look")
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment)
+
+    assert (task.state, task.result["decision"]) == ("done", "MOVE")
+    assert (task.result["dry_run"], task.result["published"]) == (True, False)
+    assert task.result["before"] == pytest.approx(1.6)
+    assert task.result["num_moves"] > 0
+    assert deployment.store.published() is None
+
+
+def test_a_real_rebalance_publishes_once(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, dry_run=False, policy="greedy")
+
+    assert (task.state, task.result["policy"]) == ("done", "greedy")
+    assert (task.result["published"], task.result["plan_id"]) == (True, 1)
+    assert len(events(deployment.store, "publish")) == 1
+
+
+def test_a_real_rebalance_that_is_not_worth_it_says_so(deployment: Deployment) -> None:
+    deployment.serve(EVEN)
+
+    task = worked_off(deployment, dry_run=False)
+
+    assert (task.state, task.result["decision"]) == ("done", "KEEP")
+    assert task.result["published"] is False
+
+
+@pytest.mark.parametrize(
+    ("control", "refusal"),
+    [
+        (Control(movement=False), "movement is switched off"),
+        (Control(observe=True), "this deployment is observed only"),
+    ],
+)
+def test_a_real_rebalance_obeys_the_switches(
+    deployment: Deployment, control: Control, refusal: str
+) -> None:
+    deployment.store.set_control(control, reason="test")
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, dry_run=False)
+
+    assert task.state == "failed"
+    assert refusal in task.result["error"]
+
+
+def test_a_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+    worked_off(deployment, dry_run=False)
+
+    task = worked_off(deployment, dry_run=False)
+
+    assert task.state == "failed"
+    assert "a migration is open already" in task.result["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_", "refusal"),
+    [
+        ("fly", {}, "is of kind 'fly', expected 'rebalance'"),
+        ("rebalance", {"policy": "best"}, "unknown policy 'best', expected one of: auto,"),
+    ],
+)
+def test_a_task_that_cannot_be_done_fails_in_words(
+    deployment: Deployment, kind: str, request_: dict[str, object], refusal: str
+) -> None:
+    deployment.serve(EVEN)
+
+    task = worked_off(deployment, kind, **request_)
+
+    assert task.state == "failed"
+    assert refusal in task.result["error"]
+
+
+def test_a_rebalance_before_any_load_fails_in_words(deployment: Deployment) -> None:
+    task = worked_off(deployment)
+
+    assert task.state == "failed"
+    assert "no complete window of load yet" in task.result["error"]
+
+
+def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment) -> None:
+    task = deployment.store.submit("rebalance", {})
+    deployment.store.claim()
+
+    Controller(deployment.store, SETTINGS)
+
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    assert ended.state == "failed"
+    assert ended.result["error"].startswith("the controller ended while it worked on this")
+
+
+def test_it_runs_until_told_to_stop(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).run(lambda: deployment.store.published() is not None)
+
+    assert deployment.published().plan_id == 1

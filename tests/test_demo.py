@@ -1,0 +1,263 @@
+"""``eplb demo`` as people run it: text and traces, switches, HTTP, Ctrl-C, and what it measured."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from telemetry import open_store
+from telemetry.store import CommittedPlacement, Control, Event, LoadStore
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
+EPLB = Path(sys.executable).with_name("eplb")
+DEADLINE_S = 60.0
+MEASURED = """
+    ranks layers experts slots steps tokens_per_window imbalance_initial imbalance_final
+    imbalance_series rebalances experts_moved bytes_by_source swap_pause_ms_p50 swap_pause_ms_p99
+    step_ms_p50 reference_checks reference_max_error reference_failures samples_written samples_lost
+""".split()
+
+Summary = dict[str, Any]
+StartDemo = Callable[..., Any]
+
+
+def events(store: LoadStore, kind: str, *, after: int = 0) -> list[Event]:
+    return [event for event in store.events(after=after, limit=100_000) if event.kind == kind]
+
+
+def plans(words: str, *, after: int = 0) -> Callable[[LoadStore], list[Event]]:
+    """Look for two plans whose reason has these words: the first may be older than a switch."""
+
+    def look(store: LoadStore) -> list[Event]:
+        seen = [e for e in events(store, "plan", after=after) if words in e.detail["reason"]]
+        return seen if len(seen) >= 2 else []
+
+    return look
+
+
+def committed(store: LoadStore) -> CommittedPlacement:
+    found = store.committed()
+    assert found is not None, "a demo commits a placement before it serves"
+    return found
+
+
+def kept(folder: Path) -> list[CommittedPlacement]:
+    """The history of placements that a demo leaves behind, newest first."""
+    with closing(open_store(folder / "state" / "store.sqlite", "demo")) as store:
+        return store.placements(limit=100_000)
+
+
+def stop_moving(demo: Any) -> None:
+    """Let an open migration end, and no other begin."""
+
+    def observe(store: LoadStore) -> int:
+        store.set_control(Control(observe=True), reason="the test has seen enough")
+        return events(store, "control")[-1].id
+
+    switch = demo.sees("the switch", observe)
+    demo.sees("plans that are not published", plans("", after=switch))
+    demo.sees("no open migration", lambda store: store.published() is None)
+
+
+def summary_after_interrupt(demo: Any) -> Summary:
+    """Press Ctrl-C: a terminal sends it to every process of the demo."""
+    os.killpg(demo.process.pid, signal.SIGINT)
+    assert demo.ends() == 0, demo.told()
+    assert demo.errors == ""
+    summary: Summary = demo.summary()
+    return summary
+
+
+def hot_pairs(folder: Path) -> Path:
+    """Record routes of which 7 of 10 go to two of eight experts: others every 16 windows."""
+    rng = np.random.default_rng(5)
+    ids = rng.integers(8, size=(2, 65_536, 2))
+    is_hot = rng.random(ids.shape) < 0.6
+    ids[is_hot] = (ids % 2 + np.arange(65_536)[:, None] // 16_384 * 2)[is_hot]
+    ids[:, ::16] = -1  # tokens that were padding when they were recorded
+    path = folder / "trace.npz"
+    np.savez(path, expert_ids=ids.astype(np.int8), request_len=[1_000, 64_536])
+    return path
+
+
+def eplb(*words: str) -> None:
+    subprocess.run([EPLB, *words], check=True, timeout=DEADLINE_S, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, start_demo: StartDemo) -> Summary:
+    """A demo on the text that every machine has, for one second and on until Ctrl-C."""
+    demo = start_demo(folder, "--serve", seconds=1)
+    demo.sees("a commit", lambda store: committed(store).placement.generation >= 1)
+    stop_moving(demo)
+    return summary_after_interrupt(demo)
+
+
+def test_the_summary_has_everything_that_is_asked_of_it(served: Summary) -> None:
+    assert not set(MEASURED) - served.keys()
+    assert (served["ranks"], served["layers"], served["experts"], served["slots"]) == (4, 2, 8, 12)
+    assert served["tokens_per_window"] == 1024
+
+
+def test_it_rebalances_while_it_serves_right_answers(served: Summary) -> None:
+    assert served["rebalances"] >= 1
+    assert len(served["rebalance_steps"]) == served["rebalances"]
+    assert served["reference_checks"] == sum(served["reference_checks_by_phase"].values()) > 0
+    assert served["reference_failures"] == 0
+    assert 0.0 < served["reference_max_error"] <= 1e-4
+    assert served["swap_pause_ms_p99"] >= served["swap_pause_ms_p50"] > 0
+
+
+def test_no_sample_is_lost(served: Summary) -> None:
+    assert served["samples_lost"] == 0
+    assert served["samples_written"] >= served["ranks"] * len(served["imbalance_series"])
+
+
+def test_every_expert_that_moved_is_read_once_from_one_source(served: Summary) -> None:
+    bytes_by_source = served["bytes_by_source"]
+
+    moved = sum(bytes_by_source.get(source, 0) for source in ("same_rank", "peer", "host"))
+    assert moved == served["experts_moved"] * served["expert_bytes"] > 0
+    assert bytes_by_source.get("disk", 0) <= bytes_by_source["host"]
+
+
+def test_windows_follow_one_another_without_a_gap(served: Summary) -> None:
+    series = served["imbalance_series"]
+    steps_per_window = 1024 // (4 * 64)
+
+    assert [score["window"] for score in series] == list(range(len(series)))
+    assert [score["last_step"] for score in series] == [
+        steps_per_window * (window + 1) - 1 for window in range(len(series))
+    ]
+    assert served["steps"] >= series[-1]["last_step"] + 1
+
+
+def test_the_imbalance_is_the_median_of_the_last_windows_of_the_series(served: Summary) -> None:
+    first_step = served["rebalance_steps"][-1]
+    settled = [score for score in served["imbalance_series"] if score["last_step"] - 3 >= first_step]
+
+    last = (settled or served["imbalance_series"])[-5:]
+    assert served["imbalance_final"] == pytest.approx(median(s["measured"] for s in last), abs=1e-4)
+    assert served["imbalance_initial"] == pytest.approx(
+        median(s["contiguous"] for s in last), abs=1e-4
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(served: Summary, folder: Path, start_demo: StartDemo) -> Summary:
+    """The next demo in the same folder, by another policy, until its time is over."""
+    before = kept(folder)
+    demo = start_demo(folder, "--resume", "--policy", "greedy", *TEXT, seconds=1)
+    assert demo.ends() == 0, demo.told()
+    assert demo.errors == ""
+    return demo.summary() | {"before": before, "after": kept(folder)}
+
+
+def test_a_resumed_demo_goes_on_from_the_last_placement(resumed: Summary) -> None:
+    last = resumed["before"][0].placement
+
+    assert last.generation >= 1
+    assert resumed["imbalance_series"][0]["generation"] == last.generation
+    assert len(resumed["after"]) == len(resumed["before"]) + resumed["rebalances"]
+    assert resumed["after"][resumed["rebalances"]].placement.hash == last.hash
+
+
+def test_it_ends_by_itself_when_its_time_is_over(resumed: Summary) -> None:
+    assert resumed["policy"] == "greedy"
+    assert (resumed["reference_failures"], resumed["samples_lost"]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def observed(resumed: Summary, folder: Path, start_demo: StartDemo) -> Summary:
+    """A demo that starts afresh in the same folder, on recorded routes, and only observes."""
+    demo = start_demo(folder, "--observe", "--serve", "--trace", str(hot_pairs(folder)))
+    demo.sees("plans that move nothing", plans("not moved: observe only"))
+    summary = summary_after_interrupt(demo)
+    return summary | {"before": resumed["after"], "after": kept(folder)}
+
+
+def test_a_demo_that_observes_plans_and_moves_nothing(observed: Summary) -> None:
+    assert (observed["rebalances"], observed["experts_moved"]) == (0, 0)
+    assert set(observed["bytes_by_source"].values()) <= {0}
+    assert observed["imbalance_final"] == observed["imbalance_initial"] > 1.3
+
+
+def test_recorded_routes_give_right_answers_too(observed: Summary) -> None:
+    assert observed["reference_checks"] > 0
+    assert (observed["reference_failures"], observed["samples_lost"]) == (0, 0)
+
+
+def test_a_default_start_is_contiguous_under_a_higher_generation(observed: Summary) -> None:
+    start, last = observed["after"][0], observed["before"][0]
+
+    assert start.placement.generation == last.placement.generation + 1
+    assert start.reason == "start of the demo: contiguous"
+    assert start.placement.slot_to_expert[0].tolist() == [0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1]
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo) -> dict[str, Any]:
+    """A demo that starts with movement off; then it is on for a while, and off again."""
+    folder = tmp_path_factory.mktemp("switched")
+    demo = start_demo(folder, "--serve", "--trace", str(hot_pairs(folder)), movement=False)
+    store, off = str(demo.state_dir / "store.sqlite"), "not moved: movement is switched off"
+    url = demo.hears("eplb demo: http").split()[-1]
+    demo.sees("plans before movement", plans(off))
+    asked = httpx.post(
+        f"{url}/api/v1/rebalances", json={"reason": "to see"}, timeout=DEADLINE_S, trust_env=False
+    )
+    seen = {"asked": asked, "start": demo.sees("the start", committed)}
+    eplb("resume", "--store", store)
+    demo.sees("a commit", lambda store: committed(store).placement.generation >= 1)
+    eplb("pause", "--store", store, "--reason", "a test")
+    pause = demo.sees("the pause", lambda store: events(store, "control")[-1])
+    demo.sees("plans after the pause", plans(off, after=pause.id))
+    seen |= {"pause": pause, "paused": demo.sees("the placement", committed)}
+    demo.sees("more plans", lambda store: len(plans(off, after=pause.id)(store)) >= 4)
+    seen |= {"end": demo.sees("the placement", committed)}
+    return seen | {"summary": summary_after_interrupt(demo)}
+
+
+def test_no_weight_moves_before_movement_is_switched_on(switched: dict[str, Any]) -> None:
+    assert switched["start"].placement.generation == 0
+
+
+def test_resuming_lets_weights_move(switched: dict[str, Any]) -> None:
+    assert switched["paused"].placement.generation >= 1
+    assert switched["summary"]["rebalances"] >= 1
+
+
+def test_pausing_stops_all_movement_and_says_why(switched: dict[str, Any]) -> None:
+    assert switched["pause"].detail["reason"] == "a test"
+    assert switched["end"].placement.hash == switched["paused"].placement.hash
+
+
+def test_answers_stay_right_through_all_switches(switched: dict[str, Any]) -> None:
+    summary = switched["summary"]
+
+    assert summary["reference_checks"] > 0
+    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+
+
+def test_a_rebalance_asked_for_over_http_is_a_dry_run(switched: dict[str, Any]) -> None:
+    task = switched["asked"].json()
+
+    assert switched["asked"].is_success, switched["asked"].text
+    assert (task["state"], task["request"]["dry_run"]) == ("done", True)
+    assert task["result"]["decision"] in ("MOVE", "RESPLIT", "KEEP")
+    assert task["result"]["published"] is False

@@ -1,0 +1,254 @@
+"""Bad input, bad disks and dying processes: one clear sentence each, and nothing left behind."""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app
+from telemetry import open_store
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
+SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
+SMALL += ["--setting", "hidden=32", "--setting", "intermediate=32", "--view", "plain"]
+NOBODY = 65534
+FILE_LIMIT = 300_000  # bytes
+
+StartDemo = Callable[..., Any]
+
+
+def refusal(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str:
+    """Start a demo that must be refused before it serves; return the sentence."""
+    done = CliRunner().invoke(app, ["demo", "--state-dir", str(folder), *SMALL, *flags], env=env)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
+    sentence = str(done.stderr)
+    assert sentence.startswith("eplb: ")
+    assert sentence.endswith("\n")
+    assert sentence.count("\n") == 1
+    assert not list(folder.glob("**/*.unfinished")) if folder.is_dir() else True
+    return sentence.removeprefix("eplb: ").removesuffix("\n")
+
+
+def store_opens(folder: Path) -> bool:
+    with closing(open_store(folder / "store.sqlite", "demo")) as store:
+        return store.version() >= 0
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """A disk with little room: no file of this process can grow beyond ``num_bytes``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# -- weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Weights of the small model, in the folder where the next start looks for them.
+
+    The start that wrote them was refused afterwards, so that nothing had to be served.
+    """
+    (tmp_path / "store.sqlite").unlink(missing_ok=True)
+    refusal(tmp_path, "--resume")
+    (found,) = tmp_path.glob("weights-*")
+    return found
+
+
+def test_a_missing_weight_file_is_named(tmp_path: Path, weights: Path) -> None:
+    (weights / "model-00002-of-00003.safetensors").unlink()
+
+    missing = weights / "model-00002-of-00003.safetensors"
+    assert refusal(tmp_path) == f"weight file {missing} is missing, the index names it"
+    assert store_opens(tmp_path)
+
+
+def test_a_truncated_weight_file_is_named_with_its_size(tmp_path: Path, weights: Path) -> None:
+    os.truncate(weights / "model-00003-of-00003.safetensors", 5000)
+
+    expected = f"weight file {weights / 'model-00003-of-00003.safetensors'} of 5000 bytes is trunc"
+    assert refusal(tmp_path).startswith(expected)
+    assert store_opens(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path, weights: Path) -> None:
+    other = tmp_path / "other"
+    refusal(other, "--resume", "--setting", "intermediate=16")
+    shutil.rmtree(weights)
+    next(other.glob("weights-*")).rename(weights)
+
+    sentence = refusal(tmp_path)
+    assert "has shape (32, 16), expected (32, 32) for this model" in sentence or (
+        "has shape (16, 32), expected (32, 32) for this model" in sentence
+    )
+    assert store_opens(tmp_path)
+
+
+def test_a_full_disk_leaves_no_half_written_weights(tmp_path: Path) -> None:
+    with files_up_to(FILE_LIMIT):
+        sentence = refusal(tmp_path)
+
+    assert sentence.startswith(f"weights cannot be written to {tmp_path}/weights-")
+    assert not list(tmp_path.glob("weights-*"))
+    assert store_opens(tmp_path)
+
+
+def test_a_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
+    tmp_path.joinpath("words.txt").write_text("one two three " * 50_000)
+    with files_up_to(FILE_LIMIT):
+        sentence = refusal(tmp_path, "--text", str(tmp_path / "words.txt"))
+
+    assert sentence == f"{tmp_path / 'text.npz'} cannot be written: File too large"
+    assert not (tmp_path / "text.npz").exists()
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--slots", "4"],
+            "slots is 4 in flag --slots, expected at least 8, the number of experts",
+        ),
+        (["--policy", "best"], "unknown policy 'best', expected one of: "),
+        (["--setting", "colour=red"], "unknown key 'colour' in flag --colour, closest known: "),
+        (
+            ["--setting", "hidden=6"],
+            "hidden is '6' in flag --hidden, expected a multiple of 4, the attention heads",
+        ),
+        (
+            ["--setting", "tokens_per_rank=100"],
+            "tokens_per_rank is '100' in flag --tokens-per-rank, expected at most 64, or a multiple",
+        ),
+        (["--text", "/nowhere"], "text /nowhere cannot be read: No such file or directory"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written: No such file"),
+        (["--json", "/"], "--json / is a folder, expected a file"),
+        (["--resume"], "store.sqlite holds no placement to resume from, expected one"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    assert sentence in refusal(tmp_path / "state", *flags)
+
+
+def test_an_unknown_key_in_the_settings_file_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "demo.toml"
+    config.write_text("rank = 4\n")
+
+    sentence = refusal(tmp_path / "state", "--config", str(config))
+    assert sentence.startswith(f"unknown key 'rank' in {config}, closest known: ranks")
+    assert not (tmp_path / "state").exists()
+
+
+def test_an_unknown_variable_of_the_environment_is_refused(tmp_path: Path) -> None:
+    sentence = refusal(tmp_path / "state", env={"EPLB_POLCY": "auto"})
+
+    assert sentence.startswith("unknown key 'EPLB_POLCY' in the environment")
+    assert "EPLB_POLICY" in sentence
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        sentence = refusal(tmp_path, "--port", str(port))
+
+    assert sentence == (
+        f"port {port} of 127.0.0.1 cannot be used (Address already in use), "
+        "expected a free port; 0 takes any"
+    )
+    assert store_opens(tmp_path)
+
+
+def write_routes(path: Path, ids: Any, **more: Any) -> list[str]:
+    np.savez(path, expert_ids=np.array(ids), **more)
+    return ["--trace", str(path)]
+
+
+def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
+    trace, state = tmp_path / "trace.npz", tmp_path / "state"
+    no_text = [word for word in SMALL if word not in TEXT]
+    assert len(no_text) == len(SMALL) - len(TEXT)
+    routes = np.zeros((2, 64, 2), dtype=np.int64)
+
+    def refused(flags: list[str]) -> str:
+        command = ["demo", "--state-dir", str(state), *no_text, *flags]
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
+        return str(done.stderr)
+
+    flags = ["--trace", str(trace)]
+    assert refused(flags) == f"eplb: trace {trace} does not exist, expected an .npz file\n"
+    trace.write_bytes(b"not an archive")
+    assert refused(flags).startswith(f"eplb: trace {trace} cannot be read as an .npz file: ")
+    write_routes(trace, routes + 8)
+    assert refused(flags) == f"eplb: trace {trace} names experts 8..8, expected 0..7 (--experts)\n"
+    write_routes(trace, routes - 2)
+    assert "names experts -2..-2, expected 0..7" in refused(flags)
+    write_routes(trace, routes, request_len=[7])
+    assert "request_len sums to 7 tokens, expected 2 or 64" in refused(flags)
+    assert store_opens(state)
+
+
+# -- stores and folders
+
+
+def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    open_store(tmp_path / "store.sqlite", "demo").close()
+    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    before = (tmp_path / "store.sqlite").read_bytes()
+
+    sentence = refusal(tmp_path)
+    assert "has schema version 99, expected 1: it was written by another version" in sentence
+    assert (tmp_path / "store.sqlite").read_bytes() == before
+
+
+def test_a_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store.sqlite").write_text("a shopping list\n" * 100)
+
+    sentence = refusal(tmp_path)
+    assert sentence.startswith(f"store {tmp_path / 'store.sqlite'} is damaged or no store at all")
+    assert sentence.endswith("expected a whole SQLite file")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(start_demo: StartDemo) -> None:
+    if os.geteuid() == 0:  # no folder is read-only to root
+
+        def drop() -> None:
+            os.setgroups([])
+            os.setuid(NOBODY)
+    else:
+        drop = None  # type: ignore[assignment]
+    # Not in tmp_path, which only its owner may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "state").mkdir()
+        for path in (Path(folder), Path(folder, "state")):
+            path.chmod(0o555)
+        json = Path(folder, "state", "out.json")
+        demo = start_demo(Path(folder), *TEXT, before_exec=drop, json_path=json)
+        status = demo.ends()
+
+        assert status == 2
+        assert "Traceback" not in demo.errors
+        state = f"--json {json} cannot be written: Permission denied"
+        assert demo.errors.splitlines()[-1] == f"eplb: {state}"
