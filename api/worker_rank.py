@@ -33,6 +33,7 @@ from rebalance.links import SharedMemoryTransport, fill_bank
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
 from runtime.checkpoint import Checkpoint, Weights, layer_name
+from runtime.compute import LoopExperts
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher
 from runtime.experts import ExpertBank, ExpertSchema
@@ -176,8 +177,9 @@ def _build(plan: WorkerPlan, rank: int) -> Rank:
         placement,
     )
     dense = Checkpoint(plan.weights).dense_weights()
+    experts = LoopExperts(bank)
     layers = [
-        MoELayer(layer, model.top_k, bank, table, dispatcher, _shared(dense, layer))
+        MoELayer(layer, model.top_k, experts, table, dispatcher, _shared(dense, layer))
         for layer in range(model.num_layers)
     ]
     return Rank(agent, MoEStack(model, dense, layers), dispatcher, reporter, RankFigures())

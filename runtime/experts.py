@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ import torch
 from eplb.errors import CheckpointError
 from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
 from runtime.streams import Completion
+
+SCALE_BLOCK = 128  # rows and columns of a weight that share one FP8 scale
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,26 @@ class ExpertSchema:
         )
         down = TensorSpec("down", (hidden, intermediate), dtype, ("down_proj.weight",))
         return ExpertSchema((gate_up, down))
+
+    @staticmethod
+    def swiglu_fp8(hidden: int, intermediate: int) -> ExpertSchema:
+        """FP8 weights with a float32 scale for each 128 x 128 block, as DeepSeek-V3 stores them.
+
+        The scales are as much the expert as the weights: moved apart from them they are wrong
+        numbers without an error (vLLM pull 34646).
+        """
+        wide, high = hidden // SCALE_BLOCK, intermediate // SCALE_BLOCK
+        gate_up, down = ExpertSchema.swiglu(hidden, intermediate, torch.float8_e4m3fn).tensors
+        gate_up_scale = TensorSpec(
+            "gate_up_scale",
+            (2 * high, wide),
+            torch.float32,
+            ("gate_proj.weight_scale_inv", "up_proj.weight_scale_inv"),
+        )
+        down_scale = TensorSpec(
+            "down_scale", (wide, high), torch.float32, ("down_proj.weight_scale_inv",)
+        )
+        return ExpertSchema((gate_up, gate_up_scale, down, down_scale))
 
     @property
     def record_bytes(self) -> int:
@@ -84,6 +107,21 @@ class ExpertSchema:
             target.copy_(torch.cat([parts[name] for name in spec.parts]))
 
 
+class Arena(Protocol):
+    """One run of bytes that holds a bank."""
+
+    bytes: torch.Tensor  # uint8
+
+    @property
+    def handle(self) -> str:
+        """How other processes of the host attach, or "" if not by a path."""
+
+
+def bank_bytes(schema: ExpertSchema, num_layers: int, num_slots: int, num_staging: int) -> int:
+    """Size of the arena that a bank of this shape needs."""
+    return (num_layers * num_slots + num_staging) * schema.record_bytes
+
+
 class ExpertBank:
     """A rank's live slots and its staging ring, in one arena that peers on the host can read.
 
@@ -91,22 +129,35 @@ class ExpertBank:
     """
 
     def __init__(
-        self, schema: ExpertSchema, num_layers: int, num_slots: int, *, num_staging: int
+        self,
+        schema: ExpertSchema,
+        num_layers: int,
+        num_slots: int,
+        *,
+        num_staging: int,
+        arena: Arena | None = None,
     ) -> None:
         self.schema = schema
         self.num_layers, self.num_slots, self.num_staging = num_layers, num_slots, num_staging
         size = schema.record_bytes
         num_live = num_layers * num_slots
-        self._arena = SharedArena("eplb-experts", (num_live + num_staging) * size)
-        records = self._arena.bytes.view(num_live + num_staging, size)
+        num_bytes = bank_bytes(schema, num_layers, num_slots, num_staging)
+        self._arena = arena or SharedArena("eplb-experts", num_bytes)
+        # An arena that peers address symmetrically may be larger than this rank's own need.
+        records = self._arena.bytes[:num_bytes].view(num_live + num_staging, size)
         self._live = records[:num_live].view(num_layers, num_slots, size)
         self._staging = records[num_live:]
         self._weights = [schema.views(self._live[layer]) for layer in range(num_layers)]
 
     @property
     def handle(self) -> str:
-        """Path by which peers on this host attach (PeerBank)."""
+        """Path by which peers on this host attach (PeerBank); "" for an arena without one."""
         return self._arena.handle
+
+    @property
+    def device(self) -> torch.device:
+        """Where the records are."""
+        return self._live.device
 
     def live(self, layer: int, slot: int) -> torch.Tensor:
         """Record [record_bytes] of one of this rank's slots, 0..C-1."""

@@ -14,17 +14,11 @@ import torch.nn.functional as F
 
 from eplb.model import ModelShape
 from runtime.checkpoint import Weights, layer_name
+from runtime.compute import Experts, swiglu
 from runtime.dispatch import Dispatcher
-from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 
 NUM_HEADS = 4
-
-
-def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """silu(rows @ gate.T) * (rows @ up.T) @ down.T, with gate and up stacked on dim 0."""
-    gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
-    return (F.silu(gate) * up) @ down.T
 
 
 def normalise(hidden: torch.Tensor) -> torch.Tensor:
@@ -53,36 +47,30 @@ class MoELayer:
 
     layer: int
     top_k: int
-    bank: ExpertBank
+    experts: Experts
     table: RoutingTable
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
 
     def forward(
-        self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, salt: int
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        salt: int | torch.Tensor,
     ) -> torch.Tensor:
-        """Outputs [T, H] for tokens [T, H] routed to experts [T, K] with weights [T, K].
+        """Outputs [T, H] for tokens [T, H] routed to experts ``chosen`` [T, K] with weights [T, K].
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         """
-        slots = self.table.choose(self.layer, experts, salt=salt)
+        slots = self.table.choose(self.layer, chosen, salt=salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
-        results = self._run_experts(received.rows, received.counts)
+        results = self.experts.run(self.layer, received)
         output = self.dispatcher.combine(self.layer, results, received)
         if self.shared is not None:
             output = output + swiglu(tokens, *self.shared)
         return output
-
-    def _run_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        tensors = self.bank.weights(self.layer)
-        results = torch.empty_like(rows)
-        start = 0
-        for slot, count in enumerate(counts.tolist()):
-            if count:
-                part = slice(start, start + count)
-                results[part] = swiglu(rows[part], tensors["gate_up"][slot], tensors["down"][slot])
-                start += count
-        return results
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,11 @@ class MoEStack:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, *, salt: int, forced: torch.Tensor | None = None
+        self,
+        token_ids: torch.Tensor,
+        *,
+        salt: int | torch.Tensor,
+        forced: torch.Tensor | None = None,
     ) -> Forward:
         """Run token ids [B, N]; ``forced`` [L, T, K] replaces the router's choice of experts."""
         hidden = self._weights["model.embed_tokens.weight"][token_ids]

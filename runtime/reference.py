@@ -14,7 +14,8 @@ import torch
 
 from eplb.model import ModelShape
 from runtime.checkpoint import Weights, expert_name, layer_name
-from runtime.moe import Forward, mix_causally, normalise, swiglu
+from runtime.compute import swiglu
+from runtime.moe import Forward, mix_causally, normalise
 
 TIE = 1e-4  # router logits nearer than this are a tie: rounding may choose either expert
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import PlacementError
 from eplb.placement import EMPTY, Placement
+from runtime.streams import Completion
 
 SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
 
@@ -38,10 +39,18 @@ class RoutingTable:
     draw that found no replica would be dropped in silence by a dispatcher.
     """
 
-    def __init__(self, placement: Placement, *, max_replicas: int, source_node: int = 0) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        max_replicas: int,
+        source_node: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
         shape = (placement.num_layers, placement.num_experts, max_replicas)
-        self.slots = torch.full(shape, EMPTY, dtype=torch.int32)  # [L, E, Rmax], padded
-        self.cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32)  # [L, E, Rmax]
+        # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE
+        self.slots = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+        self.cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32, device=device)
         self.source_node = source_node
         self.generation = placement.generation
         self.load(placement, range(placement.num_layers))
@@ -72,7 +81,16 @@ class RoutingTable:
         padded_cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32)
         padded_slots[:, :, :found] = torch.tensor(slots)[chosen]
         padded_cumulative[:, :, :found] = torch.tensor(cumulative)[chosen]
-        return TableLayers(chosen, padded_slots, padded_cumulative, placement.generation)
+        device = self.slots.device
+        prepared = TableLayers(
+            chosen.to(device),
+            padded_slots.to(device),
+            padded_cumulative.to(device),
+            placement.generation,
+        )
+        # Made on another thread's stream than the one that will read it.
+        Completion(is_cuda=self.slots.is_cuda).wait()
+        return prepared
 
     def turn(self, prepared: TableLayers) -> None:
         """Let prepared layers serve: two copies. Only between steps."""
@@ -85,8 +103,10 @@ class RoutingTable:
         """Size of the tensors."""
         return self.slots.nbytes + self.cumulative.nbytes
 
-    def choose(self, layer: int, experts: torch.Tensor, *, salt: int) -> torch.Tensor:
-        """Pick a replica for every (token, expert) pair, by share.
+    def choose(
+        self, layer: int, experts: torch.Tensor, *, salt: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Pick a replica for every (token, expert) pair, by share; exactly even.
 
         Systematic sampling: the n tokens of an expert are laid at even distances over its shares,
         from a start that the salt decides. Each replica gets its share of n to within one token,
@@ -95,7 +115,8 @@ class RoutingTable:
         Args:
             layer: the MoE layer, 0..L-1.
             experts: [T, K] expert ids; negative for padding.
-            salt: any integer; alike on ranks that must choose alike.
+            salt: any integer, or a tensor [1] that a CUDA graph reads anew at each replay; alike
+                on ranks that must choose alike.
 
         Returns:
             [T, K] int64 slots, EMPTY for padding.
@@ -141,7 +162,7 @@ def _position_among_equals(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return nth, count
 
 
-def _hash(values: torch.Tensor, salt: int) -> torch.Tensor:
+def _hash(values: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
     """Mix integers and a salt into evenly spread non-negative 31-bit figures."""
     # Multiply-and-fold with odd constants; every step stays below 2**63 in int64.
     mixed = (values * 0x9E3779B1 + (salt & 0x7FFFFFFF) * 0x85EBCA6B) & 0x7FFFFFFF

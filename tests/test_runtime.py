@@ -15,6 +15,7 @@ from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from runtime.checkpoint import Checkpoint
+from runtime.compute import LoopExperts
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher
 from runtime.experts import ExpertBank, ExpertSchema
@@ -43,8 +44,9 @@ def _stack(
     assert dist.group.WORLD is not None
     counter = SlotCounter(model.num_layers, bank.num_slots)
     dispatcher = AllToAllDispatcher(UNEVEN, dist.group.WORLD, rank, counter)
+    experts = LoopExperts(bank)
     layers = [
-        MoELayer(layer, model.top_k, bank, table, dispatcher, shared_of(dense, layer))
+        MoELayer(layer, model.top_k, experts, table, dispatcher, shared_of(dense, layer))
         for layer in range(model.num_layers)
     ]
     return MoEStack(model, dense, layers), counter

@@ -1,0 +1,87 @@
+"""Digests of expert records, as fast as memory gives them: the sums of ``runtime/memory.py``.
+
+A record is compared with its manifest before it serves. The sums are associative modulo 2**64, so
+programs may add their parts in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.launch import check, describe, kernel
+
+LANE_BYTES = 4
+LANES_PER_BLOCK = 4096
+BLOCKS_PER_PROGRAM = 4  # a program ends with two atomic additions: few enough not to queue
+
+
+def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the digest of each record into ``out``.
+
+    Args:
+        records: [n, record_bytes] uint8; rows may lie apart (slots of an arena), but start at and
+            consist of whole 32-bit lanes.
+        out: [n, 2] int64: the sum of a record's int32 lanes, and the sum of lanes times their
+            positions from 1 on, both modulo 2**64.
+    """
+    _check(records, out)
+    num_records, num_lanes = records.shape[0], records.shape[1] // LANE_BYTES
+    if num_records == 0:
+        return
+    out.zero_()
+    lanes = records.view(torch.int32)
+    per_program = LANES_PER_BLOCK * BLOCKS_PER_PROGRAM
+    _digest[(triton.cdiv(num_lanes, per_program), num_records)](
+        lanes,
+        out,
+        lanes.stride(0),
+        NUM_LANES=num_lanes,
+        BLOCK=LANES_PER_BLOCK,
+        BLOCKS=BLOCKS_PER_PROGRAM,
+        num_warps=8,
+    )
+
+
+def _check(records: torch.Tensor, out: torch.Tensor) -> None:
+    check(
+        records.dtype == torch.uint8 and records.dim() == 2 and records.stride(1) == 1,
+        f"records {describe(records)} with strides {records.stride()}",
+        "uint8 [n, record_bytes] with contiguous rows",
+    )
+    offsets = (records.shape[1], records.stride(0), records.storage_offset())
+    check(
+        all(offset % LANE_BYTES == 0 for offset in offsets),
+        f"records of {offsets[0]} bytes, {offsets[1]} bytes apart, from byte {offsets[2]} on",
+        f"multiples of {LANE_BYTES}",
+    )
+    check(
+        out.dtype == torch.int64 and out.shape == (len(records), 2) and out.is_contiguous(),
+        f"out {describe(out)}",
+        f"contiguous int64 [{len(records)}, 2]",
+    )
+
+
+@kernel("out")
+def _digest(
+    lanes: Any,
+    out: Any,
+    record_stride: Any,
+    NUM_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    record = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK * BLOCKS
+    plain = tl.zeros((BLOCK,), tl.int64)
+    weighted = tl.zeros((BLOCK,), tl.int64)
+    for block in tl.static_range(BLOCKS):
+        index = first + block * BLOCK + tl.arange(0, BLOCK)
+        lane = tl.load(lanes + record * record_stride + index, mask=index < NUM_LANES, other=0)
+        plain += lane.to(tl.int64)
+        weighted += lane.to(tl.int64) * (index + 1).to(tl.int64)
+    tl.atomic_add(out + 2 * record, tl.sum(plain, 0), sem="relaxed")
+    tl.atomic_add(out + 2 * record + 1, tl.sum(weighted, 0), sem="relaxed")

@@ -1,0 +1,322 @@
+"""The experts' product: every slot's rows times that slot's weights, in one launch.
+
+Weights are read where they live, in the records of an arena, so a swap needs no copy into another
+layout. Few rows a slot (decode) are bound by reading weights once; many (prefill) by arithmetic.
+
+Shapes:  n rows, C slots, K inputs of a row, N outputs of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.launch import (
+    check,
+    check_slots,
+    describe,
+    kernel,
+    largest_tile,
+    num_multiprocessors,
+)
+from runtime.kernels.quantise import GROUP, Quantised
+from runtime.kernels.slots import ends_of_slots, locate
+
+SMALLEST_TILE = 64  # K and N must be multiples: the smallest tile that tensor cores take well
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut: tiles, buffers in flight, and programs on each multiprocessor."""
+
+    BLOCK_M: int  # rows
+    BLOCK_N: int  # outputs
+    BLOCK_K: int  # inputs of one pipeline stage
+    IS_FLIPPED: bool  # weights on the left: tensor cores want 64 there, few rows would be padding
+    num_stages: int
+    num_warps: int
+    programs: int
+
+
+# (most rows a slot, tiling). In decode two programs share a multiprocessor's 227 KiB of shared
+# memory, each with 50 to 70 KiB of weights under way: 4 TB/s times 1 us of latency, spread over 132
+# multiprocessors, is 30 KiB. Wide tiles of weights keep the reading of rows, from the L2 cache, low.
+WIDE = (
+    (16, Tiling(16, 128, 128, True, 3, 4, 2)),
+    (32, Tiling(32, 128, 64, True, 5, 4, 2)),
+    (64, Tiling(64, 128, 64, True, 4, 4, 2)),
+    (256, Tiling(128, 128, 64, False, 3, 8, 2)),
+)
+WIDE_PREFILL = Tiling(128, 256, 64, False, 4, 8, 1)
+NARROW = (
+    (16, Tiling(16, 128, 128, True, 5, 4, 2)),
+    (32, Tiling(32, 128, 128, True, 5, 4, 2)),
+    (64, Tiling(64, 128, 128, True, 4, 4, 2)),
+)
+NARROW_PREFILL = Tiling(128, 128, 128, False, 3, 8, 2)
+
+
+def grouped_gemm(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_rows: int,
+) -> None:
+    """Write rows of slot c times ``weights[c]`` transposed, for every slot.
+
+    Sums are float32. Rows of no slot stay as they are in ``out``.
+
+    Args:
+        rows: [n, K] BF16, or float32 for checks. Rows of slot c: ``starts[c]`` up to
+            ``starts[c] + counts[c]``.
+        weights: [C, N, K] of the rows' type; slots may lie any distance apart.
+        starts: [C] int32.
+        counts: [C] int32; 0 for a slot without rows.
+        out: [n, N] of any floating type.
+        max_rows: most rows that a slot usually has; chooses the tiling. A slot with more is served
+            as rightly, only slower.
+    """
+    check(
+        rows.dtype == weights.dtype and rows.dtype in (torch.bfloat16, torch.float32),
+        f"rows {describe(rows)} and weights {describe(weights)}",
+        "both bfloat16 (or both float32)",
+    )
+    tiling = next((tiling for most, tiling in WIDE if max_rows <= most), WIDE_PREFILL)
+    if rows.dtype == torch.float32:  # twice the bytes would not fit into shared memory
+        tiling = replace(tiling, BLOCK_N=64, BLOCK_K=32, num_stages=2)
+    _launch(Quantised(rows, rows), Quantised(weights, weights), (starts, counts), out, tiling)
+
+
+def grouped_gemm_fp8(
+    rows: Quantised,
+    weights: Quantised,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_rows: int,
+) -> None:
+    """Do what ``grouped_gemm`` does, with e4m3 inputs that have float32 scales.
+
+    Args:
+        rows: values [n, K]; scales [n, K / 128] of any strides, or, where every slot has M rows of
+            its own, [C, M, K / 128] of any strides (DeepEP's low-latency mode gives those).
+        weights: values [C, N, K]; scales [C, N / 128, K / 128]. Slots of each may lie any distance
+            apart.
+        starts: [C] int32.
+        counts: [C] int32.
+        out: [n, N] of any floating type.
+        max_rows: most rows that a slot usually has; chooses the tiling.
+    """
+    check(
+        rows.values.dtype == weights.values.dtype == torch.float8_e4m3fn,
+        f"rows {describe(rows.values)} and weights {describe(weights.values)}",
+        "both float8_e4m3fn",
+    )
+    _check_scales(rows, weights)
+    tiling = next((tiling for most, tiling in NARROW if max_rows <= most), NARROW_PREFILL)
+    _launch(rows, weights, (starts, counts), out, tiling)
+
+
+def _launch(
+    rows: Quantised,
+    weights: Quantised,
+    slots: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    tiling: Tiling,
+) -> None:
+    starts, counts = slots
+    _check(rows.values, weights.values, slots, out)
+    if out.numel() == 0:
+        return
+    num_slots, outputs, inputs = weights.values.shape
+    has_slot_scales = rows.scales.dim() == 3
+    row_scale_strides = rows.scales.stride() if has_slot_scales else (0, *rows.scales.stride())
+    meta = asdict(
+        replace(
+            tiling,
+            BLOCK_N=largest_tile(outputs, tiling.BLOCK_N),
+            BLOCK_K=largest_tile(inputs, tiling.BLOCK_K),
+        )
+    )
+    _product[(num_multiprocessors(out.device) * meta.pop("programs"),)](
+        rows.values,
+        weights.values,
+        rows.scales,
+        weights.scales,
+        starts,
+        counts,
+        out,
+        num_slots,
+        rows.values.stride(0),
+        weights.values.stride(0),
+        out.stride(0),
+        *row_scale_strides,
+        weights.scales.stride(0),
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        SLOTS=triton.next_power_of_2(num_slots),
+        IS_SCALED=rows.scales is not rows.values,
+        HAS_SLOT_SCALES=has_slot_scales,
+        GROUP=GROUP,
+        **meta,
+    )
+
+
+def _check(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    slots: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    starts, counts = slots
+    check_slots(starts, counts)
+    check(weights.dim() == 3, f"weights {describe(weights)}", "[C, N, K]")
+    num_slots, outputs, inputs = weights.shape
+    check(len(counts) == num_slots, f"counts of {len(counts)} slots", f"{num_slots}, as weights")
+    check(
+        outputs % SMALLEST_TILE == 0 and inputs % SMALLEST_TILE == 0,
+        f"weights {describe(weights)}",
+        f"N and K that are multiples of {SMALLEST_TILE}",
+    )
+    check(
+        weights.stride()[1:] == (inputs, 1),
+        f"weights with strides {weights.stride()}",
+        f"(any, {inputs}, 1)",
+    )
+    check(
+        rows.dim() == 2 and rows.shape[1] == inputs and rows.stride(1) == 1,
+        f"rows {describe(rows)} with strides {rows.stride()}",
+        f"[n, {inputs}] with contiguous rows",
+    )
+    check(
+        out.shape == (len(rows), outputs) and out.stride(1) == 1,
+        f"out {describe(out)} with strides {out.stride()}",
+        f"[{len(rows)}, {outputs}] with contiguous rows",
+    )
+
+
+def _check_scales(rows: Quantised, weights: Quantised) -> None:
+    num_slots, outputs, inputs = weights.values.shape
+    check(
+        outputs % GROUP == 0 and inputs % GROUP == 0,
+        f"weights {describe(weights.values)}",
+        f"N and K that are multiples of {GROUP}, as each block of them has a scale",
+    )
+    blocks = (num_slots, outputs // GROUP, inputs // GROUP)
+    check(
+        weights.scales.dtype == torch.float32
+        and weights.scales.shape == blocks
+        and weights.scales.stride()[1:] == (blocks[2], 1),
+        f"weight scales {describe(weights.scales)} with strides {weights.scales.stride()}",
+        f"float32 {list(blocks)} with strides (any, {blocks[2]}, 1)",
+    )
+    num_rows = len(rows.values)
+    of_rows = (num_rows, blocks[2])
+    of_slots = (num_slots, num_rows // num_slots, blocks[2])
+    check(
+        rows.scales.dtype == torch.float32 and tuple(rows.scales.shape) in (of_rows, of_slots),
+        f"row scales {describe(rows.scales)}",
+        f"float32 {list(of_rows)} or {list(of_slots)}",
+    )
+
+
+@kernel("starts", "counts")
+def _product(
+    rows: Any,
+    weights: Any,
+    row_scales: Any,
+    weight_scales: Any,
+    starts: Any,
+    counts: Any,
+    out: Any,
+    num_slots: Any,
+    rows_stride: Any,
+    weights_stride: Any,
+    out_stride: Any,
+    row_scales_slot_stride: Any,
+    row_scales_stride: Any,
+    row_scales_group_stride: Any,
+    weight_scales_stride: Any,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    HAS_SLOT_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_FLIPPED: tl.constexpr,
+) -> None:
+    ends = ends_of_slots(counts, num_slots, SLOTS, BLOCK_M, OUTPUTS // BLOCK_N)
+    total = tl.max(ends, 0)
+    inputs = tl.arange(0, BLOCK_K)
+    tile = tl.program_id(0)
+    while tile < total:
+        slot, first, tiles_of_slot = locate(tile, ends)
+        # Blocks of rows turn fastest, so that programs side by side share weights in the L2 cache.
+        row_blocks = tiles_of_slot // (OUTPUTS // BLOCK_N)
+        row_block = (tile - first) % row_blocks
+        output = (tile - first) // row_blocks * BLOCK_N
+        place = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        count = tl.load(counts + slot)
+        start = tl.load(starts + slot).to(tl.int64)
+        # The last block reads its slot's last row again and again: cheaper than a mask, and no
+        # other slot's rows, which may be poison, are touched.
+        used = tl.minimum(place, count - 1)
+        row_at = rows + (start + used)[:, None] * rows_stride + inputs[None, :]
+        outputs = output + tl.arange(0, BLOCK_N)
+        weight_at = weights + slot.to(tl.int64) * weights_stride
+        weight_at += outputs[:, None] * INPUTS + inputs[None, :]
+        if IS_FLIPPED:
+            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if IS_SCALED:
+            if HAS_SLOT_SCALES:
+                scale_at = row_scales + slot.to(tl.int64) * row_scales_slot_stride
+                scale_at += used * row_scales_stride
+            else:
+                scale_at = row_scales + (start + used) * row_scales_stride
+            block_at = weight_scales + slot.to(tl.int64) * weight_scales_stride
+            block_at += output // GROUP * (INPUTS // GROUP)
+            scale = tl.load(scale_at) * tl.load(block_at)
+            for step in range(INPUTS // BLOCK_K):
+                part = _multiply(tl.load(row_at), tl.load(weight_at), IS_FLIPPED)
+                # The next scales are asked for a whole step before they are needed.
+                ahead = tl.minimum(step + 1, INPUTS // BLOCK_K - 1) * BLOCK_K // GROUP
+                next_row_scale = tl.load(scale_at + ahead * row_scales_group_stride)
+                next_scale = next_row_scale * tl.load(block_at + ahead)
+                if IS_FLIPPED:
+                    sums += part * scale[None, :]
+                else:
+                    sums += part * scale[:, None]
+                scale = next_scale
+                row_at += BLOCK_K
+                weight_at += BLOCK_K
+        else:
+            for _ in range(INPUTS // BLOCK_K):
+                if IS_FLIPPED:
+                    sums = tl.dot(
+                        tl.load(weight_at), tl.load(row_at).T, sums, input_precision="ieee"
+                    )
+                else:
+                    sums = tl.dot(
+                        tl.load(row_at), tl.load(weight_at).T, sums, input_precision="ieee"
+                    )
+                row_at += BLOCK_K
+                weight_at += BLOCK_K
+        result = sums.to(out.dtype.element_ty)
+        if IS_FLIPPED:
+            result = result.T
+        out_at = out + (start + place)[:, None] * out_stride + outputs[None, :]
+        tl.store(out_at, result, mask=(place < count)[:, None])
+        tile += tl.num_programs(0)

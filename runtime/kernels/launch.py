@@ -1,0 +1,68 @@
+"""What all kernels share: triton behind one typed door, checks in words, and the size of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+# Without a device kernels run in triton's interpreter, one program after another: a few are enough
+# to see that work is divided rightly.
+INTERPRETED_MULTIPROCESSORS = 2
+
+
+def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function at its first launch.
+
+    Args:
+        varying: parameters whose values say nothing about the next launch, such as a number of
+            tokens, or a pointer into the middle of a table. By default triton compiles again when a
+            number becomes 1 or a multiple of 16, and when a pointer is no longer aligned: that
+            would stop serving for a second at an arbitrary step.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(varying))
+
+    return compiled
+
+
+def check(holds: bool, found: str, expected: str) -> None:
+    """Refuse arguments of a shape, type or layout that a kernel would misread.
+
+    Raises:
+        ValueError: ``holds`` is false.
+    """
+    if not holds:
+        raise ValueError(f"found {found}, expected {expected}")
+
+
+def check_slots(starts: torch.Tensor, counts: torch.Tensor) -> None:
+    """Refuse slot descriptions that are not two int32 vectors of one length."""
+    alike = starts.shape == counts.shape and starts.dtype == counts.dtype == torch.int32
+    check(
+        alike and counts.dim() == 1 and starts.is_contiguous() and counts.is_contiguous(),
+        f"starts {describe(starts)} and counts {describe(counts)}",
+        "two contiguous int32 vectors [C]",
+    )
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Type and shape, as error messages give them."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def largest_tile(size: int, most: int) -> int:
+    """Return the largest power of two that divides ``size`` and is at most ``most``."""
+    return min(size & -size, most)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device: grids are multiples of it, whatever the number of tokens."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,131 @@
+"""Which replica each token goes to: one kernel from expert ids to slots, padding dropped.
+
+Draws are those of ``runtime/draws.py``, bit for bit.
+
+Shapes:  E experts, Rmax most replicas of an expert, T tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.draws import EXPERT_KEY, PLACE_KEY, SEED_KEY
+from runtime.kernels.launch import check, describe, kernel
+
+# Small, because 4,096 tokens x top-8 are few for 132 multiprocessors, and their latency is all.
+PAIRS_PER_PROGRAM = 128
+
+
+def choose_replicas(
+    slots: torch.Tensor,
+    cumulative: torch.Tensor,
+    experts: torch.Tensor,
+    seed: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the slot of every (token, k) into ``out``.
+
+    Args:
+        slots: [E, Rmax] int32 slots of each expert, padded.
+        cumulative: [E, Rmax] int32 shares up to and with each replica, 65536 standing for 1.0;
+            65536 from the last replica on, so that no draw falls past it.
+        experts: [T, K] int64 expert ids below E; negative for padding.
+        seed: [1] int64 on the device, so that a replayed graph reads the step's own.
+        out: [T, K] int64; -1 for padding.
+    """
+    _check(slots, cumulative, experts, seed, out)
+    num_pairs = experts.numel()
+    if num_pairs == 0:
+        return
+    max_replicas = slots.shape[1]
+    _choose[(triton.cdiv(num_pairs, PAIRS_PER_PROGRAM),)](
+        slots,
+        cumulative,
+        experts,
+        seed,
+        out,
+        num_pairs,
+        REPLICAS=max_replicas,
+        REPLICAS_PADDED=triton.next_power_of_2(max_replicas),
+        PAIRS=PAIRS_PER_PROGRAM,
+        PLACE=PLACE_KEY,
+        SEED=SEED_KEY,
+        EXPERT=EXPERT_KEY,
+    )
+
+
+def _check(
+    slots: torch.Tensor,
+    cumulative: torch.Tensor,
+    experts: torch.Tensor,
+    seed: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    check(
+        slots.shape == cumulative.shape
+        and slots.dim() == 2
+        and slots.dtype == cumulative.dtype == torch.int32,
+        f"slots {describe(slots)} and cumulative shares {describe(cumulative)}",
+        "two int32 [E, Rmax]",
+    )
+    check(
+        experts.shape == out.shape
+        and experts.dim() == 2
+        and experts.dtype == out.dtype == torch.int64,
+        f"experts {describe(experts)} and out {describe(out)}",
+        "two int64 [T, K]",
+    )
+    check(
+        seed.dtype == torch.int64 and seed.shape == (1,), f"seed {describe(seed)}", "one int64 [1]"
+    )
+    for name, tensor in (("slots", slots), ("cumulative", cumulative), ("experts", experts)):
+        check(tensor.is_contiguous(), f"{name} with strides {tensor.stride()}", "contiguous")
+    check(out.is_contiguous(), f"out with strides {out.stride()}", "contiguous")
+
+
+@kernel("seed", "num_pairs")
+def _choose(
+    slots: Any,
+    cumulative: Any,
+    experts: Any,
+    seed: Any,
+    out: Any,
+    num_pairs: Any,
+    REPLICAS: tl.constexpr,
+    REPLICAS_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PLACE: tl.constexpr,
+    SEED: tl.constexpr,
+    EXPERT: tl.constexpr,
+) -> None:
+    place = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    is_pair = place < num_pairs
+    expert = tl.load(experts + place, mask=is_pair, other=-1)
+    salt = tl.load(seed)
+    low, high = salt.to(tl.uint32), (salt >> 32).to(tl.uint32)
+    second_key = _mix(high ^ _mix(low ^ SEED))
+    mixed = _mix(place.to(tl.uint32) ^ _mix(low ^ PLACE))
+    mixed = _mix((mixed + second_key) ^ (expert.to(tl.uint32) * EXPERT))
+    draw = (mixed >> 16).to(tl.int32)
+
+    used = tl.maximum(expert, 0)  # padding reads the entries of expert 0 and ignores them
+    entry = tl.arange(0, REPLICAS_PADDED)
+    up_to = tl.load(
+        cumulative + used[:, None] * REPLICAS + entry[None, :],
+        mask=(entry < REPLICAS)[None, :],
+        other=65536,
+    )
+    replica = tl.sum((up_to <= draw[:, None]).to(tl.int32), axis=1)
+    slot = tl.load(slots + used * REPLICAS + replica)
+    tl.store(out + place, tl.where(expert < 0, -1, slot.to(tl.int64)), mask=is_pair)
+
+
+@kernel()
+def _mix(word: Any) -> Any:
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)

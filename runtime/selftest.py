@@ -1,0 +1,178 @@
+"""Start-up proof that a dispatcher does what it says, on routing that breaks careless ones.
+
+Experts are replaced by a known factor for each slot, so every rank can work out by itself what must
+come back; the counters must show what was really sent. Every rank runs the same cases in the same
+order, and all of them hear the same verdict.
+
+Shapes:  T tokens of this rank, K top-k, H hidden, S slots, C slots of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from eplb.errors import ConfigError
+from eplb.topology import Topology
+from runtime.counters import SlotCounter
+from runtime.dispatch import AllToAllDispatcher, Dispatcher, Received
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a dispatcher is tried on; alike on every rank."""
+
+    topology: Topology
+    hidden: int
+    top_k: int
+    num_tokens: int
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+
+def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give (name, slots [T, K]) of each case; T may differ by rank."""
+    random = torch.Generator().manual_seed(trial.seed * 1009 + rank)
+    num_slots, shape = trial.topology.num_slots, (trial.num_tokens, trial.top_k)
+
+    def distinct(num_tokens: int, first: int = 0, last: int = num_slots) -> torch.Tensor:
+        scores = torch.rand((num_tokens, last - first), generator=random)
+        return first + scores.topk(min(trial.top_k, last - first), dim=1).indices
+
+    yield "random", distinct(trial.num_tokens)
+    to_one = torch.full(shape, -1, dtype=torch.int64)
+    to_one[:, 0] = num_slots - 1
+    yield "all tokens to one slot", to_one
+    padded = distinct(trial.num_tokens)
+    padded[::2] = -1
+    padded[1::4, trial.top_k // 2 :] = -1
+    yield "padding ids", padded
+    one = torch.full(shape, -1, dtype=torch.int64)
+    one[:1] = distinct(1)
+    yield "one token", one if rank == 0 else torch.full(shape, -1, dtype=torch.int64)
+    last_rank = trial.topology.slots_on(trial.topology.num_ranks - 1)
+    if last_rank.start >= trial.top_k:
+        yield "none for the last rank", distinct(trial.num_tokens, 0, last_rank.start)
+
+
+def check_dispatcher(
+    dispatcher: Dispatcher, counter: SlotCounter, trial: Trial, group: dist.ProcessGroup
+) -> str:
+    """Run every case; return what was wrong first on this rank, or "" if nothing was.
+
+    A rank that finds something wrong runs the other cases too: its peers wait for it in them.
+    """
+    rank, first_wrong = group.rank(), ""
+    counter.drain()
+    for name, slots in routing_cases(trial, rank):
+        slots = slots.to(trial.device)
+        random = torch.Generator().manual_seed(trial.seed + 31 * rank)
+        tokens = torch.randn((len(slots), trial.hidden), generator=random)
+        weights = torch.rand(slots.shape, generator=random) + 0.1
+        tokens = tokens.to(trial.device, trial.dtype)
+        weights = weights.to(trial.device)
+        received = dispatcher.dispatch(0, tokens, slots, weights)
+        answer = dispatcher.combine(0, _scaled(received, trial, rank), received)
+        miscounted = _compare_counts(counter, slots, trial, group)
+        wrong = _compare(answer, tokens, slots, weights, trial) or miscounted
+        if wrong and not first_wrong:
+            first_wrong = f"{name}: {wrong}"
+    return first_wrong
+
+
+def _factor(slots: torch.Tensor) -> torch.Tensor:
+    """A factor of each slot that bfloat16 holds exactly."""
+    return 0.5 + (slots % 16) / 16
+
+
+def _scaled(received: Received, trial: Trial, rank: int) -> torch.Tensor:
+    span = trial.topology.slots_on(rank)
+    factor = _factor(torch.arange(span.start, span.stop, device=trial.device)).to(trial.dtype)
+    if received.rows.dim() == 3:
+        return received.rows * factor[:, None, None]
+    return received.rows * factor.repeat_interleave(received.counts)[:, None]
+
+
+def _compare(
+    answer: torch.Tensor,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    trial: Trial,
+) -> str:
+    factor = torch.where(slots >= 0, _factor(slots) * weights, 0.0).sum(dim=1)
+    expected = tokens.float() * factor[:, None]
+    distance = float((answer.float() - expected).norm())
+    error = distance / max(float(expected.norm()), 1e-20) if distance else 0.0
+    limit = TOLERANCE[trial.dtype]
+    return "" if error <= limit else f"relative error {error:.2e}, expected at most {limit:.0e}"
+
+
+def _compare_counts(
+    counter: SlotCounter, slots: torch.Tensor, trial: Trial, group: dist.ProcessGroup
+) -> str:
+    sent = torch.bincount(slots[slots >= 0].flatten(), minlength=trial.topology.num_slots)
+    dist.all_reduce(sent, group=group)
+    expected = sent[trial.topology.slots_on(group.rank())].tolist()
+    found = counter.drain()[0].tolist()
+    return "" if found == expected else f"counted {found} received rows, expected {expected}"
+
+
+def choose_dispatcher(
+    name: str, trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, *, max_tokens: int
+) -> tuple[Dispatcher, str]:
+    """Make the dispatcher of that name, or with "auto" the first that passes on every rank.
+
+    Returns:
+        The dispatcher, and one sentence that says why it was picked.
+
+    Raises:
+        ConfigError: an unknown name, or the named dispatcher fails its proof.
+    """
+    if name != "auto" and name not in DISPATCHERS:
+        raise ConfigError(
+            f"unknown dispatcher {name!r}, expected auto or one of: {', '.join(DISPATCHERS)}"
+        )
+    refusals = []
+    for candidate in DISPATCHERS if name == "auto" else (name,):
+        made: Dispatcher | None = None
+        try:
+            made = _makers(trial, counter, group, max_tokens)[candidate]()
+            wrong = check_dispatcher(made, counter, trial, group)
+        except ConfigError as exc:
+            wrong = str(exc)
+        wrong = _first_refusal(wrong, group)
+        if not wrong and made is not None:
+            passed = f"{candidate} gives right results on {group.size()} ranks"
+            return made, "; ".join([passed, *refusals])
+        refusals.append(f"{candidate} refused: {wrong}")
+    raise ConfigError("; ".join(refusals))
+
+
+def _makers(
+    trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
+) -> dict[str, Callable[[], Dispatcher]]:
+    # Imported here: the module is about a library that need not be installed.
+    from runtime.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+
+    shape = DeepEPShape(trial.topology, trial.hidden, trial.top_k, max_tokens)
+    return {
+        "deepep_low_latency": lambda: DeepEPLowLatency(shape, group, counter),
+        "deepep_normal": lambda: DeepEPNormal(shape, group, counter),
+        "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
+    }
+
+
+def _first_refusal(mine: str, group: dist.ProcessGroup) -> str:
+    """What the lowest rank that refuses says; "" if none does. Alike on every rank."""
+    said: list[str] = [""] * group.size()
+    dist.all_gather_object(said, mine, group=group)
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    return refusals[0] if refusals else ""

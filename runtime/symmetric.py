@@ -1,0 +1,90 @@
+"""GPU memory that every rank of a node can read from every other, without the owner's help.
+
+``torch.distributed._symmetric_memory`` maps each rank's arena into all the others; a copy out of a
+peer's mapping runs on the copy engine, so pulling an expert takes no multiprocessor from serving.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eplb.errors import ConfigError, MigrationError
+from runtime.experts import ExpertBank
+
+
+class SymmetricArena:
+    """One rank's part of a symmetric allocation; every rank's part has the same size.
+
+    Never freed while serving: freeing one synchronises the device.
+
+    Raises:
+        ConfigError: the GPUs cannot map each other's memory, or a peer reads wrong bytes.
+    """
+
+    def __init__(self, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._rank, self._size, self._group = group.rank(), group.size(), group
+        try:
+            self.bytes: torch.Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._mapping: Any = symmetric.rendezvous(self.bytes, group)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"rank {self._rank}: the GPUs cannot map each other's memory, expected all ranks "
+                f"of a node to: {exc}"
+            ) from exc
+        self._self_test()
+
+    @property
+    def handle(self) -> str:
+        """No path: peers read through ``peer``."""
+        return ""
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The arena of another rank, as bytes of this process."""
+        size = tuple(self.bytes.shape)
+        mapped: torch.Tensor = self._mapping.get_buffer(rank, size, torch.uint8)
+        return mapped
+
+    def _self_test(self) -> None:
+        """Read a mark from every peer: a mapping that exists may still be wrong."""
+        mark = self.bytes[:8].view(torch.int64)
+        mark.fill_(0x5EED + self._rank)
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        for rank in range(self._size):
+            found = int(self.peer(rank)[:8].view(torch.int64).item())
+            if found != 0x5EED + rank:
+                raise ConfigError(
+                    f"rank {self._rank} reads {found:#x} from the memory of rank {rank}, "
+                    f"expected {0x5EED + rank:#x}"
+                )
+        dist.barrier(self._group)
+        self.bytes[:8].zero_()
+
+
+class SymmetricPeer:
+    """Another rank's live slots, read without that rank's help."""
+
+    def __init__(self, arena: SymmetricArena, rank: int, mine: ExpertBank, num_slots: int) -> None:
+        size = mine.schema.record_bytes
+        num_live = mine.num_layers * num_slots
+        self._rank = rank
+        self._live = arena.peer(rank)[: num_live * size].view(mine.num_layers, num_slots, size)
+
+    def read(self, layer: int, slot: int, into: torch.Tensor) -> None:
+        """Copy the record of one of the peer's slots into ``into``, on this thread's stream.
+
+        Raises:
+            MigrationError: the copy failed.
+        """
+        try:
+            into.copy_(self._live[layer, slot], non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        except RuntimeError as exc:
+            raise MigrationError(
+                f"layer {layer} slot {slot} of rank {self._rank} cannot be read: {exc}"
+            ) from exc
