@@ -124,7 +124,8 @@ class DeepEPNormal:
         # Each pair has its own place, so the sum over k has one order whatever arrived first.
         per_pair = results.new_zeros((num_tokens * top_k, results.shape[1]))
         per_pair[order] = (results * weights[:, None]).to(results.dtype)
-        per_token = per_pair.view(num_tokens, top_k, -1).sum(dim=1, dtype=torch.float32)
+        per_pair = per_pair.view(num_tokens, top_k, results.shape[1])
+        per_token = per_pair.sum(dim=1, dtype=torch.float32)
         combined, _, _ = self._buffer.combine(per_token.to(results.dtype), handle)
         output: torch.Tensor = combined
         return output

@@ -1,0 +1,91 @@
+"""DeepEP's modes and NCCL's all-to-all against what each rank works out by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb.topology import Topology
+from runtime.counters import SlotCounter
+from runtime.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+from runtime.dispatch import AllToAllDispatcher
+from runtime.launch import launch
+from runtime.selftest import Trial, check_dispatcher, choose_dispatcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host"),
+]
+HIDDEN, TOP_K, MAX_TOKENS = 2048, 8, 128
+NUM_RANKS = min(4, torch.cuda.device_count())
+
+
+def trial_of(num_ranks: int, rank: int, num_tokens: int) -> Trial:
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=num_ranks, slots_per_rank=18)
+    device = torch.device("cuda", rank)
+    return Trial(topology, HIDDEN, TOP_K, num_tokens, device, torch.bfloat16, seed=3)
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def run_one(rank: int, num_ranks: int, name: str, num_tokens: int) -> str:
+    trial = trial_of(num_ranks, rank, num_tokens)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    made, why = choose_dispatcher(name, trial, counter, group(), max_tokens=MAX_TOKENS)
+    assert name in why
+    return check_dispatcher(made, counter, trial, group())
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_TOKENS, 5])
+@pytest.mark.parametrize("name", ["all_to_all", "deepep_normal", "deepep_low_latency"])
+def test_a_dispatcher_gives_right_sums_and_right_counts(name: str, num_tokens: int) -> None:
+    assert launch(run_one, NUM_RANKS, name, num_tokens, deadline_s=120) == [""] * NUM_RANKS
+
+
+def run_prefill(rank: int, num_ranks: int) -> str:
+    trial = trial_of(num_ranks, rank, 1024)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    shape = DeepEPShape(trial.topology, HIDDEN, TOP_K, MAX_TOKENS)
+    return check_dispatcher(DeepEPNormal(shape, group(), counter), counter, trial, group())
+
+
+def test_normal_mode_takes_prefill_sized_batches() -> None:
+    assert launch(run_prefill, NUM_RANKS, deadline_s=120) == [""] * NUM_RANKS
+
+
+def run_alternating(rank: int, num_ranks: int) -> list[str]:
+    prefill, decode = trial_of(num_ranks, rank, 512), trial_of(num_ranks, rank, 64)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    shape = DeepEPShape(prefill.topology, HIDDEN, TOP_K, MAX_TOKENS)
+    normal = DeepEPNormal(shape, group(), counter)
+    low_latency = DeepEPLowLatency(shape, group(), counter)
+    found = []
+    for _ in range(3):
+        found.append(check_dispatcher(normal, counter, prefill, group()))
+        found.append(check_dispatcher(low_latency, counter, decode, group()))
+    return found
+
+
+def test_prefill_and_decode_alternate_in_one_process() -> None:
+    assert launch(run_alternating, NUM_RANKS, deadline_s=120) == [[""] * 6] * NUM_RANKS
+
+
+def run_uneven(rank: int, num_ranks: int) -> str:
+    slots = torch.tensor([4 + (r % 2) for r in range(num_ranks)]).numpy()
+    topology = Topology(node_of_rank=slots * 0, slots_of_rank=slots)
+    trial = Trial(topology, 64, 2, 32, torch.device("cuda", rank), torch.bfloat16)
+    counter = SlotCounter(1, int(slots[rank]), f"cuda:{rank}")
+    plain = AllToAllDispatcher(topology, group(), rank, counter)
+    wrong = check_dispatcher(plain, counter, trial, group())
+    _, why = choose_dispatcher("auto", trial, counter, group(), max_tokens=32)
+    return wrong or why
+
+
+def test_uneven_ranks_fall_to_the_plain_dispatcher_and_it_says_why() -> None:
+    for why in launch(run_uneven, NUM_RANKS, deadline_s=120):
+        assert why.startswith("all_to_all gives right results")
+        assert "ranks have [4, 5] slots, DeepEP expects the same number" in why
