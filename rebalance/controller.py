@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eplb.errors import EplbError, StaleGeneration
+from eplb.errors import EplbError, HistoryError, StaleGeneration, StoreError
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory
 from eplb.migration import Migration, Pace, build_migration
 from eplb.model import ModelShape
 from eplb.placement import Placement
 from eplb.plan import Plan, plan
+from eplb.policies import policy_named
 from eplb.problem import Budget
 from eplb.records import model_from_dict, topology_from_dict
 from eplb.topology import Topology
@@ -58,7 +59,11 @@ class Group:
 
 
 class Controller:
-    """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever."""
+    """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever.
+
+    Raises:
+        ConfigError: the settings name a policy that is not there.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class Controller:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        policy_named(settings.policy)
         self._store, self._settings, self._clock = store, settings, clock
         self._group: Group | None = None
         self._cursor = 0
@@ -74,6 +80,8 @@ class Controller:
         self._noted_window = -1  # newest window whose KEEP was written down
         self._noted_decision = ""
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
+        self._noted_errors: set[str] = set()
+        self._end_abandoned_tasks()
 
     def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
         """Work until ``is_stopping``."""
@@ -93,7 +101,7 @@ class Controller:
             self._watch(open_migration)
         self._work_off_tasks(group)
         if open_migration is None:
-            self._plan_on_new_window(group)
+            self._plan_if_due(group)
 
     # -- load in
 
@@ -106,12 +114,25 @@ class Controller:
         folder = WindowFolder(info.window_steps, topology.num_ranks, model.num_experts)
         self._group = Group(info, model, topology, folder)
         self._cursor, self._planned_window, self._noted_window = 0, -1, -1
+        self._noted_errors.clear()
         return self._group
 
     def _fold(self, group: Group) -> None:
         while arrived := self._store.samples(group.run.run, after=self._cursor):
             for self._cursor, sample in arrived:
-                group.folder.add(sample)
+                try:
+                    group.folder.add(sample)
+                except HistoryError as exc:
+                    # Its window stays incomplete. Were it to end this process, so it would the
+                    # next one, which folds the same samples.
+                    self._note_error("load", exc)
+
+    def _note_error(self, where: str, exc: EplbError) -> None:
+        """Log it, and make the first of its kind in a run an event."""
+        log.warning("%s: %s", where, exc)
+        if where not in self._noted_errors:
+            self._noted_errors.add(where)
+            self._store.add_event("error", {"where": where, "message": str(exc)})
 
     # -- an open migration
 
@@ -134,6 +155,14 @@ class Controller:
             log.warning("plan_id=%d withdrawn: %s", plan_id, reason)
 
     # -- plans
+
+    def _plan_if_due(self, group: Group) -> None:
+        try:
+            self._plan_on_new_window(group)
+        except StoreError:
+            raise
+        except EplbError as exc:  # no plan for this load; the next window is another
+            self._note_error("plan", exc)
 
     def _plan_on_new_window(self, group: Group) -> None:
         windows = group.complete_windows()
@@ -201,6 +230,12 @@ class Controller:
         )
 
     # -- tasks
+
+    def _end_abandoned_tasks(self) -> None:
+        """Fail what an earlier controller was at when it died: it may be what killed it."""
+        for task in self._store.running():
+            reason = "the controller ended while it worked on this, expected it to be asked again"
+            self._store.finish(task.id, "failed", {"error": reason})
 
     def _work_off_tasks(self, group: Group) -> None:
         while (task := self._store.claim()) is not None:

@@ -35,6 +35,9 @@ class SharedMemoryTransport:
             if peer != rank and topology.host_of_rank[peer] == topology.host_of_rank[rank]
         }
 
+    def begin(self) -> None:
+        """Nothing to do: a CPU thread has no device and no stream."""
+
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host's slab hold these records; return the bytes that came from disk."""
         _, from_disk = self._slab.load(records, deadline_s=deadline_s)
@@ -70,6 +73,9 @@ class LocalTransport:
     ) -> None:
         self._topology, self._rank, self._banks = topology, rank, banks
         self._on_disk, self._on_host = records, dict[Record, torch.Tensor]()
+
+    def begin(self) -> None:
+        """Nothing to do: a CPU thread has no device and no stream."""
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host hold these records; return the bytes that came from disk."""

@@ -118,6 +118,10 @@ class Mover:
         self.turns: list[Turn] = []  # of the migration being brought, one per transaction
         self.num_staged = 0  # of the migration being brought
 
+    def begin(self) -> None:
+        """Make the calling thread this mover's."""
+        self._transport.begin()
+
     def prepare_turns(self, migration: Migration) -> None:
         """Work out, off the step path, what serves after each transaction."""
         self.turns = []

@@ -152,7 +152,13 @@ class SlabReader:
     """A rank's view of its host's slab. Used by one thread."""
 
     def __init__(
-        self, address: SlabAddress, num_experts: int, record_bytes: int, *, deadline_s: float
+        self,
+        address: SlabAddress,
+        num_experts: int,
+        record_bytes: int,
+        *,
+        deadline_s: float,
+        for_gpu: bool = False,
     ) -> None:
         self._num_experts, self._record_bytes = num_experts, record_bytes
         self._name = address.name
@@ -166,7 +172,8 @@ class SlabReader:
                 f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
             ) from exc
         hello = json.loads(self._receive("its greeting", deadline_s))
-        self._slab = attach(hello["handle"], hello["num_bytes"])
+        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=for_gpu)
+        self._registered: set[Record] = set()
 
     def load(self, records: Sequence[Record], *, deadline_s: float) -> tuple[list[Digest], int]:
         """Have the slab hold ``records``; return their digests and the bytes read from disk.
@@ -190,7 +197,24 @@ class SlabReader:
     def read(self, record: Record, into: torch.Tensor) -> None:
         """Copy a record that ``load`` has answered for."""
         span = record_span(record, self._num_experts, self._record_bytes)
-        np.copyto(into.numpy(), self._slab[span])
+        if into.is_cuda:
+            self._read_to_gpu(record, torch.from_numpy(self._slab[span]), into)
+        else:
+            np.copyto(into.numpy(), self._slab[span])
+
+    def _read_to_gpu(self, record: Record, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy by DMA, on this thread's stream; a record's pages are registered when first read."""
+        if record not in self._registered:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = runtime.cudaHostRegister(source.data_ptr(), len(source), 0)
+            if int(status) != 0:
+                raise MigrationError(
+                    f"host {self._name}: layer {record[0]} expert {record[1]} cannot be registered "
+                    f"with CUDA (status {status}), expected memory that may be locked"
+                )
+            self._registered.add(record)
+        into.copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
 
     def _answer_to(self, number: int, what: str, deadline_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s

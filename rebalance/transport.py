@@ -26,6 +26,9 @@ Record = tuple[int, int]  # (layer, expert)
 class WeightTransport(Protocol):
     """Moves one rank's bytes. Called from the agent's mover thread only."""
 
+    def begin(self) -> None:
+        """Make the calling thread the mover's: its device, its stream."""
+
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host hold these records; return the bytes that came from disk for it.
 

@@ -129,5 +129,6 @@ class Watcher:
             self._to_write.popleft()
 
     def _move(self) -> None:
+        self._mover.begin()
         while (migration := self._to_bring.get()) is not None:
             self._mover.bring(migration, self._box)

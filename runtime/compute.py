@@ -5,13 +5,16 @@ Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermedi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from runtime.dispatch import Received
 from runtime.experts import ExpertBank
+
+if TYPE_CHECKING:
+    from runtime.kernels.quantise import Quantised
 
 
 class Experts(Protocol):
@@ -52,15 +55,83 @@ class GroupedExperts:
     """All slots in one grouped GEMM, in BF16 or in FP8 with 128 x 128 block scales.
 
     Counts stay on the device and shapes are fixed, so a CUDA graph can hold it.
+
+    Args:
+        bank: of a schema ``swiglu`` in BF16, or ``swiglu_fp8``.
+        usual_rows: rows that a busy slot usually has in a step; chooses tiles, never a result.
     """
 
-    def __init__(self, bank: ExpertBank) -> None:
-        # Imported here: the kernels need triton, which only GPU hosts have.
-        from runtime.kernels import gemm, quantise
-
-        self._gemm, self._quantise, self._bank = gemm, quantise, bank
+    def __init__(self, bank: ExpertBank, *, usual_rows: int) -> None:
+        self._bank, self._usual_rows = bank, usual_rows
         self._is_fp8 = "gate_up_scale" in bank.weights(0)
 
     def run(self, layer: int, received: Received) -> torch.Tensor:
         """Results of grouped or padded rows."""
-        raise NotImplementedError
+        rows, counts = received.rows, received.counts.to(torch.int32)
+        if rows.dim() == 3:
+            places = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+            starts = places * rows.shape[1]
+        else:
+            starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
+        flat = rows.reshape(-1, rows.shape[-1])
+        run = self._run_fp8 if self._is_fp8 else self._run_bf16
+        results = run(layer, flat, received.scales, starts, counts)
+        return results.view(*rows.shape[:-1], results.shape[-1])
+
+    def _run_bf16(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        # Imported here and below: the kernels need triton, which only GPU hosts have.
+        from runtime.kernels.gemm import grouped_gemm
+        from runtime.kernels.quantise import silu_times_up
+
+        assert scales is None, "FP8 rows for a BF16 bank: the dispatcher was told otherwise"
+        tensors = self._bank.weights(layer)
+        usual = self._usual_rows
+        gate_up = rows.new_empty((len(rows), tensors["gate_up"].shape[1]))
+        grouped_gemm(rows, tensors["gate_up"], starts, counts, gate_up, max_rows=usual)
+        gated = rows.new_empty((len(rows), gate_up.shape[1] // 2))
+        silu_times_up(gate_up, starts, counts, gated)
+        results = torch.empty_like(rows)
+        grouped_gemm(gated, tensors["down"], starts, counts, results, max_rows=usual)
+        return results
+
+    def _run_fp8(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        from runtime.kernels.gemm import grouped_gemm_fp8
+        from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up_fp8
+
+        tensors, usual = self._bank.weights(layer), self._usual_rows
+        num_rows, hidden = rows.shape
+        given = Quantised(rows, scales) if scales is not None else _room_for_fp8(rows, hidden)
+        if scales is None:
+            quantise_rows(rows, given, starts=starts, counts=counts)
+        up_weights = Quantised(tensors["gate_up"], tensors["gate_up_scale"])
+        wide = up_weights.values.shape[1]
+        gate_up = torch.empty((num_rows, wide), dtype=torch.bfloat16, device=rows.device)
+        grouped_gemm_fp8(given, up_weights, starts, counts, gate_up, max_rows=usual)
+        gated = _room_for_fp8(rows, wide // 2)
+        silu_times_up_fp8(gate_up, starts, counts, gated)
+        results = torch.empty((num_rows, hidden), dtype=torch.bfloat16, device=rows.device)
+        down_weights = Quantised(tensors["down"], tensors["down_scale"])
+        grouped_gemm_fp8(gated, down_weights, starts, counts, results, max_rows=usual)
+        return results
+
+
+def _room_for_fp8(rows: torch.Tensor, width: int) -> Quantised:
+    from runtime.kernels.quantise import GROUP, Quantised
+
+    values = torch.empty((len(rows), width), dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty((len(rows), width // GROUP), dtype=torch.float32, device=rows.device)
+    return Quantised(values, scales)

@@ -23,21 +23,17 @@ SEED_KEY = 0x6A09E667
 EXPERT_KEY = 0xBB67AE85
 
 
-def reference_draws(
-    num_tokens: int, top_k: int, experts: torch.Tensor, seed: torch.Tensor
-) -> torch.Tensor:
+def reference_draws(experts: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """Draw for every (token, k).
 
     Args:
-        num_tokens: T.
-        top_k: K.
         experts: [T, K] expert ids; of a negative one (padding) the draw means nothing.
         seed: [1] int64; another one for every step, layer and rank that shall not choose alike.
 
     Returns:
         [T, K] int64, evenly spread over 0..65535.
     """
-    place = torch.arange(num_tokens * top_k, device=experts.device).view(num_tokens, top_k)
+    place = torch.arange(experts.numel(), device=experts.device).view_as(experts)
     low, high = seed & WORD, (seed >> 32) & WORD
     # Two keys: with one, ranks whose keys lie close would draw the same row of figures, shifted.
     first_key = _mix(low ^ PLACE_KEY)
@@ -63,7 +59,7 @@ def choose_by_draw(
         [T, K] int64 slots, EMPTY for padding.
     """
     used = experts.clamp(min=0)
-    draws = reference_draws(*experts.shape, experts, seed)
+    draws = reference_draws(experts, seed)
     replica = (draws[:, :, None] >= cumulative[used]).sum(dim=2, keepdim=True)
     chosen = slots[used].gather(2, replica).squeeze(2).to(torch.int64)
     return chosen.masked_fill(experts < 0, EMPTY)

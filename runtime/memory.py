@@ -34,21 +34,24 @@ class SharedArena:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
-def attach(handle: str, num_bytes: int) -> NDArray[np.uint8]:
-    """Map another process's arena, read-only.
+def attach(handle: str, num_bytes: int, *, for_gpu: bool = False) -> NDArray[np.uint8]:
+    """Map another process's arena, read-only unless a GPU is to read it.
+
+    CUDA registers only memory that may be written; nobody writes through this mapping all the same.
 
     Raises:
         MigrationError: the owner is gone, or its arena has another size.
     """
     try:
-        descriptor = os.open(handle, os.O_RDONLY)
+        descriptor = os.open(handle, os.O_RDWR if for_gpu else os.O_RDONLY)
     except OSError as exc:
         raise MigrationError(f"arena {handle} cannot be attached, is its owner alive?") from exc
     try:
         found = os.fstat(descriptor).st_size
         if found != num_bytes:
             raise MigrationError(f"arena {handle} has {found} bytes, expected {num_bytes}")
-        mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if for_gpu else 0)
+        mapping = mmap.mmap(descriptor, num_bytes, prot=access)
     finally:
         os.close(descriptor)
     return np.frombuffer(mapping, dtype=np.uint8)
@@ -60,6 +63,13 @@ def digest(record: torch.Tensor) -> tuple[int, int]:
     Sums are associative, so a GPU kernel with integer atomics gives the same figures in any order,
     and the weighted one sees lanes that changed places.
     """
+    if record.is_cuda:
+        from runtime.kernels.digest import digest_records
+
+        sums = torch.empty((1, 2), dtype=torch.int64, device=record.device)
+        digest_records(record.view(1, -1), sums)
+        plain, weighted = sums[0].tolist()
+        return plain, weighted
     lanes = record.view(torch.int32).to(torch.int64)
     positions = torch.arange(1, len(lanes) + 1, dtype=torch.int64, device=lanes.device)
     return int(lanes.sum()), int((lanes * positions).sum())

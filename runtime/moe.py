@@ -22,8 +22,9 @@ NUM_HEADS = 4
 
 
 def normalise(hidden: torch.Tensor) -> torch.Tensor:
-    """RMS norm without a weight."""
-    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)
+    """RMS norm without a weight, worked out in float32."""
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-6)).to(hidden.dtype)
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,8 +64,13 @@ class MoELayer:
         """Outputs [T, H] for tokens [T, H] routed to experts ``chosen`` [T, K] with weights [T, K].
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
+        Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
+        device, which a CUDA graph reads anew at each replay.
         """
-        slots = self.table.choose(self.layer, chosen, salt=salt)
+        if isinstance(salt, torch.Tensor):
+            slots = self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
+        else:
+            slots = self.table.choose(self.layer, chosen, salt=salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
         results = self.experts.run(self.layer, received)
         output = self.dispatcher.combine(self.layer, results, received)
@@ -106,7 +112,7 @@ class MoEStack:
                 self._weights[f"{name}.self_attn.o_proj.weight"],
             )
             tokens = normalise(hidden).flatten(0, 1)
-            logits = tokens @ self._weights[f"{name}.mlp.gate.weight"].T
+            logits = tokens.float() @ self._weights[f"{name}.mlp.gate.weight"].float().T
             experts, weights = route(logits, self._model.top_k)
             if forced is not None:
                 experts = forced[moe.layer]

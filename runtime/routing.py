@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import PlacementError
 from eplb.placement import EMPTY, Placement
+from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 
 SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
@@ -102,6 +103,27 @@ class RoutingTable:
     def num_bytes(self) -> int:
         """Size of the tensors."""
         return self.slots.nbytes + self.cumulative.nbytes
+
+    def draw(self, layer: int, experts: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        """Pick a replica for every (token, expert) pair by a random draw against its shares.
+
+        Even in expectation only, but one small kernel on a GPU. Deterministic for a seed.
+
+        Args:
+            layer: the MoE layer, 0..L-1.
+            experts: [T, K] expert ids; negative for padding.
+            seed: [1] int64 on the table's device, which a CUDA graph reads anew at each replay.
+
+        Returns:
+            [T, K] int64 slots, EMPTY for padding.
+        """
+        if not self.slots.is_cuda:
+            return choose_by_draw(self.slots[layer], self.cumulative[layer], experts, seed)
+        from runtime.kernels.replicas import choose_replicas
+
+        chosen = torch.empty_like(experts)
+        choose_replicas(self.slots[layer], self.cumulative[layer], experts, seed, chosen)
+        return chosen
 
     def choose(
         self, layer: int, experts: torch.Tensor, *, salt: int | torch.Tensor

@@ -140,7 +140,7 @@ def choose_dispatcher(
         raise ConfigError(
             f"unknown dispatcher {name!r}, expected auto or one of: {', '.join(DISPATCHERS)}"
         )
-    refusals = []
+    refusals: list[str] = []
     for candidate in DISPATCHERS if name == "auto" else (name,):
         made: Dispatcher | None = None
         try:

@@ -7,6 +7,12 @@ from typing import Any
 import torch
 
 
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make a stream of the lowest priority."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 class Completion:
     """Everything that was ordered before this was made. On a CPU it is complete at once."""
 

@@ -6,8 +6,6 @@ programs may add their parts in any order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ import triton.language as tl
 from runtime.kernels.launch import check, describe, kernel
 
 LANE_BYTES = 4
-LANES_PER_BLOCK = 4096
+LANES_PER_BLOCK = 2048
 BLOCKS_PER_PROGRAM = 4  # a program ends with two atomic additions: few enough not to queue
 
 
@@ -67,9 +65,9 @@ def _check(records: torch.Tensor, out: torch.Tensor) -> None:
 
 @kernel("out")
 def _digest(
-    lanes: Any,
-    out: Any,
-    record_stride: Any,
+    lanes: tl.tensor,
+    out: tl.tensor,
+    record_stride: tl.tensor,
     NUM_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,

@@ -9,7 +9,7 @@ Source:  tiles of 1 x 128 for activations, DeepSeek-V3 technical report (arXiv 2
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,7 @@ GROUP = 128  # columns that share a scale
 LARGEST_E4M3 = 448.0
 SMALLEST_AMAX = 1e-4  # a row of zeros has a scale too
 COLUMNS_PER_PROGRAM = 1024
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_MULTIPROCESSOR = 16
 
 
 class Quantised(NamedTuple):
@@ -139,17 +139,17 @@ def _check(rows: torch.Tensor, into: Quantised, *, is_gated: bool) -> None:
 
 @kernel("starts", "counts", "num_rows")
 def _rows(
-    rows: Any,
-    starts: Any,
-    counts: Any,
-    values: Any,
-    scales: Any,
-    num_rows: Any,
-    num_slots: Any,
-    rows_stride: Any,
-    values_stride: Any,
-    scales_stride: Any,
-    scales_group_stride: Any,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    num_rows: tl.tensor,
+    num_slots: tl.tensor,
+    rows_stride: tl.tensor,
+    values_stride: tl.tensor,
+    scales_stride: tl.tensor,
+    scales_group_stride: tl.tensor,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,

@@ -7,8 +7,6 @@ Shapes:  E experts, Rmax most replicas of an expert, T tokens, K top-k.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -89,12 +87,12 @@ def _check(
 
 @kernel("seed", "num_pairs")
 def _choose(
-    slots: Any,
-    cumulative: Any,
-    experts: Any,
-    seed: Any,
-    out: Any,
-    num_pairs: Any,
+    slots: tl.tensor,
+    cumulative: tl.tensor,
+    experts: tl.tensor,
+    seed: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
     REPLICAS: tl.constexpr,
     REPLICAS_PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -125,7 +123,7 @@ def _choose(
 
 
 @kernel()
-def _mix(word: Any) -> Any:
+def _mix(word: tl.tensor) -> tl.tensor:
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)

@@ -11,8 +11,6 @@ Shapes:  C slots.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 
 from runtime.kernels.launch import kernel
@@ -20,8 +18,12 @@ from runtime.kernels.launch import kernel
 
 @kernel()
 def ends_of_slots(
-    counts: Any, num_slots: Any, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
-) -> Any:
+    counts: tl.tensor,
+    num_slots: tl.tensor,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
     """[SLOTS] pieces of work up to and with each slot: PARTS for each block of BLOCK rows."""
     slot = tl.arange(0, SLOTS)
     count = tl.load(counts + slot, mask=slot < num_slots, other=0)
@@ -29,7 +31,7 @@ def ends_of_slots(
 
 
 @kernel()
-def locate(piece: Any, ends: Any) -> Any:
+def locate(piece: tl.tensor, ends: tl.tensor) -> tl.tensor:
     """(slot, first piece of the slot, pieces of the slot) for a piece of work."""
     is_before = ends <= piece
     slot = tl.sum(is_before.to(tl.int32), 0)

@@ -1,0 +1,57 @@
+"""Decode steps as one captured CUDA graph, replayed while experts are swapped under it.
+
+A graph holds addresses. Live slots, routing table, counters and the input buffers never move, and
+swaps and shares are copies into them between replays, so nothing is ever captured again.
+
+Shapes:  B sequences, N positions, L MoE layers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.deepep import DeepEPLowLatency
+from runtime.moe import Forward, MoEStack
+from runtime.streams import new_stream
+
+WARM_UP_STEPS = 3  # kernels are compiled and buffers made before the capture, not in it
+
+
+class CapturedStack:
+    """A model stack whose forward pass is one graph launch."""
+
+    def __init__(
+        self,
+        stack: MoEStack,
+        dispatcher: DeepEPLowLatency,
+        *,
+        shape: tuple[int, int],
+        num_layers: int,
+        device: torch.device,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._seeds = torch.zeros(num_layers, dtype=torch.int64, device=device)
+        self._layer_seeds = torch.arange(num_layers) * 0x9E3779B1  # one draw a layer, none alike
+        steps_before = dispatcher.steps
+        stream = new_stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                stack.forward(self._ids, salt=self._seeds)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._answer = stack.forward(self._ids, salt=self._seeds)
+        # Warming up and capturing served nobody: they are no steps.
+        dispatcher.steps = steps_before
+        self.num_captures = 1
+
+    def forward(self, token_ids: torch.Tensor, *, salt: int) -> Forward:
+        """Replay one step on token ids [B, N]. The answer is overwritten by the next step."""
+        self._ids.copy_(token_ids, non_blocking=True)
+        # From pageable memory: CUDA takes small copies at once, so these may be overwritten.
+        self._seeds.copy_(self._layer_seeds + salt, non_blocking=True)
+        self._graph.replay()
+        self._dispatcher.replayed()
+        return self._answer
