@@ -43,7 +43,7 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
     """Check what comes over the pipes until every rank has closed its end."""
     parent.listen(lambda _: None)
     torch.set_num_threads(1)
-    reference = ReferenceModel(plan.model, Checkpoint(plan.weights).all_weights())
+    reference = ReferenceModel(plan.model, Checkpoint(plan.weights).reference_weights())
     parent.tell("ready")
     while pipes:
         for pipe in wait(pipes, POLL_S):

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 from eplb.errors import CheckpointError
 from eplb.model import ModelShape
-from runtime.experts import ExpertSchema
+from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 INDEX_FILE = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its 128 x 128 blocks
 Weights = Mapping[str, torch.Tensor]  # by checkpoint name
 
 
@@ -88,9 +89,16 @@ class Checkpoint:
         """Read everything but the routed experts: what every rank holds."""
         return {name: self.tensor(name) for name in self._shard_of if ".mlp.experts." not in name}
 
-    def all_weights(self) -> dict[str, torch.Tensor]:
-        """Read everything, for the single-process reference."""
-        return {name: self.tensor(name) for name in self._shard_of}
+    def reference_weights(self) -> dict[str, torch.Tensor]:
+        """Read everything in float32, FP8 weights times their block scales: what they stand for."""
+        weights = {}
+        for name in self._shard_of:
+            if not name.endswith(SCALE_SUFFIX):
+                weights[name] = self.tensor(name).float()
+                if name + SCALE_SUFFIX in self:
+                    scale = self.tensor(name + SCALE_SUFFIX)
+                    weights[name] *= spread(scale, weights[name].shape)
+        return weights
 
     def check(self, model: ModelShape, schema: ExpertSchema) -> None:
         """Refuse a checkpoint that is not of this model, before anything is started on it.
@@ -189,19 +197,52 @@ def _write_shards(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     dense = dict(_dense_shapes(model, vocabulary))
+    is_plain = schema.tensors[0].dtype == torch.float32
     weight_map: dict[str, str] = {}
     for layer in range(-1, model.num_layers):  # -1: the embedding
         prefix = "model.embed" if layer < 0 else f"{layer_name(layer)}."
-        shapes = {name: shape for name, shape in dense.items() if name.startswith(prefix)}
+        shard = {}
+        for name, shape in dense.items():
+            if name.startswith(prefix):
+                tensor = torch.randn(shape, generator=generator) * _scale(name, shape)
+                shard[name] = tensor if is_plain else tensor.to(torch.bfloat16)
         for expert in range(model.num_experts if layer >= 0 else 0):
-            for spec in schema.tensors:
-                for part in spec.parts:
-                    shapes[f"{expert_name(layer, expert)}.{part}"] = schema.part_shape(spec)
-        shard = {
-            name: torch.randn(shape, generator=generator) * _scale(name, shape)
-            for name, shape in shapes.items()
-        }
+            shard |= _random_expert(expert_name(layer, expert), schema, generator)
         file = f"model-{layer + 2:05d}-of-{model.num_layers + 1:05d}.safetensors"
         save_file(shard, path / file)
         weight_map |= dict.fromkeys(shard, file)
     (path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=1))
+
+
+def _random_expert(
+    name: str, schema: ExpertSchema, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    parts = {}
+    for spec in schema.tensors:
+        for part in spec.parts:
+            if part.endswith(SCALE_SUFFIX):
+                continue  # made with its weight
+            shape = schema.part_shape(spec)
+            tensor = torch.randn(shape, generator=generator) * _scale(part, shape)
+            if spec.dtype == torch.float8_e4m3fn:
+                quantised, scale = quantise_blocks(tensor)
+                parts[f"{name}.{part}"] = quantised
+                parts[f"{name}.{part}{SCALE_SUFFIX}"] = scale
+            else:
+                parts[f"{name}.{part}"] = tensor.to(spec.dtype)
+    return parts
+
+
+def quantise_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and a float32 scale for each 128 x 128 block: weight is about value * scale."""
+    rows, columns = (size // SCALE_BLOCK for size in weight.shape)
+    blocks = weight.view(rows, SCALE_BLOCK, columns, SCALE_BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    values = (weight / spread(scale, weight.shape)).to(torch.float8_e4m3fn)
+    return values, scale
+
+
+def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Give every element its block's scale."""
+    wide = scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
+    return wide[: shape[0], : shape[1]]

@@ -31,8 +31,8 @@ class Check:
 class ReferenceModel:
     """All weights of the model in one process."""
 
-    def __init__(self, model: ModelShape, weights: Weights) -> None:
-        self._model, self._weights = model, weights
+    def __init__(self, model: ModelShape, weights: Weights, *, tie: float = TIE) -> None:
+        self._model, self._weights, self._tie = model, weights, tie
 
     @torch.inference_mode()
     def check(self, token_ids: torch.Tensor, answer: Forward, *, forced: bool = False) -> Check:
@@ -40,7 +40,7 @@ class ReferenceModel:
 
         The reference follows the answer's choice of experts, so that rounding in one layer does
         not cascade through the next layer's top-k; but it refuses a choice that its own router
-        would not make, except among logits that are equal to within TIE.
+        would not make, except among logits that are equal to within ``tie``.
         """
         hidden = self._weights["model.embed_tokens.weight"][token_ids]
         wrong_routes = 0
@@ -60,14 +60,14 @@ class ReferenceModel:
             weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
             hidden = hidden + self._experts(layer, tokens, experts, weights).view_as(hidden)
         expected = normalise(hidden).flatten(0, 1)
-        distance = (answer.hidden - expected).norm(dim=-1) / expected.norm(dim=-1)
+        distance = (answer.hidden.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         # NaN must not pass for small: max() over a NaN is NaN, and NaN <= limit is false.
         return Check(float(distance.max()), wrong_routes)
 
     def _wrong_routes(self, logits: torch.Tensor, experts: torch.Tensor) -> int:
         chosen = logits.gather(1, experts)
         threshold = torch.topk(logits, self._model.top_k, dim=-1).values[:, -1:]
-        too_low = (chosen < threshold - TIE).sum()
+        too_low = (chosen < threshold - self._tie).sum()
         in_order = experts.sort(dim=1).values
         repeated = (in_order[:, 1:] == in_order[:, :-1]).sum()
         return int(too_low + repeated)

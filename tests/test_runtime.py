@@ -68,7 +68,7 @@ def test_two_ranks_agree_with_one_process_and_count_every_token(
         stack, counter = _stack(rank, small_model, small_schema, small_checkpoint)
         ids = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(rank))
         answer = stack.forward(ids, salt=rank)
-        check = ReferenceModel(small_model, small_checkpoint.all_weights()).check(ids, answer)
+        check = ReferenceModel(small_model, small_checkpoint.reference_weights()).check(ids, answer)
         return check.max_error, check.wrong_routes, counter.drain().tolist()
 
     results = run_ranks(2, serve)
@@ -94,7 +94,7 @@ def test_a_rank_without_tokens_still_serves_the_others(
         answer = stack.forward(ids, salt=0, forced=forced)
         if rank == 1:
             return 0.0, int(counter.drain()[0].sum())
-        reference = ReferenceModel(small_model, small_checkpoint.all_weights())
+        reference = ReferenceModel(small_model, small_checkpoint.reference_weights())
         return reference.check(ids, answer, forced=True).max_error, int(counter.drain()[0].sum())
 
     (error, received_by_0), (_, received_by_1) = run_ranks(2, serve)
