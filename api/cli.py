@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,9 @@ Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
 @app.command()
 def demo(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default cpu.")] = None,
+    precision: Annotated[str | None, typer.Option(help="cuda: bfloat16 or fp8.")] = None,
+    dispatcher: Annotated[str | None, typer.Option(help="cuda: which one. auto.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes. Default 8.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes they form. Default 2.")] = None,
     layers: Annotated[int | None, typer.Option(help="MoE layers. Default 6.")] = None,
@@ -115,10 +119,11 @@ def _switch(path: Path, deployment: str, *, movement: bool, reason: str) -> None
     try:
         if not path.is_file():
             raise EplbError(f"there is no store at {path}, expected the file of a deployment")
-        store = open_store(path, deployment)
-        before = store.control()
-        store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
-        store.close()
+        with closing(open_store(path, deployment)) as store:
+            if store.current_run() is None:  # a misspelt name must not pass for a stop
+                raise EplbError(f"deployment {deployment!r} has no run in {path}, expected one")
+            before = store.control()
+            store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
     except EplbError as exc:
         errors.print(f"eplb: {exc}", markup=False)
         raise typer.Exit(BAD_INPUT) from exc

@@ -32,7 +32,7 @@ from api.settings import DemoSettings
 from api.state_dir import StateDir
 from api.worker_checker import CheckedStep
 from api.worker_plan import DEPLOYMENT, WorkerPlan
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import ConfigError, EplbError, RankError, StoreError
 from telemetry import open_store
 from telemetry.store import LoadStore
 
@@ -228,7 +228,7 @@ class Demo:
             self._ready.add(child.name)
         elif kind == "checked":
             self._checks.append(body)
-            if not is_right(body):
+            if not is_right(body, self._plan.precision):
                 self._note("reference", f"{body} is not the reference's answer")
         elif kind == "served":
             self._reports[child.name] = body
@@ -267,7 +267,10 @@ class Demo:
 
     def _note(self, where: str, message: str) -> None:
         log.warning("%s: %s", where, message)
-        self._store.add_event("error", {"where": where, "message": message})
+        try:
+            self._store.add_event("error", {"where": where, "message": message})
+        except StoreError as exc:  # a store in trouble ends no serving; it is said, at least here
+            log.warning("not written down: %s", exc)
 
 
 def check_writable(path: Path | None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from api.demo_text import VOCABULARY, domains_of, standard_domains
 from api.settings import DemoSettings
 from api.state_dir import StateDir
-from api.worker_plan import WorkerPlan
+from api.worker_plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
 from eplb.errors import CheckpointError, ConfigError, StoreError
 from eplb.gate import CostModel
 from eplb.migration import Pace
@@ -27,7 +27,7 @@ from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.slab import SlabAddress
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
-from runtime.experts import ExpertSchema
+from runtime.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
 from telemetry.store import Control, LoadStore, RunInfo
 
@@ -42,6 +42,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         CheckpointError: weights on disk that are damaged or of another model.
     """
     policy_named(settings.policy)
+    _check_shape(settings)
     model, trace = _model(settings, state)
     topology = Topology.uniform(
         settings.nodes, settings.ranks // settings.nodes, settings.slots // settings.ranks
@@ -71,6 +72,9 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         drift_period_s=settings.seconds,
         seed=settings.seed,
         staging_experts=settings.slots // settings.ranks,
+        device=settings.device,
+        precision=settings.precision,
+        dispatcher=settings.dispatcher,
         controller=ControllerSettings(
             policy=settings.policy,
             plan_windows=settings.plan_windows,
@@ -124,6 +128,21 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
     return start
 
 
+def _check_shape(settings: DemoSettings) -> None:
+    """Refuse what the model or the text cannot be cut into."""
+    if settings.hidden % NUM_HEADS:
+        raise ConfigError(
+            f"hidden is {settings.hidden}, "
+            f"expected a multiple of {NUM_HEADS}, the number of attention heads"
+        )
+    tokens = settings.tokens_per_rank
+    if settings.trace is None and tokens > SEQUENCE_LENGTH and tokens % SEQUENCE_LENGTH:
+        raise ConfigError(
+            f"tokens_per_rank is {tokens}, expected at most {SEQUENCE_LENGTH} or a multiple of it, "
+            "the tokens of one sequence of text"
+        )
+
+
 def _model(settings: DemoSettings, state: StateDir) -> tuple[ModelShape, Path | None]:
     shape = ModelShape(
         layer_ids=tuple(range(settings.layers)),
@@ -132,23 +151,21 @@ def _model(settings: DemoSettings, state: StateDir) -> tuple[ModelShape, Path | 
         hidden=settings.hidden,
         intermediate=settings.intermediate,
         num_shared_experts=settings.shared_experts,
-        expert_bytes=ExpertSchema.swiglu(settings.hidden, settings.intermediate).record_bytes,
+        expert_bytes=schema_of(
+            settings.hidden, settings.intermediate, settings.precision
+        ).record_bytes,
     )
     if settings.trace is None:
         return shape, None
     ids = read_expert_ids(settings.trace)
     num_layers, _, top_k = ids.shape
-    highest = int(ids.max())
-    if highest >= settings.experts:
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < -1 or highest >= settings.experts:
         raise ConfigError(
-            f"trace {settings.trace} names expert {highest}, "
-            f"expected 0..{settings.experts - 1} (--experts)"
+            f"trace {settings.trace} names experts {lowest}..{highest}, "
+            f"expected 0..{settings.experts - 1} (--experts), or -1 for padding"
         )
-    path = state.path / "trace.npy"
-    try:
-        np.save(path, ids.astype(np.int16), allow_pickle=False)
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+    path = state.save_arrays("trace.npz", {"expert_ids": ids.astype(np.int16)})
     return replace(shape, layer_ids=tuple(range(num_layers)), top_k=top_k), path
 
 
@@ -160,9 +177,11 @@ def _text(settings: DemoSettings, state: StateDir) -> Path:
 
 def _weights(settings: DemoSettings, state: StateDir, model: ModelShape) -> Path:
     """Find the weights of this model and seed, or write them."""
-    schema = ExpertSchema.swiglu(model.hidden, model.intermediate)
+    schema = schema_of(model.hidden, model.intermediate, settings.precision)
     named = {name: value for name, value in model_to_dict(model).items() if name != "expert_cost"}
-    key = hashlib.blake2b(repr((named, VOCABULARY, settings.seed)).encode(), digest_size=6)
+    key = hashlib.blake2b(
+        repr((named, VOCABULARY, settings.precision, settings.seed)).encode(), digest_size=6
+    )
     path = state.path / f"weights-{key.hexdigest()}"
     if not path.exists():
         write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.seed)

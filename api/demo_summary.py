@@ -13,10 +13,9 @@ from rich.table import Table
 
 from api.snapshot import Snapshot, WindowScore
 from api.worker_checker import CheckedStep
-from api.worker_plan import WorkerPlan
+from api.worker_plan import MAX_RELATIVE_ERROR, WorkerPlan
 
 FINAL_WINDOWS = 5
-MAX_RELATIVE_ERROR = 1e-4  # float32; a re-ordered sum stays far below
 
 RankReport = Mapping[str, Any]  # what api.worker_rank tells at its end
 
@@ -38,7 +37,7 @@ def summarise(
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
     steps = [ms for rank in ranks for ms in rank["step_ms"]]
     sources = sorted({source for rank in ranks for source in rank["bytes_by_source"]})
-    failures = [check for check in checks if not is_right(check)]
+    failures = [check for check in checks if not is_right(check, plan.precision)]
     turns = [mark for mark in snapshot.marks if mark.plan_id]
     return {
         "run": plan.run,
@@ -49,6 +48,9 @@ def summarise(
         "slots": plan.topology.num_slots,
         "top_k": plan.model.top_k,
         "expert_bytes": plan.model.expert_bytes,
+        "device": plan.device,
+        "precision": plan.precision,
+        "dispatcher": ranks[0]["dispatcher"] if ranks else None,
         "policy": plan.controller.policy,
         "seed": plan.seed,
         "steps": max((rank["steps"] for rank in ranks), default=0),
@@ -102,9 +104,9 @@ def final_windows(snapshot: Snapshot) -> list[WindowScore]:
     return (settled or complete)[-FINAL_WINDOWS:]
 
 
-def is_right(check: CheckedStep) -> bool:
+def is_right(check: CheckedStep, precision: str) -> bool:
     """Say whether an answer is the reference's; a NaN is not."""
-    return check.max_error <= MAX_RELATIVE_ERROR and check.wrong_routes == 0
+    return check.max_error <= MAX_RELATIVE_ERROR[precision] and check.wrong_routes == 0
 
 
 def render_summary(summary: Mapping[str, Any]) -> Group:

@@ -34,6 +34,19 @@ NOT_SETTINGS = frozenset({"EPLB_DATA"})  # where tests and benchmarks find recor
 DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
 
 View = Literal["auto", "live", "plain", "off"]
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+# On GPUs the sizes are those that DeepEP's kernels know, and ranks are GPUs of one host.
+CUDA_DEFAULTS: dict[str, Any] = {
+    "nodes": 1,
+    "ranks": 4,
+    "layers": 3,
+    "experts": 32,
+    "hidden": 2048,
+    "intermediate": 1408,
+    "tokens_per_rank": 128,
+    "precision": "bfloat16",
+}
 
 
 def _not_a_switch(value: object) -> object:
@@ -52,6 +65,9 @@ class DemoSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks run")
+    precision: Precision = Field("float32", description="of weights; fp8 has block scales")
+    dispatcher: str = Field("auto", description="auto, or one of runtime.selftest.DISPATCHERS")
     nodes: Whole = Field(2, ge=1, description="nodes; the ranks of one share a fast fabric")
     ranks: Whole = Field(8, ge=1, description="rank processes, a multiple of the nodes")
     layers: Whole = Field(6, ge=1, description="MoE layers")
@@ -80,6 +96,13 @@ class DemoSettings(BaseModel):
     resume: bool = Field(False, description="go on from the placement of the last run")
     check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
     view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
+
+    @field_validator("precision")
+    @classmethod
+    def _precision_fits_device(cls, precision: str, info: ValidationInfo) -> str:
+        if (precision == "float32") != (info.data.get("device") == "cpu"):
+            raise ValueError("expected float32 on the cpu, bfloat16 or fp8 on cuda")
+        return precision
 
     @field_validator("ranks")
     @classmethod
@@ -151,6 +174,8 @@ def load_settings(
         for key, (value, place) in source.items():
             _check_known(key, key, place)
             values[key], place_of[key] = value, place
+    if values.get("device") == "cuda":
+        values = CUDA_DEFAULTS | values
     try:
         return DemoSettings(**values)
     except ValidationError as exc:

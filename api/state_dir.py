@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class StateDir:
         try:
             os.truncate(self._lock, 0)
             os.write(self._lock, f"{os.getpid()}\n".encode())
+            self._remove_unfinished()
         except OSError as exc:
             self.close()
             raise ConfigError(f"state folder {path} cannot be written: {exc.strerror}") from exc
@@ -48,7 +50,7 @@ class StateDir:
         """Where the load store lies."""
         return self.path / "store.sqlite"
 
-    def save_arrays(self, name: str, arrays: Mapping[str, NDArray[np.int32]]) -> Path:
+    def save_arrays(self, name: str, arrays: Mapping[str, NDArray[np.integer]]) -> Path:
         """Write arrays for the processes to read: all of the file appears, or nothing.
 
         Raises:
@@ -64,6 +66,14 @@ class StateDir:
             unfinished.unlink(missing_ok=True)
             raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
         return path
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a demo that was killed while it wrote has left half-written."""
+        for path in self.path.glob("*.unfinished"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def close(self) -> None:
         """Let another demo have the folder."""

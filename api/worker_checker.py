@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from api.processes import Parent
-from api.worker_plan import WorkerPlan
+from api.worker_plan import ROUTE_TIE, WorkerPlan
 from runtime.checkpoint import Checkpoint
 from runtime.moe import Forward
 from runtime.reference import ReferenceModel
@@ -42,8 +42,10 @@ class CheckedStep:
 def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> None:
     """Check what comes over the pipes until every rank has closed its end."""
     parent.listen(lambda _: None)
-    torch.set_num_threads(1)
-    reference = ReferenceModel(plan.model, Checkpoint(plan.weights).reference_weights())
+    # Beside GPUs there are cores to spare; beside CPU ranks there is one at most.
+    torch.set_num_threads(8 if plan.device == "cuda" else 1)
+    weights = Checkpoint(plan.weights).reference_weights()
+    reference = ReferenceModel(plan.model, weights, tie=ROUTE_TIE[plan.precision])
     parent.tell("ready")
     while pipes:
         for pipe in wait(pipes, POLL_S):

@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.slab import SlabAddress
+from runtime.experts import ExpertSchema
 
 DEPLOYMENT = "demo"
+SEQUENCE_LENGTH = 64  # tokens of one sequence of text
+
+# Largest relative error of a right answer: float32 sums in another order stay far below theirs;
+# BF16 and FP8 round every activation on the way, where the reference keeps float32.
+MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "fp8": 1.5e-1}
+# Router logits nearer than this may be chosen either way, for the same reason.
+ROUTE_TIE = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class WorkerPlan:
     store: Path
     weights: Path
     text: Path | None  # an .npz of the domains' tokens; None with a trace
-    trace: Path | None  # an .npy of expert ids [L, tokens, K]; None with text
+    trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
     model: ModelShape
     topology: Topology
     slabs: tuple[SlabAddress, ...]  # one per host
@@ -33,4 +43,26 @@ class WorkerPlan:
     drift_period_s: float
     seed: int
     staging_experts: int
+    device: str  # cpu or cuda
+    precision: str  # float32, bfloat16 or fp8
+    dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
+
+    @property
+    def schema(self) -> ExpertSchema:
+        """What belongs to an expert."""
+        return schema_of(self.model.hidden, self.model.intermediate, self.precision)
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """(sequences, positions) of a rank's step."""
+        length = min(SEQUENCE_LENGTH, self.tokens_per_rank)
+        return self.tokens_per_rank // length, length
+
+
+def schema_of(hidden: int, intermediate: int, precision: str) -> ExpertSchema:
+    """What belongs to an expert of this size in this precision."""
+    if precision == "fp8":
+        return ExpertSchema.swiglu_fp8(hidden, intermediate)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    return ExpertSchema.swiglu(hidden, intermediate, dtype)

@@ -6,6 +6,7 @@ together, and ``_serve`` is the engine's loop with one added call.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -23,29 +24,30 @@ from torch._C._distributed_c10d import TCPStore
 
 from api.demo_text import Domain, draw_sequences, mix_at
 from api.processes import Parent
+from api.rank_device import Device, Model, device_of, to_device
 from api.worker_checker import SampledStep
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import RankError, StoreError
 from eplb.placement import Placement
 from rebalance.agent import AgentSettings, Links, RankAgent, RankParts
 from rebalance.digests import agree_on_digests
-from rebalance.links import SharedMemoryTransport, fill_bank
+from rebalance.links import fill_bank
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
 from runtime.checkpoint import Checkpoint, Weights, layer_name
-from runtime.compute import LoopExperts
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher
-from runtime.experts import ExpertBank, ExpertSchema
-from runtime.moe import MoELayer, MoEStack
+from runtime.dispatch import Dispatcher
+from runtime.moe import Forward, MoELayer, MoEStack
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry import open_store
 from telemetry.reporter import Reporter
+
+log = logging.getLogger(__name__)
 
 GROUP_DEADLINE_S = 60.0
 START_DEADLINE_S = 120.0
 FLUSH_DEADLINE_S = 20.0
-SEQUENCE_LENGTH = 64
 CHECK_QUEUE = 4  # sampled steps that may wait for the checker; more are left out and counted
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
@@ -54,6 +56,7 @@ CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 class RankFigures:
     """What a rank measured, for the summary."""
 
+    dispatcher: str  # which one, and why
     step_ms: list[float] = field(default_factory=list)
     checks_left_out: int = 0
 
@@ -93,10 +96,11 @@ class Rank:
     """The parts of one serving process."""
 
     agent: RankAgent
-    stack: MoEStack
-    dispatcher: AllToAllDispatcher
+    model: Model
+    dispatcher: Dispatcher
     reporter: Reporter
     figures: RankFigures
+    device: torch.device
 
 
 def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) -> None:
@@ -105,7 +109,6 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     Raises:
         RankError: a peer is dead or late.
     """
-    torch.set_num_threads(1)
     started = threading.Event()
     agents: list[RankAgent] = []
     start_at: list[float] = []
@@ -136,18 +139,22 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
 
 
 def _build(plan: WorkerPlan, rank: int) -> Rank:
-    group, votes = _join(plan, rank)
+    place = device_of(plan, rank)
+    group, votes = _join(plan, rank, place)
     model, topology = plan.model, plan.topology
-    schema = ExpertSchema.swiglu(model.hidden, model.intermediate)
     store = open_store(plan.store, DEPLOYMENT)
     committed = store.committed()
     if committed is None:
         raise StoreError("the store holds no committed placement, expected the demo's first one")
     placement = committed.placement
-    num_slots = int(topology.slots_of_rank[rank])
-    bank = ExpertBank(schema, model.num_layers, num_slots, num_staging=plan.staging_experts)
-    address = plan.slabs[int(topology.host_of_rank[rank])]
-    slab = SlabReader(address, model.num_experts, schema.record_bytes, deadline_s=GROUP_DEADLINE_S)
+    bank = place.bank(group)
+    slab = SlabReader(
+        plan.slabs[int(topology.host_of_rank[rank])],
+        model.num_experts,
+        plan.schema.record_bytes,
+        deadline_s=GROUP_DEADLINE_S,
+        for_gpu=place.device.type == "cuda",
+    )
     held = placement.slot_to_expert[:, topology.slots_on(rank)].tolist()
     digests = agree_on_digests(
         fill_bank(bank, held, slab, deadline_s=START_DEADLINE_S),
@@ -157,32 +164,36 @@ def _build(plan: WorkerPlan, rank: int) -> Rank:
     )
     handles: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(handles, bank.handle, group=votes)
-    counter = SlotCounter(model.num_layers, num_slots)
-    dispatcher = AllToAllDispatcher(topology, group, rank, counter)
+    counter = SlotCounter(model.num_layers, bank.num_slots, place.device)
+    dispatcher, why = place.dispatcher(group, counter)
+    log.info("rank %d: dispatcher: %s", rank, why)
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, plan),
         source_node=int(topology.node_of_rank[rank]),
+        device=place.device,
     )
+    dense = to_device(Checkpoint(plan.weights).dense_weights(), place.device)
+    experts = place.experts(bank)
+    layers = [
+        MoELayer(layer, model.top_k, experts, table, dispatcher, _shared(dense, layer))
+        for layer in range(model.num_layers)
+    ]
+    serving = place.model(MoEStack(model, dense, layers), dispatcher)
+    counter.drain()  # proving and warming up were no load
     reporter = Reporter(store)
     agent = RankAgent(
         AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps),
         RankParts(rank, bank, table, counter, dispatcher, digests),
         Links(
             GlooVotes(votes),
-            SharedMemoryTransport(rank, topology, bank, slab, dict(enumerate(handles))),
+            place.transport(bank, slab, dict(enumerate(handles))),
             store,
             reporter,
         ),
         placement,
     )
-    dense = Checkpoint(plan.weights).dense_weights()
-    experts = LoopExperts(bank)
-    layers = [
-        MoELayer(layer, model.top_k, experts, table, dispatcher, _shared(dense, layer))
-        for layer in range(model.num_layers)
-    ]
-    return Rank(agent, MoEStack(model, dense, layers), dispatcher, reporter, RankFigures())
+    return Rank(agent, serving, dispatcher, reporter, RankFigures(dispatcher=why), place.device)
 
 
 def most_replicas(placement: Placement, plan: WorkerPlan) -> int:
@@ -191,7 +202,9 @@ def most_replicas(placement: Placement, plan: WorkerPlan) -> int:
     return min(plan.topology.num_ranks, spare + 1)
 
 
-def _join(plan: WorkerPlan, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _join(
+    plan: WorkerPlan, rank: int, place: Device
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Join the ranks: one group for tokens, one of its own for votes and start-up."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve to anything
     timeout = timedelta(seconds=GROUP_DEADLINE_S)
@@ -199,7 +212,12 @@ def _join(plan: WorkerPlan, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessG
         # The rendezvous lives in the demo's own process: rank 0 is as mortal as any other.
         rendezvous = TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "gloo", store=rendezvous, rank=rank, world_size=plan.topology.num_ranks, timeout=timeout
+            place.backend,
+            store=rendezvous,
+            rank=rank,
+            world_size=plan.topology.num_ranks,
+            timeout=timeout,
+            device_id=place.device if place.device.type == "cuda" else None,
         )
         votes = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as exc:
@@ -218,18 +236,22 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float) -> None:
-    batches = _Batches(plan, rank)
+    batches = _Batches(plan, rank, built.device)
+    in_flight = Completion(is_cuda=built.device.type == "cuda")
     sample_until = 0
     while built.agent.step():
         started = time.perf_counter()
         step = built.dispatcher.steps
         token_ids, forced = batches.at(step, time.monotonic() - start_at)
-        answer = built.stack.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
+        answer = built.model.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
+        in_flight.wait()  # the host may be one step ahead of the device, not more
+        in_flight = Completion(is_cuda=built.device.type == "cuda")
         phase = built.agent.phase
         if phase != "idle":
             sample_until = step + CHECKED_AFTER_COMMIT
         if _is_sampled(plan, rank, step, is_dense=step < sample_until):
-            feed.offer(SampledStep(rank, step, phase, token_ids, answer, forced is not None))
+            on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
+            feed.offer(SampledStep(rank, step, phase, token_ids.cpu(), on_host, forced is not None))
         built.figures.step_ms.append((time.perf_counter() - started) * 1e3)
         built.agent.notes = {
             "step_ms": round(median(built.figures.step_ms[-50:]), 2),
@@ -251,8 +273,8 @@ def _salt(plan: WorkerPlan, rank: int, step: int) -> int:
 class _Batches:
     """A rank's tokens of each step, and the experts they are forced to when a trace is replayed."""
 
-    def __init__(self, plan: WorkerPlan, rank: int) -> None:
-        self._plan, self._rank = plan, rank
+    def __init__(self, plan: WorkerPlan, rank: int, device: torch.device) -> None:
+        self._plan, self._rank, self._device = plan, rank, device
         self._domains: list[Domain] = []
         self._trace: torch.Tensor | None = None
         if plan.text is not None:
@@ -260,26 +282,27 @@ class _Batches:
                 self._domains = [Domain(name, archive[name]) for name in archive.files]
         else:
             assert plan.trace is not None, "the demo runs on text or on a trace"
-            self._trace = torch.from_numpy(np.load(plan.trace))
+            with np.load(plan.trace) as archive:
+                self._trace = torch.from_numpy(archive["expert_ids"])
 
     def at(self, step: int, elapsed_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         plan, rank = self._plan, self._rank
         if self._trace is None:
-            length = min(SEQUENCE_LENGTH, plan.tokens_per_rank)
-            shape = (plan.tokens_per_rank // length, length)
             mix = mix_at(elapsed_s, plan.drift_period_s, len(self._domains))
-            drawn = draw_sequences(self._domains, mix, shape, (plan.seed, step, rank))
-            return torch.from_numpy(drawn), None
+            drawn = draw_sequences(self._domains, mix, plan.batch_shape, (plan.seed, step, rank))
+            return torch.from_numpy(drawn).to(self._device), None
         total = self._trace.shape[1]
         first = (step * plan.topology.num_ranks + rank) * plan.tokens_per_rank
         positions = torch.arange(first, first + plan.tokens_per_rank) % total
         ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
-        return ids, self._trace[:, positions].to(torch.int64)
+        forced = self._trace[:, positions].to(self._device, torch.int64)
+        return ids.to(self._device), forced
 
 
 def _figures(built: Rank) -> dict[str, Any]:
     return {
         "steps": built.dispatcher.steps,
+        "dispatcher": built.figures.dispatcher,
         "step_ms": built.figures.step_ms,
         "swap_pauses_ms": built.agent.figures.swap_pauses_ms,
         "samples": built.agent.num_samples,

@@ -8,15 +8,13 @@ from api.processes import Parent
 from api.worker_plan import WorkerPlan
 from rebalance.slab import HostSlab
 from runtime.checkpoint import Checkpoint
-from runtime.experts import ExpertSchema
 
 
 def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
     """Serve records to the ranks of a host until told to stop."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
-    schema = ExpertSchema.swiglu(plan.model.hidden, plan.model.intermediate)
-    slab = HostSlab(plan.slabs[host], Checkpoint(plan.weights), plan.model, schema)
+    slab = HostSlab(plan.slabs[host], Checkpoint(plan.weights), plan.model, plan.schema)
     parent.tell("ready")
     is_stopping.wait()
     slab.close()

@@ -56,7 +56,7 @@ class SlotCounter:
     wraps after 7 hours at 20 steps a second, which differences modulo 2**32 do not notice.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, device: str = "cpu") -> None:
+    def __init__(self, num_layers: int, num_slots: int, device: str | torch.device = "cpu") -> None:
         self.received = torch.zeros((num_layers, num_slots), dtype=torch.int32, device=device)
         self._last: NDArray[np.int64] | Cut = np.zeros((num_layers, num_slots), dtype=np.int64)
 

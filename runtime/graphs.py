@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from eplb.errors import ConfigError
 from runtime.deepep import DeepEPLowLatency
 from runtime.moe import Forward, MoEStack
 from runtime.streams import new_stream
@@ -47,8 +48,16 @@ class CapturedStack:
         dispatcher.steps = steps_before
         self.num_captures = 1
 
-    def forward(self, token_ids: torch.Tensor, *, salt: int) -> Forward:
-        """Replay one step on token ids [B, N]. The answer is overwritten by the next step."""
+    def forward(
+        self, token_ids: torch.Tensor, *, salt: int, forced: torch.Tensor | None = None
+    ) -> Forward:
+        """Replay one step on token ids [B, N]. The answer is overwritten by the next step.
+
+        Raises:
+            ConfigError: ``forced`` is given; a captured step routes by its own router.
+        """
+        if forced is not None:
+            raise ConfigError("a captured step takes no recorded routes, expected an eager one")
         self._ids.copy_(token_ids, non_blocking=True)
         # From pageable memory: CUDA takes small copies at once, so these may be overwritten.
         self._seeds.copy_(self._layer_seeds + salt, non_blocking=True)

@@ -1,0 +1,187 @@
+"""The pieces of a rank that depend on where it runs: memory, dispatch, experts, transport, launch.
+
+Everything else about a rank (the agent, the store, the loop) is the same on a CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from api.worker_plan import WorkerPlan
+from eplb.errors import ConfigError
+from rebalance.links import SharedMemoryTransport
+from rebalance.slab import SlabReader
+from rebalance.transport import WeightTransport
+from runtime.checkpoint import Weights
+from runtime.compute import Experts, LoopExperts
+from runtime.counters import SlotCounter
+from runtime.dispatch import AllToAllDispatcher, Dispatcher
+from runtime.experts import ExpertBank, bank_bytes
+from runtime.moe import Forward, MoEStack
+
+
+class Model(Protocol):
+    """What the serving loop calls once a step."""
+
+    def forward(
+        self, token_ids: torch.Tensor, *, salt: int, forced: torch.Tensor | None = None
+    ) -> Forward:
+        """Run token ids [B, N]."""
+
+
+class Device(Protocol):
+    """Where a rank runs."""
+
+    backend: str  # of torch.distributed
+    device: torch.device
+
+    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
+        """Reserve the memory of live slots and staging."""
+
+    def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
+        """Pick a dispatcher, and say why."""
+
+    def experts(self, bank: ExpertBank) -> Experts:
+        """Make what computes."""
+
+    def transport(
+        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
+    ) -> WeightTransport:
+        """Make what brings weights."""
+
+    def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
+        """Make what the loop calls."""
+
+
+class CpuDevice:
+    """A process with one thread of arithmetic and shared memory."""
+
+    backend = "gloo"
+    device = torch.device("cpu")
+
+    def __init__(self, plan: WorkerPlan, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._plan, self._rank = plan, rank
+
+    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
+        """Reserve memory that peers on the host can read."""
+        plan = self._plan
+        num_slots = int(plan.topology.slots_of_rank[self._rank])
+        return ExpertBank(
+            plan.schema, plan.model.num_layers, num_slots, num_staging=plan.staging_experts
+        )
+
+    def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
+        """All-to-all over gloo: there is no other on a CPU."""
+        made = AllToAllDispatcher(self._plan.topology, group, self._rank, counter)
+        return made, "all_to_all over gloo, the one for CPUs"
+
+    def experts(self, bank: ExpertBank) -> Experts:
+        """One slot after the other."""
+        return LoopExperts(bank)
+
+    def transport(
+        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
+    ) -> WeightTransport:
+        """Peers' shared memory, or the host's slab."""
+        return SharedMemoryTransport(self._rank, self._plan.topology, bank, slab, handles)
+
+    def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
+        """The stack itself."""
+        return stack
+
+
+class GpuDevice:
+    """One GPU of a node whose GPUs can read each other's memory."""
+
+    backend = "cpu:gloo,cuda:nccl"
+
+    def __init__(self, plan: WorkerPlan, rank: int) -> None:
+        found = torch.cuda.device_count()
+        if found < plan.topology.num_ranks:
+            raise ConfigError(
+                f"found {found} GPUs for {plan.topology.num_ranks} ranks, expected one for each"
+            )
+        self.device = torch.device("cuda", rank)
+        torch.cuda.set_device(self.device)
+        self._plan, self._rank = plan, rank
+
+    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
+        """Reserve GPU memory that every rank of the node maps."""
+        # Imported here and below: none of it is needed, or there, on a CPU.
+        from runtime.symmetric import SymmetricArena
+
+        plan = self._plan
+        slots = plan.topology.slots_of_rank
+        shape = (plan.schema, plan.model.num_layers)
+        num_bytes = bank_bytes(*shape, int(slots.max()), plan.staging_experts)
+        self._arena = SymmetricArena(num_bytes, group, self.device)
+        return ExpertBank(
+            *shape,
+            int(slots[self._rank]),
+            num_staging=plan.staging_experts,
+            arena=self._arena,
+        )
+
+    def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
+        """Pick the first that proves right here: DeepEP for decode, for prefill, all-to-all."""
+        from runtime.selftest import Trial, choose_dispatcher
+
+        plan = self._plan
+        trial = Trial(
+            plan.topology,
+            plan.model.hidden,
+            plan.model.top_k,
+            plan.tokens_per_rank,
+            self.device,
+            torch.bfloat16,
+        )
+        return choose_dispatcher(
+            plan.dispatcher, trial, counter, group, max_tokens=plan.tokens_per_rank
+        )
+
+    def experts(self, bank: ExpertBank) -> Experts:
+        """All slots in one grouped GEMM."""
+        from runtime.compute import GroupedExperts
+
+        plan = self._plan
+        pairs = plan.tokens_per_rank * plan.topology.num_ranks * plan.model.top_k
+        return GroupedExperts(bank, usual_rows=2 * pairs // plan.topology.num_slots)
+
+    def transport(
+        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
+    ) -> WeightTransport:
+        """Peers' GPU memory by copy engine, or the host's slab by DMA."""
+        from rebalance.gpu_links import SymmetricTransport
+
+        return SymmetricTransport(self._rank, self._plan.topology, bank, slab, self._arena)
+
+    def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
+        """The stack as a CUDA graph where the dispatcher's shapes are fixed, else as it is."""
+        from runtime.deepep import DeepEPLowLatency
+        from runtime.graphs import CapturedStack
+
+        plan = self._plan
+        if not isinstance(dispatcher, DeepEPLowLatency) or plan.trace is not None:
+            return stack
+        return CapturedStack(
+            stack,
+            dispatcher,
+            shape=plan.batch_shape,
+            num_layers=plan.model.num_layers,
+            device=self.device,
+        )
+
+
+def device_of(plan: WorkerPlan, rank: int) -> Device:
+    """Make the device that the plan names."""
+    return GpuDevice(plan, rank) if plan.device == "cuda" else CpuDevice(plan, rank)
+
+
+def to_device(weights: Weights, device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy dense weights to where they are used."""
+    return {name: tensor.to(device) for name, tensor in weights.items()}
