@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow test-gpu check bench clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -14,6 +14,12 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
+
+# With the GPU host's own Python and torch, and the deep_ep that is installed there: no environment
+# is made, and neither web nor solver libraries are needed.
+test-gpu:
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+		-W "ignore::pytest.PytestUnknownMarkWarning" -ra -q tests/gpu $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
