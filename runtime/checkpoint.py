@@ -94,10 +94,10 @@ class Checkpoint:
         weights = {}
         for name in self._shard_of:
             if not name.endswith(SCALE_SUFFIX):
-                weights[name] = self.tensor(name).float()
-                if name + SCALE_SUFFIX in self:
-                    scale = self.tensor(name + SCALE_SUFFIX)
-                    weights[name] *= spread(scale, weights[name].shape)
+                tensor = self.tensor(name)
+                has_scale = name + SCALE_SUFFIX in self
+                scale = self.tensor(name + SCALE_SUFFIX) if has_scale else None
+                weights[name] = tensor.float() if scale is None else scale_blocks(tensor, scale)
         return weights
 
     def check(self, model: ModelShape, schema: ExpertSchema) -> None:
@@ -235,14 +235,17 @@ def _random_expert(
 
 def quantise_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and a float32 scale for each 128 x 128 block: weight is about value * scale."""
-    rows, columns = (size // SCALE_BLOCK for size in weight.shape)
-    blocks = weight.view(rows, SCALE_BLOCK, columns, SCALE_BLOCK)
+    blocks = _blocks(weight)
     scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    values = (weight / spread(scale, weight.shape)).to(torch.float8_e4m3fn)
-    return values, scale
+    values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.view(weight.shape), scale
 
 
-def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Give every element its block's scale."""
-    wide = scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
-    return wide[: shape[0], : shape[1]]
+def scale_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Undo ``quantise_blocks``, in float32."""
+    return (_blocks(values.float()) * scale[:, None, :, None]).view(values.shape)
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    rows, columns = (size // SCALE_BLOCK for size in weight.shape)
+    return weight.view(rows, SCALE_BLOCK, columns, SCALE_BLOCK)

@@ -93,6 +93,10 @@ class DeepEPNormal:
         self._buffer = deep_ep.Buffer(group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
         self.steps = 0
 
+    def forget_steps(self) -> None:
+        """Count from zero again."""
+        self.steps = 0
+
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
@@ -164,6 +168,10 @@ class DeepEPLowLatency:
             num_qps_per_rank=num_slots // group.size(),
             explicitly_destroy=True,
         )
+        self.steps = 0
+
+    def forget_steps(self) -> None:
+        """Count from zero again."""
         self.steps = 0
 
     def dispatch(

@@ -40,6 +40,9 @@ class Dispatcher(Protocol):
     def steps(self) -> int:
         """Forward passes begun so far: the clock that all ranks share."""
 
+    def forget_steps(self) -> None:
+        """Count from zero again: what ran so far was a proof or a warm-up and served nobody."""
+
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
@@ -92,6 +95,10 @@ class AllToAllDispatcher:
     def steps(self) -> int:
         """Forward passes begun so far."""
         return self._steps
+
+    def forget_steps(self) -> None:
+        """Count from zero again."""
+        self._steps = 0
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from eplb.placement import EMPTY
-
+# eplb.placement.EMPTY. Not imported: kernels and their tests run on GPU hosts without solvers.
+EMPTY = -1
 DRAW_BITS = 16  # a draw is in 0..2**16 - 1, and cumulative shares are in units of 2**-16
 WORD = 0xFFFFFFFF
 # Keys of the seed's two halves and of the expert: odd, so that multiplying loses nothing. The

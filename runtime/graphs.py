@@ -34,7 +34,6 @@ class CapturedStack:
         self._ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self._layer_seeds = torch.arange(num_layers) * 0x9E3779B1  # one draw a layer, none alike
-        steps_before = dispatcher.steps
         stream = new_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -45,7 +44,7 @@ class CapturedStack:
         with torch.cuda.graph(self._graph):
             self._answer = stack.forward(self._ids, salt=self._seeds)
         # Warming up and capturing served nobody: they are no steps.
-        dispatcher.steps = steps_before
+        dispatcher.forget_steps()
         self.num_captures = 1
 
     def forward(

@@ -5,6 +5,7 @@ Serving engines start their own processes; this is for programs that need a few 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -89,6 +90,9 @@ def _run(
     main: RankMain,
     args: tuple[Any, ...],
 ) -> None:
+    # A rank that hangs says where, before it is ended for being late.
+    faulthandler.dump_traceback_later(0.8 * deadline_s)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * num_ranks)))
     try:
         has_gpus = torch.cuda.device_count() >= num_ranks
         if has_gpus:

@@ -150,6 +150,7 @@ def choose_dispatcher(
             wrong = str(exc)
         wrong = _first_refusal(wrong, group)
         if not wrong and made is not None:
+            made.forget_steps()
             passed = f"{candidate} gives right results on {group.size()} ranks"
             return made, "; ".join([passed, *refusals])
         refusals.append(f"{candidate} refused: {wrong}")

@@ -12,18 +12,16 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
 
 from runtime.kernels.launch import (
     check,
     check_slots,
     describe,
-    kernel,
     largest_tile,
     num_multiprocessors,
 )
+from runtime.kernels.product import grouped_product
 from runtime.kernels.quantise import GROUP, Quantised
-from runtime.kernels.slots import ends_of_slots, locate
 
 SMALLEST_TILE = 64  # K and N must be multiples: the smallest tile that tensor cores take well
 
@@ -136,8 +134,6 @@ def _launch(
     if out.numel() == 0:
         return
     num_slots, outputs, inputs = weights.values.shape
-    has_slot_scales = rows.scales.dim() == 3
-    row_scale_strides = rows.scales.stride() if has_slot_scales else (0, *rows.scales.stride())
     meta = asdict(
         replace(
             tiling,
@@ -145,7 +141,7 @@ def _launch(
             BLOCK_K=largest_tile(inputs, tiling.BLOCK_K),
         )
     )
-    _product[(num_multiprocessors(out.device) * meta.pop("programs"),)](
+    grouped_product[(num_multiprocessors(out.device) * meta.pop("programs"),)](
         rows.values,
         weights.values,
         rows.scales,
@@ -157,16 +153,24 @@ def _launch(
         rows.values.stride(0),
         weights.values.stride(0),
         out.stride(0),
-        *row_scale_strides,
+        *_strides(rows.scales),
         weights.scales.stride(0),
         OUTPUTS=outputs,
         INPUTS=inputs,
         SLOTS=triton.next_power_of_2(num_slots),
-        IS_SCALED=rows.scales is not rows.values,
-        HAS_SLOT_SCALES=has_slot_scales,
+        IS_SCALED=rows.values.dtype == torch.float8_e4m3fn,
         GROUP=GROUP,
         **meta,
     )
+
+
+def _strides(row_scales: torch.Tensor) -> tuple[int, int, int, int]:
+    """Steps of a scale per slot, per row that the slot starts at, per row in it, per group."""
+    if row_scales.dim() == 3:
+        slot, row, group = row_scales.stride()
+        return slot, 0, row, group
+    row, group = row_scales.stride()
+    return 0, row, row, group
 
 
 def _check(
@@ -225,122 +229,3 @@ def _check_scales(rows: Quantised, weights: Quantised) -> None:
         f"row scales {describe(rows.scales)}",
         f"float32 {list(of_rows)} or {list(of_slots)}",
     )
-
-
-@kernel("starts", "counts")
-def _product(
-    rows: tl.tensor,
-    weights: tl.tensor,
-    row_scales: tl.tensor,
-    weight_scales: tl.tensor,
-    starts: tl.tensor,
-    counts: tl.tensor,
-    out: tl.tensor,
-    num_slots: tl.tensor,
-    rows_stride: tl.tensor,
-    weights_stride: tl.tensor,
-    out_stride: tl.tensor,
-    row_scales_slot_stride: tl.tensor,
-    row_scales_stride: tl.tensor,
-    row_scales_group_stride: tl.tensor,
-    weight_scales_stride: tl.tensor,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    HAS_SLOT_SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_FLIPPED: tl.constexpr,
-) -> None:
-    ends = ends_of_slots(counts, num_slots, SLOTS, BLOCK_M, OUTPUTS // BLOCK_N)
-    total = tl.max(ends, 0)
-    inputs = tl.arange(0, BLOCK_K)
-    tile = tl.program_id(0)
-    while tile < total:
-        slot, first, tiles_of_slot = locate(tile, ends)
-        # Blocks of rows turn fastest, so that programs side by side share weights in the L2 cache.
-        row_blocks = tiles_of_slot // (OUTPUTS // BLOCK_N)
-        place = (tile - first) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-        output = (tile - first) // row_blocks * BLOCK_N
-        outputs = output + tl.arange(0, BLOCK_N)
-        count = tl.load(counts + slot)
-        start = tl.load(starts + slot).to(tl.int64)
-        slot = slot.to(tl.int64)  # a slot's weights begin past 2**31
-        # Past the count the slot's last row is read again: cheaper than a mask in the inner loop,
-        # and no row outside of the slot is touched.
-        used = tl.minimum(place, count - 1)
-        row_at = rows + (start + used)[:, None] * rows_stride + inputs[None, :]
-        weight_at = weights + slot * weights_stride + outputs[:, None] * INPUTS + inputs[None, :]
-        if IS_SCALED:
-            if HAS_SLOT_SCALES:
-                scale_at = row_scales + slot * row_scales_slot_stride
-            else:
-                scale_at = row_scales + start * row_scales_stride
-            scale_at += used * row_scales_stride
-            block_at = weight_scales + slot * weight_scales_stride
-            block_at += output // GROUP * (INPUTS // GROUP)
-        left_at = weight_at if IS_FLIPPED else row_at
-        right_at = row_at if IS_FLIPPED else weight_at
-        if IS_SCALED:
-            sums = _sum_scaled(
-                left_at,
-                right_at,
-                scale_at,
-                block_at,
-                row_scales_group_stride,
-                INPUTS // BLOCK_K,
-                IS_FLIPPED,
-            )
-        else:
-            sums = _sum(left_at, right_at, INPUTS // BLOCK_K)
-        out_at = out + (start + place)[:, None] * out_stride + outputs[None, :]
-        result = sums.to(out.dtype.element_ty)
-        tl.store(out_at, result.T if IS_FLIPPED else result, mask=(place < count)[:, None])
-        tile += tl.num_programs(0)
-
-
-@kernel()
-def _sum(left_at: tl.tensor, right_at: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
-    """[A, B] sums over all inputs, from pointers [A, BLOCK_K] and [B, BLOCK_K]."""
-    BLOCK_K: tl.constexpr = left_at.shape[1]
-    sums = tl.zeros((left_at.shape[0], right_at.shape[0]), tl.float32)
-    for _ in range(STEPS):
-        # "ieee" bears on float32 only, which would be cut to 19 bits otherwise.
-        left, right = tl.load(left_at), tl.load(right_at)
-        sums = tl.dot(left, right.T, sums, input_precision="ieee")
-        left_at += BLOCK_K
-        right_at += BLOCK_K
-    return sums
-
-
-@kernel()
-def _sum_scaled(
-    left_at: tl.tensor,
-    right_at: tl.tensor,
-    scale_at: tl.tensor,
-    block_at: tl.tensor,
-    group_stride: tl.tensor,
-    STEPS: tl.constexpr,
-    IS_FLIPPED: tl.constexpr,
-) -> tl.tensor:
-    """Sum as ``_sum`` does, with a scale for each row and step, and one for the step's weights.
-
-    Adding the parts of 128 inputs outside of the tensor cores also mends their short FP8 sums
-    (about 14 bits on Hopper: DeepSeek-V3 technical report, 3.3.2).
-    """
-    BLOCK_K: tl.constexpr = left_at.shape[1]
-    sums = tl.zeros((left_at.shape[0], right_at.shape[0]), tl.float32)
-    scale = tl.load(scale_at) * tl.load(block_at)
-    for step in range(STEPS):
-        part = tl.dot(tl.load(left_at), tl.load(right_at).T)
-        # The next scales are asked for a whole step before they are needed.
-        ahead = tl.minimum(step + 1, STEPS - 1)
-        next_scale = tl.load(scale_at + ahead * group_stride) * tl.load(block_at + ahead)
-        sums += part * (scale[None, :] if IS_FLIPPED else scale[:, None])
-        scale = next_scale
-        left_at += BLOCK_K
-        right_at += BLOCK_K
-    return sums
