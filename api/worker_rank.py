@@ -1,6 +1,6 @@
 """One rank of the demo: a serving process with a rank agent embedded in it.
 
-This is the example to read for whoever embeds the agent in an engine: ``_build`` puts the parts
+This is the example to read for whoever embeds the agent in an engine: ``build_rank`` puts the parts
 together, and ``_serve`` is the engine's loop with one added call.
 """
 
@@ -123,7 +123,7 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
                 agent.request_halt()
 
     parent.listen(on_command)
-    built = _build(plan, rank)
+    built = build_rank(plan, rank)
     agents.append(built.agent)
     parent.tell("ready")
     if not started.wait(START_DEADLINE_S):
@@ -138,7 +138,8 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     parent.tell("served", _figures(built))
 
 
-def _build(plan: WorkerPlan, rank: int) -> Rank:
+def build_rank(plan: WorkerPlan, rank: int) -> Rank:
+    """Put a rank together, up to the point where its agent can start."""
     place = device_of(plan, rank)
     group, votes = _join(plan, rank, place)
     model, topology = plan.model, plan.topology

@@ -46,7 +46,7 @@ from telemetry import open_store
 from telemetry.store import RunInfo
 
 SLOTS_PER_RANK = 10
-MODEL = ModelShape((0, 1), 32, 6, hidden=2048, intermediate=1408)
+MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=2048, intermediate=768)
 Row = tuple[str, str, str]
 
 

@@ -261,8 +261,8 @@ class RankAgent:
 
     # -- what the watcher calls, on its own thread
 
-    def hear(self, control: Control, published: Migration | None) -> None:
-        """Take in what the store says now."""
+    def hear(self, control: Control, published: Migration | None) -> bool:
+        """Take in what the store says now; False to be told again soon."""
         state = self._box.state
         if state.plan is not None:
             if not control.movement:
@@ -270,9 +270,11 @@ class RankAgent:
             elif published is None or published.plan_id != state.plan.plan_id:
                 self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
-            self._adopt(published)
+            return self._adopt(published)
+        return True
 
-    def _adopt(self, migration: Migration) -> None:
+    def _adopt(self, migration: Migration) -> bool:
+        """Start on a migration; False while the last swap is still being copied."""
         plan = PlanRef(
             migration.plan_id,
             migration.vote_hash,
@@ -282,15 +284,16 @@ class RankAgent:
         )
         with self._box.changed:
             if migration.base.hash != self.placement.hash:
-                return  # made for another placement; its maker will see the commit and withdraw it
+                return True  # made for another placement: withdrawn once its maker sees the commit
             if not self._last_swap.is_complete():
-                return  # a peer that saw this rank adopt a plan may read its live slots
+                return False  # a peer that saw this rank adopt a plan may read its live slots
             state = phases.see_plan(self._box.state, plan)
             if state is not self._box.state:
                 self._migration = migration
                 self._box.state = state
                 self._box.changed.notify_all()
                 self._watcher.bring(migration)
+        return True
 
     def describe(self) -> RankState:
         """Say how this rank stands, for the store."""

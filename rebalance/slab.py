@@ -29,9 +29,10 @@ from eplb.model import ModelShape
 from rebalance.transport import Record
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import SharedArena, attach, digest
+from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
 
 ACCEPT_RETRY_S = 1.0
+CLOSE_DEADLINE_S = 10.0
 HANDSHAKE_DEADLINE_S = 10.0
 READERS = 2  # threads that read and cook; disks want more than one request in flight
 Digest = tuple[int, int]
@@ -67,6 +68,9 @@ class HostSlab:
         # Untouched pages of the arena take no memory: the slab grows with what is asked for.
         self._arena = SharedArena("eplb-slab", num_bytes)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="preload")
+        # One reader first, alone: after a fork torch remakes its thread pool at a new thread's
+        # first use, and of two that do so at once one finds none.
+        self._readers.submit(digest, self._arena.bytes[:PAGE_BYTES]).result()
         self._lock = threading.Lock()
         self._loads: dict[Record, Future[Digest]] = {}
         self._key = address.key
@@ -80,7 +84,8 @@ class HostSlab:
             raise MigrationError(
                 f"the preload process of host {address.name} cannot listen: {exc}"
             ) from exc
-        threading.Thread(target=self._accept, name="slab-accept", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         while True:
@@ -121,6 +126,10 @@ class HostSlab:
             digests = [load.result() for load, _ in loads]
         except (EplbError, OSError) as exc:
             return {"error": str(exc)}
+        except Exception as exc:
+            # A bug here must reach the rank that waits, and not only this process's log.
+            log.exception("a record could not be cooked")
+            return {"error": f"{type(exc).__name__}: {exc}"}
         from_disk = sum(is_new for _, is_new in loads) * self._schema.record_bytes
         return {"digests": digests, "from_disk": from_disk}
 
@@ -145,6 +154,7 @@ class HostSlab:
         self._is_closed.set()
         self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
         self._listening.close()
+        self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
         self._readers.shutdown(wait=True, cancel_futures=True)
 
 

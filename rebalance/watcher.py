@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +21,7 @@ from rebalance.mover import Mover, PhaseBox
 from telemetry.store import Control, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
+SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
 CLOSE_DEADLINE_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -40,15 +40,15 @@ class SampleSink(Protocol):
 class Listener(Protocol):
     """The agent, as the watcher sees it."""
 
-    def hear(self, control: Control, published: Migration | None) -> None:
-        """Take in what the store says now."""
+    def hear(self, control: Control, published: Migration | None) -> bool:
+        """Take in what the store says now; False to be told again soon."""
 
     def describe(self) -> RankState:
         """Say how this rank stands."""
 
 
 class Watcher:
-    """Two daemon threads: store to agent, and the mover's work."""
+    """Three daemon threads: store to agent, the mover's work, and commits to the store."""
 
     def __init__(
         self, store: LoadStore, agent: Listener, mover: Mover, box: PhaseBox, sink: SampleSink
@@ -56,15 +56,16 @@ class Watcher:
         self._store, self._agent, self._mover, self._box = store, agent, mover, box
         self._sink = sink
         self._closing = threading.Event()
-        self._to_write: deque[Callable[[], None]] = deque()
+        self._to_write: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._to_bring: queue.SimpleQueue[Migration | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watch, name="eplb-watcher", daemon=True),
             threading.Thread(target=self._move, name="eplb-mover", daemon=True),
+            threading.Thread(target=self._write_down, name="eplb-scribe", daemon=True),
         ]
 
     def start(self) -> None:
-        """Start both threads."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -72,6 +73,7 @@ class Watcher:
         """Write what is still to be written, and stop."""
         self._closing.set()
         self._to_bring.put(None)
+        self._to_write.put(None)
         for thread in self._threads:
             thread.join(CLOSE_DEADLINE_S)
 
@@ -83,7 +85,7 @@ class Watcher:
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
     ) -> None:
         """Have it written down that ``serving`` is what serves after ``migration``."""
-        self._to_write.append(lambda: self._write(migration, serving, outcome, reason))
+        self._to_write.put(lambda: self._write(migration, serving, outcome, reason))
 
     def _write(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
@@ -103,13 +105,13 @@ class Watcher:
                 raise
 
     def _watch(self) -> None:
-        version = -1
+        version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
             try:
-                version = self._store.wait(version, 0.0 if is_last else POLL_S)
-                self._write_all()
-                self._agent.hear(self._store.control(), self._store.published())
+                version = self._store.wait(version, 0.0 if is_last else patience_s)
+                is_settled = self._agent.hear(self._store.control(), self._store.published())
+                patience_s = POLL_S if is_settled else SOON_S
             except StoreError as exc:
                 log.warning("the load store failed, trying again: %s", exc)
                 self._closing.wait(POLL_S)
@@ -123,10 +125,22 @@ class Watcher:
             if is_last:
                 return
 
-    def _write_all(self) -> None:
-        while self._to_write:
-            self._to_write[0]()  # stays first in line until the store has it
-            self._to_write.popleft()
+    def _write_down(self) -> None:
+        """Write commits in their order; each is tried until the store has it, or at the end once."""
+        while (write := self._to_write.get()) is not None:
+            while True:
+                try:
+                    write()
+                    break
+                except StaleGeneration as exc:
+                    # What serves here is not what the store says serves: only people can tell why.
+                    log.exception("a commit was refused")
+                    self._box.update(phases.freeze, f"a commit was refused: {exc}")
+                    break
+                except StoreError as exc:
+                    log.warning("a commit is not written yet, trying again: %s", exc)
+                    if self._closing.wait(POLL_S):
+                        break
 
     def _move(self) -> None:
         self._mover.begin()

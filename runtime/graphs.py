@@ -30,6 +30,9 @@ class CapturedStack:
         num_layers: int,
         device: torch.device,
     ) -> None:
+        # The graph holds addresses, not references: without this one, weights that only the stack
+        # knew would be freed, and replays would read whatever came to lie there.
+        self._stack = stack
         self._dispatcher = dispatcher
         self._ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_layers, dtype=torch.int64, device=device)

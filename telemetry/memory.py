@@ -186,6 +186,11 @@ class MemoryStore:
                 self._bump()
             return task
 
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended."""
+        with self._use():
+            return self._tasks.running()
+
     def finish(self, task_id: int, state: TaskState, result: Details) -> None:
         """End a task."""
         with self._use():

@@ -116,6 +116,10 @@ class TaskTable:
                 return self._tasks[index]
         return None
 
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended."""
+        return [task for task in self._tasks if task.state == "running"]
+
     def finish(self, task_id: int, state: TaskState, result: Details) -> Task:
         """End a task."""
         found = self.get(task_id)

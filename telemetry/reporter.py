@@ -7,6 +7,7 @@ the samples, whoever reads them sees the gap.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from telemetry.store import LoadStore, RankState
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class Reporter:
                 if error is None:
                     backoff_s = _FIRST_BACKOFF_S
                     continue
+                if backoff_s == _FIRST_BACKOFF_S:  # once for each time that the store is in trouble
+                    log.warning("the load store failed, trying again: %s", error)
                 with self._changed:
                     self._put_back(error)
                     # New samples do not cut this short: a store in trouble is not to be hammered.

@@ -185,6 +185,10 @@ class SqliteStore:
         with self._change() as change:
             return change.claim()
 
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended."""
+        return [rows.task_of(row) for row in self._rows(rows.RUNNING_TASKS)]
+
     def finish(self, task_id: int, state: TaskState, result: Details) -> None:
         """End a task."""
         with self._change() as change:
@@ -203,10 +207,8 @@ class SqliteStore:
     def set_control(self, control: Control, *, reason: str) -> None:
         """Set the switches."""
         with self._change() as change:
-            change.connection.execute(
-                "INSERT OR REPLACE INTO control VALUES (?, ?)",
-                (self.deployment, rules.details_to_text(vars(control))),
-            )
+            row = (self.deployment, rules.details_to_text(vars(control)))
+            change.connection.execute("INSERT OR REPLACE INTO control VALUES (?, ?)", row)
             change.add_event("control", rules.control_detail(control, reason))
 
     def version(self) -> int:

@@ -47,6 +47,7 @@ EVENTS = (
     "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
 )
 TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
+RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
 
 
 def run_row(info: RunInfo) -> Row:

@@ -192,6 +192,9 @@ class LoadStore(Protocol):
     def claim(self) -> Task | None:
         """Take the oldest queued task, which is then running; None when there is none."""
 
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended, oldest first."""
+
     def finish(self, task_id: int, state: TaskState, result: Details) -> None:
         """End a task with its result."""
 

@@ -33,6 +33,7 @@ from telemetry.store import LoadStore
 ROOT = Path(__file__).resolve().parent.parent
 RANKS_DEADLINE_S = 60.0
 DEMO_DEADLINE_S = 90.0  # a start takes 5 s on two free cores, and much longer on busy ones
+GONE_DEADLINE_S = 20.0  # an interpreter with torch takes a second to end, on a busy machine more
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
@@ -153,6 +154,13 @@ class DemoProcess:
         command = [str(Path(sys.executable).with_name("eplb")), "demo", *flags]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
         environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
+
+        def prepare() -> None:
+            # A shell's background job ignores Ctrl-C, and all that it starts would too.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if before_exec is not None:
+                before_exec()
+
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -162,9 +170,10 @@ class DemoProcess:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
-                preexec_fn=before_exec,
+                preexec_fn=prepare,
             )
         self._lines: list[str] = []
+        self._is_silent = False  # it has closed its output
         self._said = threading.Condition()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
@@ -176,17 +185,20 @@ class DemoProcess:
                 with self._said:
                     self._lines.append(line)
                     self._said.notify_all()
+        with self._said:
+            self._is_silent = True
+            self._said.notify_all()
 
     def hears(self, words: str) -> str:
         """Wait for a line with these words, and return it."""
 
-        def found() -> str | None:
-            return next((line for line in self._lines if words in line), None)
+        def found() -> list[str]:
+            return [line for line in self._lines if words in line]
 
         with self._said:
-            line = self._said.wait_for(found, DEMO_DEADLINE_S)
-        assert line is not None, f"no {words!r} in {DEMO_DEADLINE_S:.0f} s; {self.told()}"
-        return line
+            self._said.wait_for(lambda: found() or self._is_silent, DEMO_DEADLINE_S)
+        assert found(), f"no {words!r} before its end or the deadline; {self.told()}"
+        return found()[0]
 
     def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
         """Wait until it serves and ``look`` finds something in the store; return that."""
@@ -203,15 +215,15 @@ class DemoProcess:
     def ends(self) -> int:
         """Wait for its end, and return the exit status. Nothing that it started outlives it."""
         status = self.process.wait(DEMO_DEADLINE_S)
-        self.leaves_nothing(10.0)
+        self.leaves_nothing()
         return status
 
-    def leaves_nothing(self, deadline_s: float) -> None:
+    def leaves_nothing(self) -> None:
         """Wait until every process of the session is gone, and its words are all read."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + GONE_DEADLINE_S
         while running := self.processes():
             left_s = deadline - time.monotonic()
-            assert left_s > 0, f"still running after {deadline_s:.0f} s: {running}; {self.told()}"
+            assert left_s > 0, f"still running: {running}; {self.told()}"
             with ExitStack() as stack:
                 poll = select.poll()
                 try:
@@ -221,7 +233,7 @@ class DemoProcess:
                 stack.callback(os.close, handle)
                 poll.register(handle, select.POLLIN)
                 poll.poll(left_s * 1000)
-        self._listener.join(10.0)
+        self._listener.join(GONE_DEADLINE_S)
         assert not self._listener.is_alive(), "somebody still holds the output of a demo that ended"
 
     def processes(self) -> dict[int, str]:
@@ -276,5 +288,5 @@ def start_demo() -> Iterator[StartDemo]:
     for demo in started:
         for pid in demo.processes():
             os.kill(pid, signal.SIGKILL)
-        demo.process.wait(10.0)
-        demo.leaves_nothing(10.0)
+        demo.process.wait(GONE_DEADLINE_S)
+        demo.leaves_nothing()

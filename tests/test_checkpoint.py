@@ -196,7 +196,7 @@ def test_another_model_s_weights_are_refused_with_both_shapes(
 
     with pytest.raises(CheckpointError, match=r"has shape \(8, 16\), expected \(12, 16\)"):
         small_checkpoint.check(wider, schema)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(8, 16\), expected"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(8, 16\).* \(12, 16"):
         small_checkpoint.cook(0, 0, schema, record)
 
 

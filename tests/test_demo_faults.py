@@ -6,6 +6,8 @@ import shutil
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -23,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
 SMALL += ["--setting", "hidden=32", "--setting", "intermediate=32", "--view", "plain"]
-NOBODY = 65534
 FILE_LIMIT = 300_000  # bytes
 
 StartDemo = Callable[..., Any]
@@ -133,11 +134,11 @@ def test_a_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
         (["--setting", "colour=red"], "unknown key 'colour' in flag --colour, closest known: "),
         (
             ["--setting", "hidden=6"],
-            "hidden is '6' in flag --hidden, expected a multiple of 4, the attention heads",
+            "hidden is 6, expected a multiple of 4, the number of attention heads",
         ),
         (
             ["--setting", "tokens_per_rank=100"],
-            "tokens_per_rank is '100' in flag --tokens-per-rank, expected at most 64, or a multiple",
+            "tokens_per_rank is 100, expected at most 64 or a multiple of it, the tokens of one",
         ),
         (["--text", "/nowhere"], "text /nowhere cannot be read: No such file or directory"),
         (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written: No such file"),
@@ -200,10 +201,11 @@ def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
     assert refused(flags) == f"eplb: trace {trace} does not exist, expected an .npz file\n"
     trace.write_bytes(b"not an archive")
     assert refused(flags).startswith(f"eplb: trace {trace} cannot be read as an .npz file: ")
+    expected = "expected 0..7 (--experts), or -1 for padding"
     write_routes(trace, routes + 8)
-    assert refused(flags) == f"eplb: trace {trace} names experts 8..8, expected 0..7 (--experts)\n"
+    assert refused(flags) == f"eplb: trace {trace} names experts 8..8, {expected}\n"
     write_routes(trace, routes - 2)
-    assert "names experts -2..-2, expected 0..7" in refused(flags)
+    assert f"names experts -2..-2, {expected}" in refused(flags)
     write_routes(trace, routes, request_len=[7])
     assert "request_len sums to 7 tokens, expected 2 or 64" in refused(flags)
     assert store_opens(state)
@@ -231,24 +233,107 @@ def test_a_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
     assert sentence.endswith("expected a whole SQLite file")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(start_demo: StartDemo) -> None:
-    if os.geteuid() == 0:  # no folder is read-only to root
+AS_NOBODY = """
+import os, sys
+import api.demo  # while the interpreter's own files can be read
+from api.cli import main
+if os.geteuid() == 0:  # nothing is read-only to root
+    os.setgroups([])
+    os.setuid(65534)
+sys.argv[0] = "eplb"
+main()
+"""
 
-        def drop() -> None:
-            os.setgroups([])
-            os.setuid(NOBODY)
-    else:
-        drop = None  # type: ignore[assignment]
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
     # Not in tmp_path, which only its owner may enter.
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "state").mkdir()
-        for path in (Path(folder), Path(folder, "state")):
-            path.chmod(0o555)
-        json = Path(folder, "state", "out.json")
-        demo = start_demo(Path(folder), *TEXT, before_exec=drop, json_path=json)
-        status = demo.ends()
+    with tempfile.TemporaryDirectory() as name:
+        state = Path(name, "state")
+        state.mkdir(mode=0o555)
+        state.parent.chmod(0o755)
+        command = [sys.executable, "-c", AS_NOBODY, "demo", "--state-dir", str(state), *SMALL]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
 
-        assert status == 2
-        assert "Traceback" not in demo.errors
-        state = f"--json {json} cannot be written: Permission denied"
-        assert demo.errors.splitlines()[-1] == f"eplb: {state}"
+        sentence = f"eplb: state folder {state} cannot be used: Permission denied\n"
+        assert (done.returncode, done.stderr) == (2, sentence)
+        assert not list(state.iterdir())
+
+
+def limit_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
+
+
+def demo_on_a_full_disk(start_demo: StartDemo, folder: Path) -> Any:
+    """Start a demo whose store soon has no room, and wait until its ranks say so."""
+    tiny = {"hidden": 8, "intermediate": 8}
+    demo = start_demo(folder, "--serve", *TEXT, before_exec=limit_files, **tiny)
+    demo.sees("a full store", lambda _: "the load store failed, trying again" in demo.errors)
+    return demo
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_answer_and_no_sample(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = demo_on_a_full_disk(start_demo, tmp_path)
+    for pid in demo.processes():
+        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+    demo.process.send_signal(signal.SIGINT)
+
+    assert demo.ends() == 0, demo.told()
+    assert "Traceback" not in demo.errors
+    summary = demo.summary()
+    assert summary["reference_checks"] > 0
+    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_disk_that_stays_full_ends_the_demo_in_words(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = demo_on_a_full_disk(start_demo, tmp_path)
+    demo.process.send_signal(signal.SIGINT)
+
+    assert demo.ends() == 2, demo.told()
+    assert "Traceback" not in demo.errors
+    last = demo.errors.splitlines()[-1]
+    assert "not stored within 20 s" in last
+    assert "could not be read or written" in last
+    assert store_opens(demo.state_dir)
+
+
+# -- processes that die
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("rank 1", "rank 1"),
+        pytest.param(
+            "preload process", "the preload process of host 0", marks=pytest.mark.slow, id="preload"
+        ),
+        pytest.param(
+            "reference check", "the reference checker", marks=pytest.mark.slow, id="checker"
+        ),
+    ],
+)
+def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
+    tmp_path: Path, start_demo: StartDemo, title: str, name: str
+) -> None:
+    demo = start_demo(tmp_path, *TEXT, seconds=60)
+    demo.hears("window=1 ")
+    demo.kill(title)
+    status = demo.ends()
+
+    sentence = f"eplb: {name} was killed by SIGKILL, the demo cannot go on without it"
+    assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
+    assert "Traceback" not in demo.errors
+    assert not (tmp_path / "summary.json").exists()
+    assert store_opens(demo.state_dir)
+
+    again = start_demo(tmp_path, *TEXT, seconds=1)
+    assert again.ends() == 0, again.told()
+    summary = again.summary()
+    assert summary["reference_checks"] > 0
+    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)

@@ -32,11 +32,11 @@ RULES = {
     # Pure: a clock, an environment or a global generator would make two plans of one load differ.
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
-    "runtime": rule("eplb", "numpy torch safetensors deep_ep"),
+    "runtime": rule("eplb", "numpy torch safetensors deep_ep triton"),
     # The controller folds windows; the agent is handed what it reads of the runtime.
     "rebalance": rule(
         "eplb telemetry.store telemetry.windows runtime.experts runtime.routing runtime.memory "
-        "runtime.checkpoint runtime.counters runtime.dispatch",
+        "runtime.checkpoint runtime.counters runtime.dispatch runtime.streams runtime.symmetric",
         "numpy torch",
     ),
     "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),

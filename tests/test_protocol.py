@@ -12,10 +12,11 @@ nothing was prepared, before the next vote.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,6 +36,36 @@ class Violation(AssertionError):
     """Something that must never happen, happened."""
 
 
+class Numbers:
+    """Numbers for values, so that a state is a tuple of integers and quick to look up."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._number_of: dict[Any, int] = {}
+
+    def of(self, value: Any) -> int:
+        number = self._number_of.setdefault(value, len(self._values))
+        if number == len(self._values):
+            self._values.append(value)
+        return number
+
+    def value(self, number: int) -> Any:
+        return self._values[number]
+
+
+NUMBERS = Numbers()
+
+
+def number_of(state: RankPhase) -> int:
+    # Reasons are for people: one stands for all, lest states differ in nothing else.
+    return NUMBERS.of(replace(state, abort_reason="any") if state.abort_reason else state)
+
+
+@cache
+def transit(transition: Callable[..., RankPhase], phase: int, *news: object) -> int:
+    return number_of(transition(NUMBERS.value(phase), *news))
+
+
 class Write(NamedTuple):
     """What a rank has still to tell the store: what serves after a plan."""
 
@@ -46,10 +77,9 @@ class Write(NamedTuple):
 
 class Rank(NamedTuple):
     at: int  # the boundary that it passes next
-    state: RankPhase
+    phase: int  # number of its RankPhase
     serving: Layers
     awaits: int = NONE  # the boundary whose vote it has still to read
-    cast: Ballot | None = None  # its ballot in that vote
     reading: int = NONE  # the transaction whose bytes it copies from its peers
     to_write: tuple[Write, ...] = ()
     wants_halt: bool = False
@@ -57,10 +87,19 @@ class Rank(NamedTuple):
     has_ended: bool = False  # halted, or found a vote broken: runs no further step
     is_dead: bool = False
 
+    @property
+    def state(self) -> RankPhase:
+        state: RankPhase = NUMBERS.value(self.phase)
+        return state
+
+    def after(self, transition: Callable[..., RankPhase], *news: object) -> Rank:
+        """This rank once a transition of ``rebalance.phases`` was made."""
+        return self._replace(phase=transit(transition, self.phase, *news))
+
 
 class World(NamedTuple):
     ranks: tuple[Rank, ...]
-    votes: tuple[tuple[int, tuple[Ballot | None, ...]], ...]  # (boundary, ballots by rank)
+    votes: tuple[tuple[int, tuple[int, ...]], ...]  # (boundary, number of each rank's ballot)
     open_plan: PlanRef | None
     open_base: Layers  # what the open plan starts from
     committed: tuple[int, Layers]  # generation, and what serves
@@ -86,7 +125,7 @@ class Scenario:
 
     def start(self) -> World:
         layers = (0,) * max(self.plans, default=1)
-        rank = Rank(0, RankPhase(generation=0), layers)
+        rank = Rank(0, NUMBERS.of(RankPhase(generation=0)), layers)
         store = (None, layers, (0, layers), 0)
         return World((rank,) * NUM_RANKS, (), *store, self.wishes, self.halts, self.deaths)
 
@@ -101,13 +140,13 @@ def with_rank(world: World, index: int, rank: Rank) -> World:
 
 def hear(world: World, rank: Rank) -> Rank:
     """RankAgent.hear: adopt what is published, or wish for the end of what is not."""
-    state, published = rank.state, world.open_plan
-    if state.plan is not None:
-        if published is None or published.plan_id != state.plan.plan_id:
-            state = phases.want_abort(state, state.plan.plan_id, "withdrawn")
+    plan, published = rank.state.plan, world.open_plan
+    if plan is not None:
+        if published is None or published.plan_id != plan.plan_id:
+            return rank.after(phases.want_abort, plan.plan_id, "withdrawn")
     elif published is not None and world.open_base == rank.serving:
-        state = phases.see_plan(state, published)
-    return rank._replace(state=state)
+        return rank.after(phases.see_plan, published)
+    return rank
 
 
 def may_stage(scenario: Scenario, rank: Rank) -> bool:
@@ -130,27 +169,28 @@ def off_path(scenario: Scenario, world: World, index: int) -> Iterator[tuple[str
     rank = world.ranks[index]
     state, plan = rank.state, rank.state.plan
 
-    def becomes(what: str, **changes: object) -> tuple[str, World]:
-        return f"rank {index} {what}", with_rank(world, index, rank._replace(**changes))
+    def becomes(what: str, after: Rank) -> tuple[str, World]:
+        return f"rank {index} {what}", with_rank(world, index, after)
 
     if rank.to_write:
         yield f"rank {index} writes", written(world, index)
     elif (heard := hear(world, rank)) != rank:
-        yield becomes("hears the store", state=heard.state)
+        yield becomes("hears the store", heard)
     if plan is None:
         return
     if state.phase is not Phase.ABORTED and not state.is_preloaded and not state.abort_reason:
-        yield becomes("preloads", state=phases.preloaded(state, plan.plan_id))
+        yield becomes("preloads", rank.after(phases.preloaded, plan.plan_id))
     if may_stage(scenario, rank):
         check_sources(world, index)
-        yield becomes(f"reads transaction {state.prepared}", reading=state.prepared)
+        reading = rank._replace(reading=state.prepared)
+        yield becomes(f"reads transaction {state.prepared}", reading)
     if rank.reading != NONE:
-        staged = phases.staged(state, plan.plan_id, rank.reading + 1)
-        yield becomes("has staged", state=staged, reading=NONE)
+        staged = rank.after(phases.staged, plan.plan_id, rank.reading + 1)
+        yield becomes("has staged", staged._replace(reading=NONE))
     elif state.phase is Phase.ABORTED:
-        yield becomes("has drained", state=phases.aborted(state))
+        yield becomes("has drained", rank.after(phases.aborted))
     if world.wishes and state.phase is not Phase.ABORTED and not state.abort_reason:
-        label, wished = becomes("fails", state=phases.want_abort(state, plan.plan_id, "failed"))
+        label, wished = becomes("fails", rank.after(phases.want_abort, plan.plan_id, "failed"))
         yield label, wished._replace(wishes=world.wishes - 1)
 
 
@@ -165,37 +205,51 @@ def boundaries(scenario: Scenario, world: World, index: int) -> Iterator[tuple[s
     if rank.awaits == NONE:
         yield passed(world, index, rank, "passes")
         return
-    assert rank.cast is not None, "a vote that is awaited was cast"
+    ballots = dict(world.votes)[rank.awaits]
     is_due = rank.at % VOTE_EVERY == 0
-    has_nothing_to_lose = rank.cast.prepared == rank.state.swapped
+    has_nothing_to_lose = NUMBERS.value(ballots[index]).prepared == rank.state.swapped
     if not is_due and (has_nothing_to_lose or scenario.skips_when_prepared):
         yield passed(world, index, rank, "finds the vote late and passes")
-    ballots = dict(world.votes)[rank.awaits]
     if any(other.is_dead for other in world.ranks):
         broken = rank._replace(has_ended=True)
         yield f"rank {index} finds the vote broken", with_rank(world, index, broken)
-    if all(ballots):
+    if NONE not in ballots:
         yield passed(world, index, obeyed(scenario, world, index, ballots), "reads and passes")
 
 
-@lru_cache(maxsize=None)
-def verdict_of(ballots: tuple[Ballot, ...]) -> Verdict:
-    columns = zip(*(ballot.encode() for ballot in ballots), strict=True)
+@cache
+def verdict_of(ballots: tuple[int, ...]) -> Verdict:
+    columns = zip(*(NUMBERS.value(ballot).encode() for ballot in ballots), strict=True)
     return Verdict.decode([min(column) for column in columns])
 
 
-def obeyed(
-    scenario: Scenario, world: World, index: int, ballots: tuple[Ballot | None, ...]
-) -> Rank:
+@cache
+def read(
+    read_verdict: ReadVerdict, phase: int, ballot: int, verdict: Verdict
+) -> tuple[int, Swap | None]:
+    state, order = read_verdict(NUMBERS.value(phase), NUMBERS.value(ballot), verdict)
+    return number_of(state), order
+
+
+@cache
+def ballot_of(phase: int, wants_halt: bool) -> int:
+    # The boundary's number is left out of the ballot: states would never repeat.
+    state = NUMBERS.value(phase)
+    return NUMBERS.of(
+        phases.ballot(state, step=0, membership=0, weights_version=0, halt=wants_halt)
+    )
+
+
+def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...]) -> Rank:
     """RankAgent._obey, with a swap applied at once."""
     rank = world.ranks[index]
-    verdict = verdict_of(tuple(ballot for ballot in ballots if ballot))
+    verdict = verdict_of(ballots)
     halt_at, before = rank.halt_at, rank.state
     if verdict.halt and halt_at == NONE:
         halt_at = rank.awaits + VOTE_EVERY
-    assert rank.cast is not None, "what is read was cast"
-    state, order = scenario.read_verdict(before, rank.cast, verdict)
-    rank = rank._replace(state=state, awaits=NONE, cast=None, halt_at=halt_at)
+    phase, order = read(scenario.read_verdict, rank.phase, ballots[index], verdict)
+    rank = rank._replace(phase=phase, awaits=NONE, halt_at=halt_at)
+    state = rank.state
     if state.frozen_reason:
         raise Violation(f"rank {index} is frozen: {state.frozen_reason}")
     if order is not None:
@@ -219,10 +273,10 @@ def swapped(world: World, index: int, rank: Rank, order: Swap) -> Rank:
     if done != list(range(order.first)):
         raise Violation(f"rank {index} swaps {order} of plan {plan.plan_id} on {rank.serving}")
     serving = tuple(plan.plan_id if n in layers else w for n, w in enumerate(rank.serving))
-    state = phases.finish_swap(phases.completed(rank.state, plan.plan_id, order.last))
-    rank = rank._replace(state=state, serving=serving)
-    if state.plan is None:
-        write = Write(plan.plan_id, plan.base_generation, state.generation, serving)
+    rank = rank.after(phases.completed, plan.plan_id, order.last).after(phases.finish_swap)
+    rank = rank._replace(serving=serving)
+    if rank.state.plan is None:
+        write = Write(plan.plan_id, plan.base_generation, rank.state.generation, serving)
         rank = rank._replace(to_write=(*rank.to_write, write))
     return rank
 
@@ -234,16 +288,12 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
         return f"{label}: halts", with_rank(world, index, rank._replace(has_ended=True))
     votes = dict(world.votes)
     if rank.at % VOTE_EVERY == 0:
-        # The boundary's number is left out of the ballot: states would never repeat.
-        ballot = phases.ballot(
-            rank.state, step=0, membership=0, weights_version=0, halt=rank.wants_halt
-        )
-        cast = list(votes.get(rank.at, (None,) * NUM_RANKS))
-        cast[index] = ballot
+        cast = list(votes.get(rank.at, (NONE,) * NUM_RANKS))
+        cast[index] = ballot_of(rank.phase, rank.wants_halt)
         votes[rank.at] = tuple(cast)
-        rank = rank._replace(awaits=rank.at, cast=ballot)
+        rank = rank._replace(awaits=rank.at)
     after = with_rank(world, index, rank._replace(at=rank.at + 1))
-    after = after._replace(votes=tuple(sorted(votes.items(), key=lambda vote: vote[0])))
+    after = after._replace(votes=tuple(sorted(votes.items())))
     check_step(after, index)
     return label, after
 
@@ -350,23 +400,21 @@ def canonical(world: World) -> World:
         if not rank.has_ended
         for number in (rank.awaits, rank.at - rank.at % VOTE_EVERY)
     }
-    votes = [vote for vote in world.votes if vote[0] in needed]
-
-    def shifted(number: int) -> int:
-        return number if number == NONE else number - base
-
-    ranks = [
-        rank._replace(at=rank.at - base, awaits=shifted(rank.awaits), halt_at=shifted(rank.halt_at))
-        for rank in world.ranks
-    ]
+    votes = [(n - base, ballots) for n, ballots in world.votes if n in needed]
+    ranks = [shifted(rank, base) if base else rank for rank in world.ranks]
     # Ranks differ in nothing but their number: any order of them is one state.
     order = sorted(
         range(NUM_RANKS), key=lambda n: hash((ranks[n], *(ballots[n] for _, ballots in votes)))
     )
     return world._replace(
         ranks=tuple(ranks[n] for n in order),
-        votes=tuple((number - base, tuple(cast[n] for n in order)) for number, cast in votes),
+        votes=tuple((number, tuple(cast[n] for n in order)) for number, cast in votes),
     )
+
+
+def shifted(rank: Rank, base: int) -> Rank:
+    awaits, halt_at = (n if n == NONE else n - base for n in (rank.awaits, rank.halt_at))
+    return rank._replace(at=rank.at - base, awaits=awaits, halt_at=halt_at)
 
 
 @dataclass
@@ -394,20 +442,29 @@ def explore(scenario: Scenario) -> Explored:
     start = canonical(scenario.start())
     explored = Explored({start: (None, "start")})
     front = [start]
-    while front:
-        reached = []
-        for world in front:
-            try:
-                following = [(what, canonical(w)) for what, w in successors(scenario, world)]
-            except Violation as exc:
-                raise Violation(f"{exc}\n{explored.story(world)}") from exc
-            for label, after in following:
-                explored.before.setdefault(after, []).append(world)
-                if after not in explored.reached_by:
-                    explored.reached_by[after] = (world, label)
-                    reached.append(after)
-        front = reached
+    gc.disable()  # a million small tuples and no cycle: collecting would take a third of the time
+    try:
+        while front:
+            front = visit(scenario, explored, front)
+    finally:
+        gc.enable()
     return explored
+
+
+def visit(scenario: Scenario, explored: Explored, front: list[World]) -> list[World]:
+    """Note what can follow the states of ``front``; return those that are new."""
+    reached = []
+    for world in front:
+        try:
+            following = [(what, canonical(w)) for what, w in successors(scenario, world)]
+        except AssertionError as exc:  # of ours, or one that the phase machine states itself
+            raise Violation(f"{exc}, after\n{explored.story(world)}") from exc
+        for label, after in following:
+            explored.before.setdefault(after, []).append(world)
+            if after not in explored.reached_by:
+                explored.reached_by[after] = (world, label)
+                reached.append(after)
+    return reached
 
 
 def stuck(scenario: Scenario, explored: Explored) -> list[World]:
@@ -419,3 +476,103 @@ def stuck(scenario: Scenario, explored: Explored) -> list[World]:
         good |= earlier
         front = list(earlier)
     return [world for world in explored.reached_by if world not in good]
+
+
+# -- what holds
+
+FEW_STATES = [
+    Scenario((2,)),
+    Scenario((1, 1)),
+    Scenario((), halts=3),
+    Scenario((1,), halts=1),
+    Scenario((1,), deaths=1),
+]
+MANY_STATES = [
+    Scenario((1,), is_withdrawn=True),
+    Scenario((2,), wishes=1),
+    Scenario((2,), wishes=1, staging=1),
+    Scenario((1, 1), wishes=1),
+    Scenario((1, 1), is_withdrawn=True),
+    Scenario((2,), deaths=1),
+    Scenario((2,), halts=2),
+]
+
+
+def holds(scenario: Scenario) -> Explored:
+    explored = explore(scenario)
+    found = stuck(scenario, explored)
+    num_states = len(explored.reached_by)
+    print(f"{name_of(scenario)}: {num_states} states")
+
+    # A death may leave nothing but recovery: then only what must never happen is claimed.
+    if not scenario.deaths:
+        assert not found, (
+            f"{len(found)} of {num_states} states lead nowhere:\n{explored.story(found[0])}"
+        )
+    return explored
+
+
+def name_of(scenario: Scenario) -> str:
+    faults = [name for name in ("wishes", "halts", "deaths") if getattr(scenario, name)]
+    if scenario.is_withdrawn:
+        faults.append("withdrawals")
+    return f"plans {scenario.plans} ring {scenario.staging} {' '.join(faults)}".strip()
+
+
+@pytest.mark.parametrize("scenario", FEW_STATES, ids=name_of)
+def test_ranks_agree_in_every_step_and_every_story_can_end(scenario: Scenario) -> None:
+    holds(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scenario", MANY_STATES, ids=name_of)
+def test_ranks_agree_in_longer_stories_too(scenario: Scenario) -> None:
+    holds(scenario)
+
+
+def test_a_plan_that_one_rank_fails_is_finished_on_all_or_dropped_on_all() -> None:
+    scenario = Scenario((1,), wishes=1)
+
+    ends = {
+        (world.committed, *((rank.serving, rank.state.generation) for rank in world.ranks))
+        for world in holds(scenario).reached_by
+        if is_settled(scenario, world)
+    }
+
+    dropped, finished = ((0,), 0), ((1,), 1)
+    assert ends == {((0, (0,)), *[dropped] * 3), ((1, (1,)), *[finished] * 3)}
+
+
+# -- the search can fail
+
+
+def on_its_own_flag(
+    state: RankPhase, cast: Ballot, verdict: Verdict
+) -> tuple[RankPhase, Swap | None]:
+    """A broken rank: it swaps what it has itself prepared, not what all have."""
+    return phases.read_verdict(state, cast, replace(verdict, prepared=cast.prepared))
+
+
+def deaf_to_aborts(
+    state: RankPhase, cast: Ballot, verdict: Verdict
+) -> tuple[RankPhase, Swap | None]:
+    """A broken rank: it drops a plan only when it wishes so itself."""
+    return phases.read_verdict(state, cast, replace(verdict, abort=cast.abort))
+
+
+@pytest.mark.parametrize(
+    ("broken", "finding"),
+    [
+        (Scenario((1,), read_verdict=on_its_own_flag), "run one step with"),
+        (Scenario((1,), skips_when_prepared=True), "run one step with"),
+        (Scenario((1,), wishes=1, read_verdict=deaf_to_aborts), "run one step with"),
+        (Scenario((1,), stages_unadopted=True), "preload cannot become swap"),
+    ],
+    ids=["own flag", "skipped vote", "deaf", "early stage"],
+)
+def test_a_broken_rank_is_found_out(broken: Scenario, finding: str) -> None:
+    with pytest.raises(Violation, match=finding) as found:
+        holds(broken)
+
+    assert "plan 1 is published" in str(found.value)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -97,6 +98,7 @@ def host(
     ours, theirs = FORK.Pipe(duplex=False)
 
     def run() -> None:
+        threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
         slab = HostSlab(address, checkpoint, small_model, small_schema)
         theirs.send("ready")
         signal.pause()
@@ -109,6 +111,7 @@ def host(
     yield Host(address, process, small_schema, checkpoint)
     process.kill()
     process.join()
+    assert process.exitcode == -signal.SIGKILL, "it was ours to end"
 
 
 def test_a_record_holds_the_cooked_bytes_and_its_digest(host: Host) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,33 @@ def run_graph(rank: int, num_ranks: int, path: Path, precision: str) -> list[flo
     total = torch.tensor(counted, device=made.device)
     dist.all_reduce(total)
     return [*distances, float(total), float(captured.num_captures), float(made.dispatcher.steps)]
+
+
+def run_forgotten(rank: int, num_ranks: int, path: Path) -> float:
+    made = build(rank, num_ranks, path, "bfloat16")
+    made.take_over(random_placement(num_ranks, 0))
+    captured = CapturedStack(
+        made.stack,
+        made.dispatcher,
+        shape=(2, NUM_TOKENS // 2),
+        num_layers=MODEL.num_layers,
+        device=made.device,
+    )
+    ids = tokens_of(rank)
+    seeds = (torch.arange(MODEL.num_layers) * 0x9E3779B1 + 9).to(made.device)
+    expected = made.stack.forward(ids.to(made.device), salt=seeds).hidden.clone()
+    made.stack = None  # type: ignore[assignment]
+    gc.collect()
+    poison = [torch.full((2048, n), 3.0, device=made.device) for n in (32, 2048, 4096, 6144) * 8]
+    replayed = captured.forward(ids, salt=9).hidden
+    distance = float((replayed - expected).float().norm() / expected.float().norm())
+    return distance if len(poison) == 32 else -1.0
+
+
+def test_a_graph_keeps_alive_what_it_reads(weights: dict[str, Path]) -> None:
+    found = launch(run_forgotten, NUM_RANKS, weights["bfloat16"], deadline_s=180)
+
+    assert max(found) <= 5e-3
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])

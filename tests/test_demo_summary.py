@@ -1,0 +1,218 @@
+"""The figures of a demo, worked out by hand."""
+
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from api.demo_summary import final_windows, is_right, render_summary, summarise
+from api.snapshot import RebalanceMark, Snapshot, WindowScore
+from api.worker_checker import CheckedStep
+from api.worker_plan import WorkerPlan
+from eplb.model import ModelShape
+from eplb.topology import Topology
+from rebalance.controller import ControllerSettings
+
+MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=4, intermediate=4, expert_bytes=100)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+
+def score(index: int, measured: float, *, is_complete: bool = True) -> WindowScore:
+    """A window of four steps that would have been at 2.0 plus a tenth of its index."""
+    first = 4 * index
+    return WindowScore(index, first, first + 3, measured, 2.0 + index / 10, 1, is_complete)
+
+
+def mark(generation: int, step: int | None) -> RebalanceMark:
+    return RebalanceMark(generation, generation, step, 0.0, "a test")
+
+
+def snapshot(series: list[WindowScore], marks: list[RebalanceMark]) -> Snapshot:
+    return Snapshot(
+        deployment="demo",
+        run="a",
+        time=1.0,
+        started=0.0,
+        step=8,
+        generation=1,
+        num_layers=2,
+        num_experts=3,
+        num_slots=4,
+        ranks=(),
+        node_of_rank=(0, 0),
+        progress_age_s=None,
+        series=tuple(series),
+        heatmap=np.ones((2, 2)),
+        expert_heat=np.ones((2, 3)),
+        marks=tuple(marks),
+        phase="idle",
+        migration=None,
+        bytes_by_source={},
+        experts_moved=0,
+        swap_pauses_ms=(),
+        decisions=(),
+        events=(),
+        samples_stored=0,
+        samples_lost=0,
+        movement=True,
+        observe=False,
+    )
+
+
+def plan(tmp_path: Any) -> WorkerPlan:
+    return WorkerPlan(
+        run="a",
+        store=tmp_path / "store.sqlite",
+        weights=tmp_path,
+        text=None,
+        trace=None,
+        model=MODEL,
+        topology=TOPOLOGY,
+        slabs=(),
+        rendezvous_port=0,
+        tokens_per_rank=50,
+        window_steps=4,
+        sample_steps=1,
+        check_every=8,
+        drift_period_s=1.0,
+        seed=7,
+        staging_experts=2,
+        device="cpu",
+        precision="float32",
+        dispatcher="auto",
+        controller=ControllerSettings(policy="greedy"),
+    )
+
+
+def report(*step_ms: float, **figures: Any) -> dict[str, Any]:
+    """What a rank tells at its end."""
+    told: dict[str, Any] = {
+        "dispatcher": "all_to_all",
+        "steps": 8,
+        "step_ms": list(step_ms),
+        "swap_pauses_ms": [],
+        "samples": 4,
+        "samples_dropped": 0,
+        "checks_left_out": 0,
+        "experts_moved": 0,
+        "rebalances": 0,
+        "bytes_by_source": {},
+    }
+    return told | figures
+
+
+def check(max_error: float, *, wrong_routes: int = 0, phase: str = "idle") -> CheckedStep:
+    return CheckedStep(0, 3, phase, max_error, wrong_routes)
+
+
+def test_the_final_windows_are_the_last_five_after_the_last_commit() -> None:
+    series = [score(index, 1.5) for index in range(9)]
+
+    after_window_two = final_windows(snapshot(series, [mark(1, 2), mark(2, 12)]))
+    assert [window.index for window in after_window_two] == [4, 5, 6, 7, 8]
+
+    after_window_six = final_windows(snapshot(series, [mark(1, 28)]))
+    assert [window.index for window in after_window_six] == [7, 8]
+
+
+def test_a_window_that_a_commit_falls_into_is_not_final() -> None:
+    series = [score(index, 1.5) for index in range(4)]
+
+    assert [w.index for w in final_windows(snapshot(series, [mark(1, 9)]))] == [3]
+
+
+def test_a_window_that_a_rank_is_missing_from_is_not_final() -> None:
+    series = [score(0, 1.5), score(1, 1.5), score(2, 1.5, is_complete=False)]
+
+    assert [w.index for w in final_windows(snapshot(series, [mark(1, 2)]))] == [1]
+
+
+@pytest.mark.parametrize("marks", [[], [mark(1, None)], [mark(1, 100)]])
+def test_without_a_window_after_a_commit_the_last_ones_are_final(
+    marks: list[RebalanceMark],
+) -> None:
+    series = [score(index, 1.5) for index in range(7)]
+
+    assert [w.index for w in final_windows(snapshot(series, marks))] == [2, 3, 4, 5, 6]
+
+
+def test_imbalances_are_medians_of_the_same_windows(tmp_path: Any) -> None:
+    series = [score(0, 9.0), score(1, 1.3), score(2, 1.1), score(3, 1.2)]
+    seen = snapshot(series, [mark(1, 4)])
+
+    summary = summarise(plan(tmp_path), seen, [report(1.0)], {0: 4}, [])
+
+    assert summary["imbalance_final"] == 1.2  # of 1.3, 1.1 and 1.2
+    assert summary["imbalance_initial"] == 2.2  # of 2.1, 2.2 and 2.3
+    assert [line["window"] for line in summary["imbalance_series"]] == [0, 1, 2, 3]
+    assert (summary["rebalances"], summary["rebalance_steps"]) == (1, [4])
+
+
+def test_figures_of_the_ranks_are_put_together(tmp_path: Any) -> None:
+    first = report(10.0, 30.0, experts_moved=2, bytes_by_source={"host": 200}, samples=5)
+    second = report(20.0, experts_moved=1, bytes_by_source={"host": 50, "peer": 50}, samples=5)
+    second |= {"swap_pauses_ms": [1.0, 3.0], "checks_left_out": 2}
+
+    summary = summarise(plan(tmp_path), snapshot([], []), [first, second], {0: 5, 1: 4}, [])
+
+    assert summary["experts_moved"] == 3
+    assert summary["bytes_by_source"] == {"host": 250, "peer": 50}
+    assert (summary["samples_written"], summary["samples_lost"]) == (9, 1)
+    assert (summary["step_ms_p50"], summary["swap_pause_ms_p50"]) == (20.0, 2.0)
+    assert summary["tokens_per_window"] == 4 * 50 * 2
+    assert summary["tokens_per_second"] == 5000.0  # 100 tokens in the 20 ms that a step takes
+    assert summary["reference_checks_left_out"] == 2
+    assert (summary["policy"], summary["seed"]) == ("greedy", 7)
+
+
+def test_nothing_measured_is_none_and_never_a_made_up_figure(tmp_path: Any) -> None:
+    summary = summarise(plan(tmp_path), snapshot([], []), [report(), report()], {}, [])
+
+    for name in ("imbalance_initial", "imbalance_final", "step_ms_p50", "swap_pause_ms_p99"):
+        assert summary[name] is None
+    assert summary["reference_max_error"] is None
+    assert summary["tokens_per_second"] is None
+
+
+def test_an_answer_is_right_when_it_is_near_and_its_routes_are_the_reference_s() -> None:
+    assert is_right(check(1e-4), "float32")
+    assert not is_right(check(1.1e-4), "float32")
+    assert not is_right(check(1e-7, wrong_routes=1), "float32")
+    assert not is_right(check(float("nan")), "float32")
+
+
+def test_fewer_bits_make_a_larger_error_right() -> None:
+    assert not is_right(check(2e-2), "float32")
+    assert is_right(check(2e-2), "bfloat16")
+    assert is_right(check(1e-1), "fp8")
+    assert not is_right(check(1e-1), "bfloat16")
+
+
+def test_checks_are_counted_by_phase(tmp_path: Any) -> None:
+    checks = [check(1e-7), check(1e-2, phase="swap"), check(1e-6, phase="swap")]
+
+    summary = summarise(plan(tmp_path), snapshot([], []), [report()], {}, checks)
+
+    assert summary["reference_checks"] == 3
+    assert summary["reference_checks_by_phase"] == {"idle": 1, "swap": 2}
+    assert (summary["reference_failures"], summary["reference_max_error"]) == (1, 1e-2)
+
+
+def rendered(summary: dict[str, Any]) -> str:
+    text = StringIO()
+    Console(file=text, width=100).print(render_summary(summary))
+    return text.getvalue()
+
+
+def test_the_table_for_people_says_whether_all_was_right(tmp_path: Any) -> None:
+    good = [check(1e-7), check(1e-7)]
+
+    right = summarise(plan(tmp_path), snapshot([], []), [report(1.0)], {0: 4}, good)
+    wrong = summarise(plan(tmp_path), snapshot([], []), [report(1.0)], {0: 4}, [check(1.0)])
+
+    assert "every answer right" in rendered(right)
+    assert "2 of 2 checks" in rendered(right)
+    assert "something went wrong" in rendered(wrong)
+    assert "0 of 1 checks" in rendered(wrong)

@@ -1,0 +1,100 @@
+"""The plain reference on a model small enough to compute by hand: what it accepts and refuses.
+
+One layer of two experts, hidden size 4. Token 0 is [1, 0, 0, 0] and belongs to expert 0, which adds
+nothing; token 1 is [0, 1, 0, 0] and belongs to expert 1, which makes [0, 1, 1, 0] of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from eplb.model import ModelShape
+from runtime.moe import Forward
+from runtime.reference import ReferenceModel
+
+ROOT_2 = math.sqrt(2.0)
+IDS = torch.tensor([[0, 1]])
+RIGHT = [[2.0, 0.0, 0.0, 0.0], [0.0, ROOT_2, ROOT_2, 0.0]]  # with a root mean square of 1
+ROUTES = [[[0], [1]]]
+UP = ("gate", "up")
+
+
+def weights(gate: list[list[float]]) -> dict[str, torch.Tensor]:
+    layer = "model.layers.0"
+    nothing = {
+        f"{layer}.self_attn.qkv_proj.weight": torch.zeros(12, 4),
+        f"{layer}.self_attn.o_proj.weight": torch.zeros(4, 4),
+        **{f"{layer}.mlp.experts.0.{part}_proj.weight": torch.zeros(1, 4) for part in UP},
+        f"{layer}.mlp.experts.0.down_proj.weight": torch.zeros(4, 1),
+    }
+    # silu(20) x 0.1 is 2, and half of it goes to the third place.
+    expert_1 = {"gate": [[0.0, 10.0, 0.0, 0.0]], "up": [[0.0, 0.05, 0.0, 0.0]]}
+    return nothing | {
+        "model.embed_tokens.weight": torch.eye(4)[:2],
+        f"{layer}.mlp.gate.weight": torch.tensor(gate),
+        **{f"{layer}.mlp.experts.1.{p}_proj.weight": torch.tensor(expert_1[p]) for p in UP},
+        f"{layer}.mlp.experts.1.down_proj.weight": torch.tensor([[0.0], [0.0], [0.5], [0.0]]),
+    }
+
+
+OWN_EXPERT = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+def reference(gate: list[list[float]] = OWN_EXPERT, top_k: int = 1) -> ReferenceModel:
+    return ReferenceModel(ModelShape((0,), 2, top_k, hidden=4, intermediate=1), weights(gate))
+
+
+def answer(hidden: list[list[float]], experts: list[list[list[int]]] = ROUTES) -> Forward:
+    return Forward(torch.tensor(hidden), torch.tensor(experts))
+
+
+def test_the_right_answer_is_right() -> None:
+    check = reference().check(IDS, answer(RIGHT))
+
+    assert check.max_error < 1e-5
+    assert check.wrong_routes == 0
+
+
+def test_the_result_of_another_expert_is_far_off() -> None:
+    check = reference().check(IDS, answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]]))
+
+    # [0, 2 - root 2, -root 2, 0] has length 1.53; what is right has length 2.
+    assert check.max_error == pytest.approx(math.hypot(2 - ROOT_2, ROOT_2) / 2, rel=1e-4)
+
+
+def test_a_wrong_route_is_counted_although_its_result_is_consistent() -> None:
+    consistent = answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]], [[[0], [0]]])
+
+    check = reference().check(IDS, consistent)
+
+    assert check.max_error < 1e-5
+    assert check.wrong_routes == 1
+
+
+def test_forced_routes_are_not_judged() -> None:
+    consistent = answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]], [[[0], [0]]])
+
+    assert reference().check(IDS, consistent, forced=True).wrong_routes == 0
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_either_expert_of_a_tie_is_right(expert: int) -> None:
+    undecided = reference([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+
+    check = undecided.check(IDS, answer(RIGHT, [[[0], [expert]]]))
+
+    assert check.wrong_routes == 0
+
+
+def test_an_expert_chosen_twice_is_a_wrong_route() -> None:
+    assert reference(top_k=2).check(IDS, answer(RIGHT, [[[0, 1], [1, 1]]])).wrong_routes == 1
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_what_is_no_number_never_passes_for_small(damage: float) -> None:
+    check = reference().check(IDS, answer([RIGHT[0], [0.0, damage, 1.0, 0.0]]))
+
+    assert not check.max_error <= 1e-4
