@@ -1,4 +1,4 @@
-"""One death: a rank is killed in mid-decode. What do the others see, and how soon is all right again?
+"""One death: a rank is killed in mid-decode. What do others see, and how soon is all right again?
 
     python3 benchmarks/gpu_death.py [--ranks 4]
 

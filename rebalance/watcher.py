@@ -126,7 +126,7 @@ class Watcher:
                 return
 
     def _write_down(self) -> None:
-        """Write commits in their order; each is tried until the store has it, or at the end once."""
+        """Write commits in order; each is tried until the store has it, or at the end once."""
         while (write := self._to_write.get()) is not None:
             while True:
                 try:
