@@ -245,7 +245,7 @@ def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: 
         step = built.dispatcher.steps
         token_ids, forced = batches.at(step, time.monotonic() - start_at)
         answer = built.model.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
-        in_flight.wait()  # the host may be one step ahead of the device, not more
+        built.agent.wait(in_flight)  # the host may be one step ahead of the device, not more
         in_flight = Completion(is_cuda=built.device.type == "cuda")
         phase = built.agent.phase
         if phase != "idle":

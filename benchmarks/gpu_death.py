@@ -51,7 +51,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     try:
         while built.agent.step():
             answer = built.model.forward(ids.to(built.device), salt=built.dispatcher.steps)
-            in_flight.wait()
+            built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=True)
             if built.dispatcher.steps == 1:
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())

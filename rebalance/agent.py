@@ -35,7 +35,11 @@ from runtime.counters import SlotCounter
 from runtime.dispatch import Dispatcher
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry.store import Control, LoadStore, RankState
+
+
+DEVICE_POLL_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,29 @@ class RankAgent:
         if is_vote_due:
             self._cast_vote(step)
         return True
+
+    def wait(self, completion: Completion) -> None:
+        """Wait for the device, but not for one that waits for a dead peer.
+
+        A kernel of a dispatch may wait minutes for a rank that is gone (DeepEP v1.2.1: about 100 s)
+        and take the host with it. The vote, which runs on the host, knows within milliseconds.
+
+        Raises:
+            RankError: a peer is dead, or the device is not done before the vote's deadline.
+        """
+        deadline = time.monotonic() + self._settings.vote_deadline_s
+        while not completion.is_complete():
+            if self._pending is not None and self._pending[1].poll(0.0)[0] is Outcome.BROKEN:
+                raise RankError(
+                    f"rank {self._parts.rank}: a peer died while the device was in step "
+                    f"{self._last_step} or the one before"
+                )
+            if time.monotonic() >= deadline:
+                raise RankError(
+                    f"rank {self._parts.rank}: the device is not done with step {self._last_step} "
+                    f"after {self._settings.vote_deadline_s:.0f} s; a peer is dead or late"
+                )
+            time.sleep(DEVICE_POLL_S)  # events of a device cannot wake a thread
 
     @property
     def phase(self) -> str:
