@@ -18,7 +18,7 @@ SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 
 # Largest relative error of a right answer: float32 sums in another order stay far below theirs;
 # BF16 and FP8 round every activation on the way, where the reference keeps float32.
-MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "fp8": 1.5e-1}
+MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "fp8": 4e-2}
 # Router logits nearer than this may be chosen either way, for the same reason.
 ROUTE_TIE = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 

@@ -38,7 +38,6 @@ from runtime.routing import RoutingTable
 from runtime.streams import Completion
 from telemetry.store import Control, LoadStore, RankState
 
-
 DEVICE_POLL_S = 50e-6
 
 

@@ -22,6 +22,7 @@ from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry.memory import MemoryStore
 from telemetry.store import Control, RankState
 
@@ -274,6 +275,27 @@ def test_a_dead_rank_stops_its_peers_instead_of_serving_alone(group: Group) -> N
 
         with pytest.raises(RankError, match="the vote of step 2 is broken at step 3"):
             survivor.step()
+
+
+class Stuck(Completion):
+    """A device that waits for a rank that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(is_cuda=False)
+
+    def is_complete(self) -> bool:
+        return False
+
+
+def test_nobody_waits_for_a_device_that_waits_for_a_dead_peer(group: Group) -> None:
+    for survivor in group.agents[:3]:
+        survivor.step()
+        survivor.wait(Completion(is_cuda=False))
+    group.votes.kill(3)  # before it has cast the vote of step 0
+
+    for survivor in group.agents[:3]:
+        with pytest.raises(RankError, match="a peer died while the device was in step 0"):
+            survivor.wait(Stuck())
 
 
 def test_a_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> None:

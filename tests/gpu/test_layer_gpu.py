@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host"),
 ]
 NUM_RANKS = min(4, torch.cuda.device_count())
-LIMIT = {"bfloat16": 3e-2, "fp8": 1.5e-1}  # BF16 and FP8 activations against float32 ones
+LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
 TIE = {"bfloat16": 0.1, "fp8": 0.5}
 
 
