@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from eplb.errors import MigrationError
 from eplb.migration import Move, Source
 from eplb.topology import Topology
+from rebalance.links import holder_of
 from rebalance.slab import SlabReader
 from rebalance.transport import Record
 from runtime.experts import ExpertBank
@@ -27,7 +27,7 @@ class SymmetricTransport:
         slab: SlabReader,
         arena: SymmetricArena,
     ) -> None:
-        self._topology, self._bank, self._slab = topology, bank, slab
+        self._rank, self._topology, self._bank, self._slab = rank, topology, bank, slab
         self._peers = {
             peer: SymmetricPeer(arena, peer, bank, int(topology.slots_of_rank[peer]))
             for peer in range(topology.num_ranks)
@@ -52,15 +52,9 @@ class SymmetricTransport:
         if move.source in (Source.HOST, Source.DISK):
             self._slab.read((move.layer, move.expert), into)
             return
-        owner = int(self._topology.rank_of_slot[move.src_slot])
-        slot = move.src_slot - int(self._topology.first_slot[owner])
-        if move.source is Source.SAME_RANK:
+        owner, slot = holder_of(move, self._rank, self._topology)
+        if owner == self._rank:
             into.copy_(self._bank.live(move.layer, slot), non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        elif owner in self._peers:
-            self._peers[owner].read(move.layer, slot, into)
         else:
-            raise MigrationError(
-                f"layer {move.layer} expert {move.expert}: rank {owner} is on another host, "
-                "expected a source on this one"
-            )
+            self._peers[owner].read(move.layer, slot, into)

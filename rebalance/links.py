@@ -14,6 +14,21 @@ from rebalance.transport import Record
 from runtime.experts import ExpertBank, PeerBank
 
 
+def holder_of(move: Move, rank: int, topology: Topology) -> tuple[int, int]:
+    """(rank, slot of that rank) that a move of ``rank`` takes its bytes from.
+
+    Raises:
+        MigrationError: that rank is on another host, whose memory cannot be read from here.
+    """
+    owner = int(topology.rank_of_slot[move.src_slot])
+    if topology.host_of_rank[owner] != topology.host_of_rank[rank]:
+        raise MigrationError(
+            f"layer {move.layer} expert {move.expert}: rank {owner} is on another host, "
+            "expected a source on this one"
+        )
+    return owner, move.src_slot - int(topology.first_slot[owner])
+
+
 class SharedMemoryTransport:
     """Same rank, a peer of the same host, or the host's slab; nobody else is asked to help.
 
@@ -28,7 +43,7 @@ class SharedMemoryTransport:
         slab: SlabReader,
         handles: Mapping[int, str],
     ) -> None:
-        self._topology, self._bank, self._slab = topology, bank, slab
+        self._rank, self._topology, self._bank, self._slab = rank, topology, bank, slab
         self._peers = {
             peer: PeerBank(handle, bank, int(topology.slots_of_rank[peer]))
             for peer, handle in handles.items()
@@ -48,17 +63,11 @@ class SharedMemoryTransport:
         if move.source in (Source.HOST, Source.DISK):
             self._slab.read((move.layer, move.expert), into)
             return
-        owner = int(self._topology.rank_of_slot[move.src_slot])
-        slot = move.src_slot - int(self._topology.first_slot[owner])
-        if move.source is Source.SAME_RANK:
+        owner, slot = holder_of(move, self._rank, self._topology)
+        if owner == self._rank:
             into.copy_(self._bank.live(move.layer, slot))
-        elif owner in self._peers:
-            self._peers[owner].read(move.layer, slot, into)
         else:
-            raise MigrationError(
-                f"layer {move.layer} expert {move.expert}: rank {owner} is on another host, "
-                "expected a source on this one"
-            )
+            self._peers[owner].read(move.layer, slot, into)
 
 
 class LocalTransport:
@@ -93,14 +102,7 @@ class LocalTransport:
         if move.source in (Source.HOST, Source.DISK):
             into.copy_(self._on_host[(move.layer, move.expert)])
             return
-        owner = int(self._topology.rank_of_slot[move.src_slot])
-        hosts = self._topology.host_of_rank
-        if hosts[owner] != hosts[self._rank]:
-            raise MigrationError(
-                f"layer {move.layer} expert {move.expert}: rank {owner} is on another host, "
-                "expected a source on this one"
-            )
-        slot = move.src_slot - int(self._topology.first_slot[owner])
+        owner, slot = holder_of(move, self._rank, self._topology)
         into.copy_(self._banks[owner].live(move.layer, slot))
 
 
