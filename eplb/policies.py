@@ -58,8 +58,8 @@ def auto_policy(problem: Problem) -> Placement:
     """Few moves from the current placement; without one, greedy and a search over the windows."""
     if problem.current is None:
         return _placed(problem, refined(problem))
-    held = incremental(problem, problem.current)
-    return Placement(held.astype(np.int32), problem.num_experts)
+    # A chain of changes may bring an expert back to its rank in another slot: that is no move.
+    return _placed(problem, incremental(problem, problem.current))
 
 
 def random_policy(problem: Problem) -> Placement:
