@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +68,8 @@ def demo(
         name: value for name, value in locals().items() if name not in ("config", "setting")
     }
     console = Console()
+    # Whoever stops a container or a service sends SIGTERM, and means what Ctrl-C means.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_siblings()
         settings = load_settings(

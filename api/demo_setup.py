@@ -15,7 +15,7 @@ from api.demo_text import VOCABULARY, domains_of, standard_domains
 from api.settings import DemoSettings
 from api.state_dir import StateDir
 from api.worker_plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
-from eplb.errors import CheckpointError, ConfigError, StoreError
+from eplb.errors import ConfigError
 from eplb.gate import CostModel
 from eplb.migration import Pace
 from eplb.model import ModelShape
@@ -187,8 +187,3 @@ def _weights(settings: DemoSettings, state: StateDir, model: ModelShape) -> Path
         write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.seed)
     Checkpoint(path).check(model, schema)
     return path
-
-
-def explain_store_refusal(exc: StoreError | CheckpointError) -> str:
-    """Say what to do about a store or weights that cannot be used."""
-    return f"{exc} (another --state-dir starts afresh)"

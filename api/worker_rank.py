@@ -1,7 +1,7 @@
 """One rank of the demo: a serving process with a rank agent embedded in it.
 
 This is the example to read for whoever embeds the agent in an engine: ``build_rank`` puts the parts
-together, and ``_serve`` is the engine's loop with one added call.
+together, and ``_serve`` is the engine's loop with two added calls.
 """
 
 from __future__ import annotations
@@ -251,6 +251,7 @@ def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: 
         if phase != "idle":
             sample_until = step + CHECKED_AFTER_COMMIT
         if _is_sampled(plan, rank, step, is_dense=step < sample_until):
+            built.agent.wait(in_flight)  # first: the copy below would wait without asking the vote
             on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
             feed.offer(SampledStep(rank, step, phase, token_ids.cpu(), on_host, forced is not None))
         built.figures.step_ms.append((time.perf_counter() - started) * 1e3)
@@ -307,9 +308,7 @@ def _figures(built: Rank) -> dict[str, Any]:
         "step_ms": built.figures.step_ms,
         "swap_pauses_ms": built.agent.figures.swap_pauses_ms,
         "samples": built.agent.num_samples,
-        "samples_dropped": built.reporter.stats().dropped,
         "checks_left_out": built.figures.checks_left_out,
         "experts_moved": built.agent.figures.experts_moved,
-        "rebalances": built.agent.figures.rebalances,
         "bytes_by_source": dict(built.agent.describe().detail["bytes_by_source"]),
     }

@@ -27,6 +27,8 @@ from eplb.topology import Topology
 from telemetry.store import LoadStore, Outcome, RunInfo, Task
 from telemetry.windows import Window, WindowFolder, history
 
+PRUNE_EVERY_S = 300.0
+
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ class ControllerSettings:
     pace: Pace = field(default_factory=Pace)
     seed: int = 0
     migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
+    keep_samples_s: float = 3600.0  # older ones are pruned; plans look back minutes at most
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
 
 
@@ -81,6 +84,7 @@ class Controller:
         self._noted_decision = ""
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
         self._noted_errors: set[str] = set()
+        self._pruned_at = clock()
         self._end_abandoned_tasks()
 
     def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
@@ -91,7 +95,7 @@ class Controller:
             self.turn()
 
     def turn(self) -> None:
-        """Do what is due now: fold samples, watch an open migration, work off tasks, plan."""
+        """Do what is due now: fold samples, watch a migration, work off tasks, plan, prune."""
         group = self._follow_run()
         if group is None:
             return
@@ -100,8 +104,10 @@ class Controller:
         if open_migration is not None:
             self._watch(open_migration)
         self._work_off_tasks(group)
-        if open_migration is None:
+        # Asked again: a task may have published meanwhile, and a second MOVE would be noted.
+        if open_migration is None and self._store.published() is None:
             self._plan_if_due(group)
+        self._prune_if_due()
 
     # -- load in
 
@@ -126,6 +132,12 @@ class Controller:
                     # Its window stays incomplete. Were it to end this process, so it would the
                     # next one, which folds the same samples.
                     self._note_error("load", exc)
+
+    def _prune_if_due(self) -> None:
+        now = self._clock()
+        if now - self._pruned_at >= PRUNE_EVERY_S:
+            self._pruned_at = now
+            self._store.prune(now - self._settings.keep_samples_s)
 
     def _note_error(self, where: str, exc: EplbError) -> None:
         """Log it, and make the first of its kind in a run an event."""

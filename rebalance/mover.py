@@ -36,6 +36,13 @@ class PhaseBox:
     def __init__(self, state: RankPhase) -> None:
         self.state = state
         self.changed = threading.Condition()
+        self.is_closing = False  # the rank halts: what was not swapped yet never will be
+
+    def close(self) -> None:
+        """End every wait for news: no step follows that could bring any."""
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify_all()
 
     def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
         """Apply a transition of ``rebalance.phases`` and wake whoever waits."""
@@ -135,7 +142,7 @@ class Mover:
         return [move for move in transaction.moves if rank_of_slot[move.dst_slot] == self._rank]
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
-        """Work one migration off: returns when it is done or dropped, and its staging is free."""
+        """Work one migration off: returns when it is done or dropped, or the rank halts."""
         plan_id, self.num_staged = migration.plan_id, 0
         try:
             self.prepare_turns(migration)
@@ -146,7 +153,7 @@ class Mover:
                 if not self._wait_for_room(box, plan_id, moves):
                     break
                 for move in moves:
-                    if not _is_wanted(box.state, plan_id):
+                    if not _is_wanted(box, plan_id):
                         break
                     self._stage(move)
                 else:
@@ -175,7 +182,7 @@ class Mover:
         """Wait until staging may go on; False when the plan is not wanted any more."""
         while True:
             with box.changed:
-                if not _is_wanted(box.state, plan_id):
+                if not _is_wanted(box, plan_id):
                     return False
                 may_read_peers = box.state.is_adopted
                 if may_read_peers and self.ring.num_free >= len(moves):
@@ -214,7 +221,7 @@ class Mover:
 
     def _wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
         with box.changed:
-            while _is_current(box.state, plan_id) and box.state.phase is not Phase.ABORTED:
+            while _is_live(box, plan_id):
                 box.changed.wait(WAIT_S)
             if box.state.phase is Phase.ABORTED:
                 # Only this thread writes staging entries, and it is here: nothing is in flight.
@@ -222,10 +229,12 @@ class Mover:
                 box.update(phases.aborted)
 
 
-def _is_current(state: RankPhase, plan_id: int) -> bool:
-    return state.plan is not None and state.plan.plan_id == plan_id
+def _is_live(box: PhaseBox, plan_id: int) -> bool:
+    """Say whether a verdict on a plan may still come."""
+    state = box.state
+    is_current = state.plan is not None and state.plan.plan_id == plan_id
+    return is_current and state.phase is not Phase.ABORTED and not box.is_closing
 
 
-def _is_wanted(state: RankPhase, plan_id: int) -> bool:
-    is_live = _is_current(state, plan_id) and state.phase is not Phase.ABORTED
-    return is_live and not state.abort_reason
+def _is_wanted(box: PhaseBox, plan_id: int) -> bool:
+    return _is_live(box, plan_id) and not box.state.abort_reason

@@ -72,6 +72,7 @@ class Watcher:
     def close(self) -> None:
         """Write what is still to be written, and stop."""
         self._closing.set()
+        self._box.close()
         self._to_bring.put(None)
         self._to_write.put(None)
         for thread in self._threads:
@@ -141,8 +142,18 @@ class Watcher:
                     log.warning("a commit is not written yet, trying again: %s", exc)
                     if self._closing.wait(POLL_S):
                         break
+                except Exception:
+                    # As above: the commits that follow must still be written.
+                    log.exception("the scribe failed")
+                    self._box.update(phases.freeze, "a commit could not be written, see the log")
+                    break
 
     def _move(self) -> None:
-        self._mover.begin()
+        try:
+            self._mover.begin()
+        except Exception:
+            log.exception("the mover cannot begin")
+            self._box.update(phases.freeze, "the mover thread could not begin, see the log")
+            return
         while (migration := self._to_bring.get()) is not None:
             self._mover.bring(migration, self._box)

@@ -89,7 +89,7 @@ class MemoryStore:
             return self._samples.past(run, after)[:limit]
 
     def sample_counts(self, run: str) -> dict[int, int]:
-        """Return how many samples of each rank are stored."""
+        """Return how many samples of each rank were stored, those included that were pruned."""
         with self._use():
             return self._samples.count(run)
 

@@ -23,6 +23,7 @@ class SampleTable:
     def __init__(self) -> None:
         self._samples: dict[int, LoadSample] = {}  # by cursor
         self._keys: set[tuple[str, int, int]] = set()
+        self._pruned: Counter[tuple[str, int]] = Counter()  # by run and rank
         self._last_cursor = 0
 
     def append(self, samples: Sequence[LoadSample]) -> int:
@@ -41,15 +42,18 @@ class SampleTable:
         return [(cursor, sample) for cursor, sample in of_run if cursor > after]
 
     def count(self, run: str) -> dict[int, int]:
-        """Return how many samples each rank has."""
+        """Return how many samples of each rank were added, those included that were pruned."""
         counts = Counter(rank for of_run, rank, _ in self._keys if of_run == run)
+        counts.update({rank: num for (of_run, rank), num in self._pruned.items() if of_run == run})
         return dict(sorted(counts.items()))
 
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time`` and return how many."""
         old = [cursor for cursor, sample in self._samples.items() if sample.time < before_time]
         for cursor in old:
-            self._keys.remove(_key(self._samples.pop(cursor)))
+            sample = self._samples.pop(cursor)
+            self._keys.remove(_key(sample))
+            self._pruned[sample.run, sample.rank] += 1
         return len(old)
 
 

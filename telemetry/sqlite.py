@@ -105,17 +105,18 @@ class SqliteStore:
         return [(cursor, sample_from_bytes(record)) for cursor, record in found]
 
     def sample_counts(self, run: str) -> dict[int, int]:
-        """Return how many samples of each rank are stored."""
+        """Return how many samples of each rank were stored, those included that were pruned."""
         return dict(self._rows(rows.SAMPLE_COUNTS, run))
 
     def prune(self, before_time: float) -> int:
-        """Delete samples taken before ``before_time`` and return how many.
+        """Delete samples taken before ``before_time``, of any run, and return how many.
 
         The file keeps its size; the room is used again.
         """
-        query = "DELETE FROM sample WHERE deployment = ? AND time < ?"
+        old = (self.deployment, before_time)
         with self._file.write() as connection:
-            return connection.execute(query, (self.deployment, before_time)).rowcount
+            connection.execute(rows.COUNT_PRUNED, old)
+            return connection.execute(rows.PRUNE, old).rowcount
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""

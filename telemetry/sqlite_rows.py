@@ -38,8 +38,18 @@ SAMPLES = (
     "ORDER BY cursor LIMIT ?"
 )
 SAMPLE_COUNTS = (
-    "SELECT rank, count(*) FROM sample WHERE deployment = ? AND run = ? GROUP BY rank ORDER BY rank"
+    "SELECT rank, sum(num_samples) FROM ("
+    "SELECT rank, count(*) AS num_samples FROM sample WHERE deployment = ?1 AND run = ?2 "
+    "GROUP BY rank UNION ALL "
+    "SELECT rank, num_samples FROM pruned WHERE deployment = ?1 AND run = ?2"
+    ") GROUP BY rank ORDER BY rank"
 )
+COUNT_PRUNED = (
+    "INSERT INTO pruned SELECT deployment, run, rank, count(*) FROM sample "
+    "WHERE deployment = ? AND time < ? GROUP BY run, rank "
+    "ON CONFLICT DO UPDATE SET num_samples = num_samples + excluded.num_samples"
+)
+PRUNE = "DELETE FROM sample WHERE deployment = ? AND time < ?"
 PLACEMENT = "SELECT record, time, plan_id, reason FROM placement WHERE deployment = ?"
 RESERVE_PLAN_ID = "UPDATE deployment SET last_plan_id = last_plan_id + 1 WHERE name = ?"
 LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"

@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 1  # counts up with each change of the tables below
+SCHEMA_VERSION = 2  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -39,6 +39,9 @@ CREATE TABLE sample (
     first_step INTEGER NOT NULL, last_step INTEGER NOT NULL, generation INTEGER NOT NULL,
     record BLOB NOT NULL, UNIQUE (deployment, run, rank, sequence));
 CREATE INDEX sample_of_run ON sample (deployment, run, cursor);
+CREATE TABLE pruned (
+    deployment TEXT NOT NULL, run TEXT NOT NULL, rank INTEGER NOT NULL,
+    num_samples INTEGER NOT NULL, PRIMARY KEY (deployment, run, rank));
 CREATE TABLE placement (
     deployment TEXT NOT NULL, generation INTEGER NOT NULL, time REAL NOT NULL,
     plan_id INTEGER NOT NULL, reason TEXT NOT NULL, hash TEXT NOT NULL, record BLOB NOT NULL,

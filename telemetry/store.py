@@ -132,7 +132,10 @@ class LoadStore(Protocol):
         """Return (cursor, sample) in order of arrival, those past the cursor ``after``."""
 
     def sample_counts(self, run: str) -> dict[int, int]:
-        """Return how many samples of each rank are stored."""
+        """Return how many samples of each rank were stored, those included that were pruned."""
+
+    def prune(self, before_time: float) -> int:
+        """Forget samples taken before ``before_time``, of any run, and return how many."""
 
     # -- placements and migrations
     def committed(self) -> CommittedPlacement | None:

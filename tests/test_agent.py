@@ -264,6 +264,17 @@ def test_all_ranks_halt_at_one_step_when_one_asks(group: Group) -> None:
     assert answers[:halted_at] == [[True] * 4] * halted_at
 
 
+def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
+
+    for agent in group.agents:
+        agent.close()
+
+    threads = [thread for agent in group.agents for thread in agent._watcher._threads]
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_dead_rank_stops_its_peers_instead_of_serving_alone(group: Group) -> None:
     group.step()
     group.step()

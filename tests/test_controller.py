@@ -376,6 +376,20 @@ def test_a_new_run_starts_the_windows_over(store: MemoryStore) -> None:
     assert second.published().base.generation == 0
 
 
+def test_samples_older_than_an_hour_are_pruned_every_five_minutes(deployment: Deployment) -> None:
+    clock = Clock()
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(EVEN, windows=3)  # taken at 0, 4 and 8 s, by two ranks
+
+    def turn_at(now: float) -> int:
+        clock.now = now
+        controller.turn()
+        return len(deployment.store.samples("run-1"))
+
+    assert [turn_at(now) for now in (1299.0, 1300.0, 3604.0, 3903.0, 3904.0)] == [6, 6, 4, 4, 0]
+    assert deployment.store.sample_counts("run-1") == {0: 3, 1: 3}
+
+
 # -- what cannot be planned on
 
 

@@ -93,6 +93,10 @@ def stop_moving(demo: Any) -> None:
 def summary_after_interrupt(demo: Any) -> Summary:
     """Press Ctrl-C: a terminal sends it to every process of the demo."""
     os.killpg(demo.process.pid, signal.SIGINT)
+    return summary_at_the_end(demo)
+
+
+def summary_at_the_end(demo: Any) -> Summary:
     assert demo.ends() == 0, demo.told()
     assert demo.errors == ""
     summary: Summary = demo.summary()
@@ -253,7 +257,8 @@ def switched(tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo) ->
     seen |= {"pause": pause, "paused": demo.sees("the placement", committed)}
     demo.sees("more plans", lambda store: len(plans(off, after=pause.id)(store)) >= 4)
     seen |= {"end": demo.sees("the placement", committed)}
-    return seen | {"summary": summary_after_interrupt(demo)}
+    demo.process.terminate()  # as a container is stopped: only its first process hears of it
+    return seen | {"summary": summary_at_the_end(demo), "told": demo.told()}
 
 
 def test_no_weight_moves_before_movement_is_switched_on(switched: dict[str, Any]) -> None:
@@ -275,6 +280,11 @@ def test_answers_stay_right_through_all_switches(switched: dict[str, Any]) -> No
 
     assert summary["reference_checks"] > 0
     assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+
+
+def test_a_demo_that_is_terminated_halts_its_ranks_and_sums_up(switched: dict[str, Any]) -> None:
+    assert "interrupted: halting the ranks" in switched["told"]
+    assert "every answer right" in switched["told"]
 
 
 def test_a_rebalance_asked_for_over_http_is_a_dry_run(switched: dict[str, Any]) -> None:

@@ -221,7 +221,7 @@ def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path
     before = (tmp_path / "store.sqlite").read_bytes()
 
     sentence = refusal(tmp_path)
-    assert "has schema version 99, expected 1: it was written by another version" in sentence
+    assert "has schema version 99, expected 2: it was written by another version" in sentence
     assert (tmp_path / "store.sqlite").read_bytes() == before
 
 

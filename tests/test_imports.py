@@ -42,8 +42,7 @@ RULES = {
     "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
-        "numpy torch typer rich pydantic pydantic_settings fastapi starlette uvicorn "
-        "sse_starlette prometheus_client",
+        "numpy torch typer rich pydantic fastapi starlette uvicorn sse_starlette prometheus_client",
     ),
 }
 OURS = frozenset(RULES)

@@ -75,7 +75,7 @@ def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> 
         raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 2, expected 1"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 3, expected 2"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before

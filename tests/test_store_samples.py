@@ -93,3 +93,14 @@ def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: Store) -> 
     store.append([make_sample(0, 4)])
 
     assert [s.sequence for _, s in store.samples("run-1", after=cursor)] == [4]
+
+
+def test_samples_that_were_pruned_still_count_as_stored(store: Store) -> None:
+    store.append([make_sample(rank, n) for rank in (0, 1) for n in range(3)])
+    store.append([make_sample(1, 0, run="run-2")])
+
+    assert [store.prune(before_time=time) for time in (1.0, 1.0, 2.0)] == [3, 0, 2]
+
+    assert [s.sequence for _, s in store.samples("run-1")] == [2, 2]
+    assert store.sample_counts("run-1") == {0: 3, 1: 3}
+    assert store.sample_counts("run-2") == {1: 1}

@@ -1,0 +1,40 @@
+"""Compiled functions where nothing can be cached."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import eplb
+
+DEADLINE_S = 100.0
+PROGRAM = """
+from eplb.jit import jit
+import eplb.kernels
+print(eplb.__file__, jit(lambda number: 2 * number)(21))
+"""
+
+
+def test_an_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Path) -> None:
+    package = tmp_path / "eplb"
+    shutil.copytree(
+        Path(eplb.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    # A file where folders are wanted refuses root too, which a read-only folder does not.
+    (package / "__pycache__").touch()
+    nowhere = str(tmp_path / "eplb" / "__pycache__" / "home")
+    environ = os.environ | {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "NUMBA_CACHE_DIR": nowhere}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+    assert ended.stdout.split() == [str(package / "__init__.py"), "42"], ended.stderr
