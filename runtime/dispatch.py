@@ -8,6 +8,7 @@ Shapes:  T tokens of this rank, K top-k, H hidden, R ranks, C slots of this rank
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -169,5 +170,11 @@ class AllToAllDispatcher:
         except RuntimeError as exc:
             raise RankError(
                 f"rank {self._rank}: the {what} exchange of layer {layer} in step {self._steps} "
-                f"failed, a peer is dead or late: {exc}"
+                f"failed, a peer is dead or late: {first_sentence(exc)}"
             ) from exc
+
+
+def first_sentence(exc: RuntimeError) -> str:
+    """What a communication library found, without where in its source, and without its advice."""
+    found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
+    return found.split("\n")[0].split(". ")[0]

@@ -17,7 +17,7 @@ from eplb.topology import Topology
 from runtime.checkpoint import Checkpoint
 from runtime.compute import LoopExperts
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher
+from runtime.dispatch import AllToAllDispatcher, first_sentence
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.moe import MoELayer, MoEStack
 from runtime.reference import ReferenceModel
@@ -188,3 +188,12 @@ def test_an_expert_of_another_rank_gives_bit_equal_results(
     for name in ("gate_up", "down"):
         assert torch.equal(here.weights(0)[name][0], there.weights(0)[name][2])
     assert here.digest(0, 0) == there.digest(0, 2)
+
+
+def test_a_library_s_error_is_told_without_its_source_and_its_advice() -> None:
+    said = RuntimeError(
+        "[/build/gloo/pair.cc:537] Read error [127.0.0.1]:21421: Connection reset by peer. This is "
+        "typically caused by a remote worker hanging."
+    )
+
+    assert first_sentence(said) == "Read error [127.0.0.1]:21421: Connection reset by peer"

@@ -1,20 +1,20 @@
-"""The steel thread on GPUs, measured: dispatch, counters, swaps, tables, and 10,000 decode steps.
+"""The steel thread, measured: dispatch, counters, swaps, tables, and decode steps under migrations.
 
-    python3 benchmarks/gpu_thread.py [--ranks 4] [--steps 10000] [--swap-every 50]
+    python3 benchmarks/thread.py --device cuda [--ranks 4] [--steps 10000] [--swap-every 50]
+    python benchmarks/thread.py              # the decode part alone, on CPU ranks
 
-Needs that many GPUs of one host and deep_ep. Prints one table; losing rows too. Seeds are fixed.
+On GPUs it needs that many of one host, and deep_ep. Prints one table; losing rows too. Seeded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,19 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from workers import VOCABULARY, begin_run, plan_of, random_placement, told
 
 from api.processes import Child, Parent, preload_modules
-from api.worker_plan import DEPLOYMENT, WorkerPlan, schema_of
+from api.worker_plan import DEPLOYMENT, WorkerPlan
 from api.worker_rank import build_rank
 from api.worker_slab import run_slab
 from eplb.migration import Pace, build_migration
-from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
 from eplb.topology import Topology
-from rebalance.controller import ControllerSettings
-from rebalance.slab import SlabAddress
-from runtime.checkpoint import write_random_checkpoint
 from runtime.counters import SlotCounter
 from runtime.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema
@@ -43,10 +39,7 @@ from runtime.routing import RoutingTable
 from runtime.selftest import Trial, routing_cases
 from runtime.streams import Completion
 from telemetry import open_store
-from telemetry.store import RunInfo
 
-SLOTS_PER_RANK = 10
-MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=2048, intermediate=768)
 Row = tuple[str, str, str]
 
 
@@ -165,19 +158,6 @@ def measure_swap(rank: int, num_ranks: int) -> list[Row]:
     ]
 
 
-def random_placement(num_ranks: int, rng: np.random.Generator) -> Placement:
-    """Every expert somewhere, other slots filled at random, never twice on a rank."""
-    held = np.full((MODEL.num_layers, num_ranks, SLOTS_PER_RANK), EMPTY)
-    for layer in held:
-        for number, expert in enumerate(rng.permutation(MODEL.num_experts)):
-            layer[number % num_ranks, number // num_ranks] = expert
-        for slots in layer:
-            spare = np.flatnonzero(slots == EMPTY)
-            absent = np.setdiff1d(np.arange(MODEL.num_experts), slots)
-            slots[spare] = rng.choice(absent, size=len(spare), replace=False)
-    return Placement(held.reshape(MODEL.num_layers, -1), MODEL.num_experts)
-
-
 def publish_for_ever(plan: WorkerPlan, steps: Callable[[], int], swap_every: int) -> None:
     """Publish another random placement as soon as one is committed and the steps are due."""
     store = open_store(plan.store, DEPLOYMENT)
@@ -188,7 +168,7 @@ def publish_for_ever(plan: WorkerPlan, steps: Callable[[], int], swap_every: int
         if store.published() is not None or committed is None or steps() < due:
             continue
         target = committed.placement
-        fresh = random_placement(plan.topology.num_ranks, rng)
+        fresh = random_placement(plan, rng)
         # One layer at a time, and in place where an expert stays: a few moves, as a plan has.
         layer = int(rng.integers(plan.model.num_layers))
         target = target.with_layers(in_place(target, fresh, plan.topology), [layer])
@@ -238,20 +218,20 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, steps: int, swap_eve
             target=publish_for_ever, daemon=True, args=(plan, lambda: dispatcher.steps, swap_every)
         ).start()
     random = torch.Generator().manual_seed(rank)
-    batches = torch.randint(4096, (16, *plan.batch_shape), generator=random).to(built.device)
-    in_flight, times, memory = Completion(is_cuda=True), [], []
+    batches = torch.randint(VOCABULARY, (16, *plan.batch_shape), generator=random).to(built.device)
+    is_cuda = plan.device == "cuda"
+    in_flight, times, memory = Completion(is_cuda=is_cuda), [], []
     while agent.step():
         started = time.perf_counter()
         built.model.forward(batches[dispatcher.steps % 16], salt=dispatcher.steps)
-        in_flight.wait()
-        in_flight = Completion(is_cuda=True)
+        agent.wait(in_flight)
+        in_flight = Completion(is_cuda=is_cuda)
         times.append((time.perf_counter() - started) * 1e6)
         if dispatcher.steps in (steps // 10, steps - 1):
-            torch.cuda.synchronize()
-            memory.append(torch.cuda.mem_get_info()[0])
+            memory.append(used_memory(is_cuda))
         if dispatcher.steps >= steps:
             agent.request_halt()
-    torch.cuda.synchronize()
+    agent.wait(in_flight)
     agent.close()
     wrong = wrong_slots(plan, built, rank)
     parent.tell(
@@ -272,6 +252,16 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, steps: int, swap_eve
     )
 
 
+def used_memory(is_cuda: bool) -> int:
+    """Bytes of the device that are taken, or of this process on a CPU."""
+    if is_cuda:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    resident = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident) * os.sysconf("SC_PAGESIZE")
+
+
 def wrong_slots(plan: WorkerPlan, built: Any, rank: int) -> int:
     """Live slots whose bytes are not those of the expert that the placement says they hold."""
     held = built.agent.placement.slot_to_expert[:, plan.topology.slots_on(rank)]
@@ -284,25 +274,16 @@ def wrong_slots(plan: WorkerPlan, built: Any, rank: int) -> int:
     )
 
 
-def measure_decode(num_ranks: int, steps: int, swap_every: int, precision: str) -> list[Row]:
+def measure_decode(
+    device: str, num_ranks: int, steps: int, swap_every: int, precision: str
+) -> list[Row]:
     """Real ranks, agents, votes, store and slab; only the plans are random."""
     from torch._C._distributed_c10d import TCPStore
 
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(Path(folder), num_ranks, precision, rendezvous.port)
-        store = open_store(plan.store, DEPLOYMENT)
-        start = random_placement(num_ranks, np.random.default_rng(0))
-        store.commit(start, expected=None, reason="start")
-        store.begin_run(
-            RunInfo(
-                plan.run,
-                time.time(),
-                model_to_dict(plan.model),
-                topology_to_dict(plan.topology),
-                plan.window_steps,
-            )
-        )
+        plan = plan_of(Path(folder), num_ranks, rendezvous.port, device=device, precision=precision)
+        store = begin_run(plan)
         slab = Child("slab", run_slab, plan, 0)
         told(slab, "ready", 120)
         ranks = [
@@ -317,47 +298,6 @@ def measure_decode(num_ranks: int, steps: int, swap_every: int, precision: str) 
             child.stop(1.0)
         store.close()
     return rows_of(reports, precision, swap_every)
-
-
-def told(child: Child, kind: str, deadline_s: float) -> Any:
-    """Wait for one message of a child."""
-    if not child.messages.poll(deadline_s):
-        raise SystemExit(f"{child.name} did not say {kind} in {deadline_s:.0f} s")
-    message = child.receive()
-    if message is None or message[0] != kind:
-        child.process.join(2)
-        raise SystemExit(f"{child.name} said {message}: {child.how_it_ended()}")
-    return message[1]
-
-
-def plan_of(folder: Path, num_ranks: int, precision: str, port: int) -> WorkerPlan:
-    """A small model on real sizes of a token."""
-    schema = schema_of(MODEL.hidden, MODEL.intermediate, precision)
-    model = replace(MODEL, expert_bytes=schema.record_bytes)
-    write_random_checkpoint(folder / "weights", model, schema, vocabulary=4096, seed=3)
-    run = f"bench-{secrets.token_hex(3)}"
-    return WorkerPlan(
-        run=run,
-        store=folder / "store.sqlite",
-        weights=folder / "weights",
-        text=None,
-        trace=None,
-        model=model,
-        topology=Topology.uniform(1, num_ranks, SLOTS_PER_RANK),
-        slabs=(SlabAddress(run, secrets.token_bytes(16)),),
-        rendezvous_port=port,
-        tokens_per_rank=128,
-        window_steps=64,
-        sample_steps=16,
-        check_every=8,
-        drift_period_s=60.0,
-        seed=3,
-        staging_experts=8,
-        device="cuda",
-        precision=precision,
-        dispatcher="deepep_low_latency",
-        controller=ControllerSettings(),
-    )
 
 
 def rows_of(reports: list[dict[str, Any]], precision: str, swap_every: int) -> list[Row]:
@@ -376,10 +316,10 @@ def rows_of(reports: list[dict[str, Any]], precision: str, swap_every: int) -> l
             f" {sum(r['bytes'].get('peer', 0) for r in reports) / 1e9:.1f} GB from peers",
             "-",
         ),
-        ("graph captures", f"{max(r['captures'] or 0 for r in reports)}", "1"),
+        ("graph captures", f"{first['captures'] or 'no graph'}", "1, on cuda"),
         ("slots with wrong bytes at the end", f"{sum(r['wrong_slots'] for r in reports)}", "0"),
         ("placements at the end", f"{len({r['hash'] for r in reports})}", "1"),
-        ("free device memory, change from 10 % to the end", f"{drop:.1f} MiB", "flat"),
+        ("memory, change from 10 % of the steps to the end", f"{drop:.1f} MiB", "flat"),
         (
             "boundary with a swap, host time, p50 / p99",
             f"{median(pauses):.2f} / {pauses[int(len(pauses) * 0.99)]:.2f} ms",
@@ -396,16 +336,25 @@ def rows_of(reports: list[dict[str, Any]], precision: str, swap_every: int) -> l
 def main() -> None:
     """Measure, and print one table."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=0, help="10000 on cuda, 1000 on the cpu")
     parser.add_argument("--swap-every", type=int, default=50)
-    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--precision", default="", help="bfloat16 or fp8, on cuda")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = launch(measure_dispatch, given.ranks, deadline_s=120)[0]
-    rows += launch(measure_swap, 1, deadline_s=60)[0]
+    is_cuda, rows = given.device == "cuda", list[Row]()
+    if is_cuda:
+        rows += launch(measure_dispatch, given.ranks, deadline_s=120)[0]
+        rows += launch(measure_swap, 1, deadline_s=60)[0]
     preload_modules("api.worker_rank", "api.worker_slab")
-    rows += measure_decode(given.ranks, given.steps, given.swap_every, given.precision)
+    rows += measure_decode(
+        given.device,
+        given.ranks,
+        given.steps or (10_000 if is_cuda else 1_000),
+        given.swap_every,
+        given.precision or ("bfloat16" if is_cuda else "float32"),
+    )
     width = max(len(row[0]) for row in rows)
     for what, found, target in rows:
         print(f"{what:<{width}}  {found}   (target {target})")

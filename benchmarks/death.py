@@ -1,10 +1,11 @@
 """One death: a rank is killed in mid-decode. What do others see, and how soon is all right again?
 
-    python3 benchmarks/gpu_death.py [--ranks 4]
+    python3 benchmarks/death.py --device cuda [--ranks 4]
+    python benchmarks/death.py --device cpu
 
 DeepEP v1.2.1 has no masks, and a low-latency kernel that waits for a dead peer waits about 100 s
-before it traps. So nobody may wait in a kernel: the vote, on the host, tells survivors first, and
-the way back is a restart of the workers from the host's slab, which outlives them.
+before it traps. So nobody may wait for a kernel alone: the vote, on the host, tells survivors, and
+the way back is a restart of the workers from the slab of their host, which outlives them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gpu_thread import MODEL, plan_of, random_placement, told
+from workers import VOCABULARY, begin_run, plan_of, told
 
 from api.processes import Child, Parent, preload_modules
-from api.worker_plan import DEPLOYMENT, MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
+from api.worker_plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.worker_rank import build_rank
 from api.worker_slab import run_slab
 from eplb.errors import RankError
-from eplb.records import model_to_dict, topology_to_dict
 from runtime.checkpoint import Checkpoint
 from runtime.moe import Forward
 from runtime.reference import ReferenceModel
 from runtime.streams import Completion
-from telemetry import open_store
-from telemetry.store import RunInfo
 
 
 def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
@@ -46,13 +43,14 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     assert begun.wait(120), "not told to begin"
     built.agent.start()
     random = torch.Generator().manual_seed(rank)
-    ids = torch.randint(4096, plan.batch_shape, generator=random)
-    in_flight = Completion(is_cuda=True)
+    ids = torch.randint(VOCABULARY, plan.batch_shape, generator=random)
+    is_cuda = plan.device == "cuda"
+    in_flight = Completion(is_cuda=is_cuda)
     try:
         while built.agent.step():
             answer = built.model.forward(ids.to(built.device), salt=built.dispatcher.steps)
             built.agent.wait(in_flight)
-            in_flight = Completion(is_cuda=True)
+            in_flight = Completion(is_cuda=is_cuda)
             if built.dispatcher.steps == 1:
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
                 parent.tell("first answer", (time.monotonic(), ids, on_host))
@@ -81,27 +79,19 @@ def main() -> None:
     from torch._C._distributed_c10d import TCPStore
 
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
-    num_ranks = parser.parse_args().ranks
+    given = parser.parse_args()
+    num_ranks, device = given.ranks, given.device
+    precision = "bfloat16" if device == "cuda" else "float32"
     preload_modules("api.worker_rank", "api.worker_slab")
     rows: list[tuple[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        plan = plan_of(Path(folder), num_ranks, "bfloat16", rendezvous.port)
-        store = open_store(plan.store, DEPLOYMENT)
-        placement = random_placement(num_ranks, np.random.default_rng(0))
-        store.commit(placement, expected=None, reason="start")
-        store.begin_run(
-            RunInfo(
-                plan.run,
-                time.time(),
-                model_to_dict(MODEL),
-                topology_to_dict(plan.topology),
-                plan.window_steps,
-            )
-        )
+        plan = plan_of(Path(folder), num_ranks, rendezvous.port, device=device, precision=precision)
+        store = begin_run(plan)
         reference = ReferenceModel(
-            plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE["bfloat16"]
+            plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]
         )
         slab = Child("slab", run_slab, plan, 0)
         told(slab, "ready", 60)
@@ -122,7 +112,7 @@ def main() -> None:
         ranks, _ = start(plan, num_ranks)
         ready_at = time.monotonic()
         right_at, error, wrong = first_answers(ranks, reference)
-        is_right = error <= MAX_RELATIVE_ERROR["bfloat16"] and wrong == 0
+        is_right = error <= MAX_RELATIVE_ERROR[precision] and wrong == 0
         rows += [
             ("from the kill until all workers are stopped", f"{stopped_at - killed_at:.2f} s"),
             (

@@ -1,0 +1,98 @@
+"""What the benchmarks of live ranks share: a small model, its plan, its start, its messages."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from api.processes import Child
+from api.worker_plan import DEPLOYMENT, WorkerPlan, schema_of
+from eplb.model import ModelShape
+from eplb.placement import EMPTY, Placement
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from rebalance.controller import ControllerSettings
+from rebalance.slab import SlabAddress
+from runtime.checkpoint import write_random_checkpoint
+from telemetry import open_store
+from telemetry.store import LoadStore, RunInfo
+
+SLOTS_PER_RANK = 10
+VOCABULARY = 4096
+GPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=2048, intermediate=768)
+CPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=64, intermediate=128)
+
+
+def plan_of(
+    folder: Path, num_ranks: int, port: int, *, device: str = "cuda", precision: str = "bfloat16"
+) -> WorkerPlan:
+    """Write seeded weights of a small model, and lay out what every process is told."""
+    model = GPU_MODEL if device == "cuda" else CPU_MODEL
+    schema = schema_of(model.hidden, model.intermediate, precision)
+    model = replace(model, expert_bytes=schema.record_bytes)
+    weights = folder / "weights"
+    if not weights.exists():
+        write_random_checkpoint(weights, model, schema, vocabulary=VOCABULARY, seed=3)
+    run = f"bench-{secrets.token_hex(3)}"
+    return WorkerPlan(
+        run=run,
+        store=folder / "store.sqlite",
+        weights=weights,
+        text=None,
+        trace=None,
+        model=model,
+        topology=Topology.uniform(1, num_ranks, SLOTS_PER_RANK),
+        slabs=(SlabAddress(run, secrets.token_bytes(16)),),
+        rendezvous_port=port,
+        tokens_per_rank=128,
+        window_steps=64,
+        sample_steps=16,
+        check_every=8,
+        drift_period_s=60.0,
+        seed=3,
+        staging_experts=8,
+        device=device,
+        precision=precision,
+        dispatcher="deepep_low_latency",
+        controller=ControllerSettings(),
+    )
+
+
+def begin_run(plan: WorkerPlan) -> LoadStore:
+    """Open the store with a random first placement and this run in it."""
+    store = open_store(plan.store, DEPLOYMENT)
+    start = random_placement(plan, np.random.default_rng(0))
+    store.commit(start, expected=None, reason="start")
+    model, topology = model_to_dict(plan.model), topology_to_dict(plan.topology)
+    store.begin_run(RunInfo(plan.run, time.time(), model, topology, plan.window_steps))
+    return store
+
+
+def random_placement(plan: WorkerPlan, rng: np.random.Generator) -> Placement:
+    """Every expert somewhere, other slots filled at random, never twice on a rank."""
+    num_ranks, num_experts = plan.topology.num_ranks, plan.model.num_experts
+    held = np.full((plan.model.num_layers, num_ranks, SLOTS_PER_RANK), EMPTY)
+    for layer in held:
+        for number, expert in enumerate(rng.permutation(num_experts)):
+            layer[number % num_ranks, number // num_ranks] = expert
+        for slots in layer:
+            spare = np.flatnonzero(slots == EMPTY)
+            absent = np.setdiff1d(np.arange(num_experts), slots)
+            slots[spare] = rng.choice(absent, size=len(spare), replace=False)
+    return Placement(held.reshape(plan.model.num_layers, -1), num_experts)
+
+
+def told(child: Child, kind: str, deadline_s: float) -> Any:
+    """Wait for one message of a child."""
+    if not child.messages.poll(deadline_s):
+        raise SystemExit(f"{child.name} did not say {kind} in {deadline_s:.0f} s")
+    message = child.receive()
+    if message is None or message[0] != kind:
+        child.process.join(2)
+        raise SystemExit(f"{child.name} said {message}: {child.how_it_ended()}")
+    return message[1]
