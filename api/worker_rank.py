@@ -29,9 +29,10 @@ from api.worker_checker import SampledStep
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import RankError, StoreError
 from eplb.placement import Placement
-from rebalance.agent import AgentSettings, Links, RankAgent, RankParts
+from rebalance.agent import RankAgent
 from rebalance.digests import agree_on_digests
 from rebalance.links import fill_bank
+from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
 from runtime.checkpoint import Checkpoint, Weights, layer_name

@@ -13,77 +13,23 @@ migration never fails a step; a dead peer always does, because its tokens would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from eplb.errors import RankError
-from eplb.load import Phase as LoadPhase
 from eplb.migration import Migration, Move
 from eplb.placement import Placement
-from eplb.topology import Topology
 from rebalance import phases
 from rebalance.mover import Mover, PhaseBox
+from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.phases import PlanRef, RankPhase, Swap
 from rebalance.sampling import SampleLabel, Sampler
-from rebalance.transport import PendingVote, VoteGroup, WeightTransport
+from rebalance.transport import PendingVote
 from rebalance.vote import Ballot, Outcome, Verdict
-from rebalance.watcher import SampleSink, Watcher
-from runtime.counters import SlotCounter
-from runtime.dispatch import Dispatcher
-from runtime.experts import ExpertBank
-from runtime.routing import RoutingTable
+from rebalance.watcher import Watcher
 from runtime.streams import Completion
-from telemetry.store import Control, LoadStore, RankState
+from telemetry.store import Control, RankState
 
 DEVICE_POLL_S = 50e-6
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """What every rank must be given alike."""
-
-    deployment: str
-    run: str
-    topology: Topology
-    sample_steps: int  # steps per sample; a divisor of the window
-    vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
-    vote_deadline_s: float = 30.0
-    load_phase: LoadPhase = "mixed"
-
-
-@dataclass(frozen=True)
-class RankParts:
-    """The live pieces of one rank that the agent reads and changes between steps."""
-
-    rank: int
-    bank: ExpertBank
-    table: RoutingTable
-    counter: SlotCounter
-    dispatcher: Dispatcher
-    digests: torch.Tensor  # [L, E, 2] of every expert
-
-
-@dataclass(frozen=True)
-class Links:
-    """The agent's ways to the outside."""
-
-    votes: VoteGroup
-    transport: WeightTransport
-    store: LoadStore
-    reporter: SampleSink
-    clock: Callable[[], float] = time.time
-
-
-@dataclass
-class StepFigures:
-    """What the agent has measured of itself."""
-
-    experts_moved: int = 0
-    rebalances: int = 0
-    swap_pauses_ms: list[float] = field(default_factory=list)
 
 
 class RankAgent:

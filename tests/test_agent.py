@@ -15,8 +15,9 @@ from eplb.load import LoadSample
 from eplb.migration import Migration, Pace, build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
-from rebalance.agent import AgentSettings, Links, RankAgent, RankParts
+from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
+from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.transport import LocalVotes
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema

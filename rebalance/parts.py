@@ -1,0 +1,64 @@
+"""What a rank agent is made of: settings alike on every rank, the rank's live pieces, its links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from eplb.load import Phase as LoadPhase
+from eplb.topology import Topology
+from rebalance.transport import VoteGroup, WeightTransport
+from rebalance.watcher import SampleSink
+from runtime.counters import SlotCounter
+from runtime.dispatch import Dispatcher
+from runtime.experts import ExpertBank
+from runtime.routing import RoutingTable
+from telemetry.store import LoadStore
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What every rank must be given alike."""
+
+    deployment: str
+    run: str
+    topology: Topology
+    sample_steps: int  # steps per sample; a divisor of the window
+    vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
+    vote_deadline_s: float = 30.0
+    load_phase: LoadPhase = "mixed"
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The live pieces of one rank that the agent reads and changes between steps."""
+
+    rank: int
+    bank: ExpertBank
+    table: RoutingTable
+    counter: SlotCounter
+    dispatcher: Dispatcher
+    digests: torch.Tensor  # [L, E, 2] of every expert
+
+
+@dataclass(frozen=True)
+class Links:
+    """The agent's ways to the outside."""
+
+    votes: VoteGroup
+    transport: WeightTransport
+    store: LoadStore
+    reporter: SampleSink
+    clock: Callable[[], float] = time.time
+
+
+@dataclass
+class StepFigures:
+    """What the agent has measured of itself."""
+
+    experts_moved: int = 0
+    rebalances: int = 0
+    swap_pauses_ms: list[float] = field(default_factory=list)
