@@ -72,9 +72,8 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_siblings()
-        settings = load_settings(
-            flags | _more_settings(setting or []), config=config, environ=os.environ
-        )
+        named = _more_settings(setting or [])
+        settings = load_settings(flags, config=config, environ=os.environ, named=named)
         # Imported here: torch takes seconds, and wrong settings need none of it.
         from api.demo import run_demo
 

@@ -148,7 +148,11 @@ class DemoSettings(BaseModel):
 
 
 def load_settings(
-    flags: Mapping[str, Any], *, config: Path | None, environ: Mapping[str, str]
+    flags: Mapping[str, Any],
+    *,
+    config: Path | None,
+    environ: Mapping[str, str],
+    named: Mapping[str, Any] | None = None,
 ) -> DemoSettings:
     """Merge flags, environment, TOML file and defaults, in this order of precedence.
 
@@ -157,6 +161,7 @@ def load_settings(
         config: the TOML file, or None for no file.
         environ: the process environment; ``EPLB_RANKS`` is the setting ``ranks``, and
             ``EPLB_TEXT`` holds paths with the system's path separator between them.
+        named: values of ``--setting NAME=VALUE``, which stand above all others.
 
     Raises:
         ConfigError: a key that nobody knows, a value of the wrong type or range, or a file that
@@ -169,6 +174,7 @@ def load_settings(
         _from_file(config),
         _from_environment(environ),
         {key: (value, f"flag {flag_name(key)}") for key, value in given_flags.items()},
+        {key: (value, f"--setting {key}") for key, value in (named or {}).items()},
     )
     for source in sources:
         for key, (value, place) in source.items():

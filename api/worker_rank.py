@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from api.demo_text import Domain, draw_sequences, mix_at
+from api.batches import Batches
+from api.check_feed import CheckFeed
 from api.processes import Parent
 from api.rank_device import Device, Model, device_of, to_device
 from api.worker_checker import SampledStep
@@ -49,7 +48,6 @@ log = logging.getLogger(__name__)
 GROUP_DEADLINE_S = 60.0
 START_DEADLINE_S = 120.0
 FLUSH_DEADLINE_S = 20.0
-CHECK_QUEUE = 4  # sampled steps that may wait for the checker; more are left out and counted
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
 
@@ -59,37 +57,6 @@ class RankFigures:
 
     dispatcher: str  # which one, and why
     step_ms: list[float] = field(default_factory=list)
-    checks_left_out: int = 0
-
-
-class CheckFeed:
-    """Hands sampled steps to the checker from a thread, so that a slow one never slows a step."""
-
-    def __init__(self, pipe: Connection, figures: RankFigures) -> None:
-        self._pipe, self._figures = pipe, figures
-        self._waiting: queue.Queue[SampledStep | None] = queue.Queue(CHECK_QUEUE)
-        self._thread = threading.Thread(target=self._feed, name="check-feed", daemon=True)
-        self._thread.start()
-
-    def offer(self, sampled: SampledStep) -> None:
-        """Hand a step over, or leave it out when the checker is behind."""
-        try:
-            self._waiting.put_nowait(sampled)
-        except queue.Full:
-            self._figures.checks_left_out += 1
-
-    def close(self) -> None:
-        """Send what waits, and tell the checker that nothing follows."""
-        self._waiting.put(None, timeout=FLUSH_DEADLINE_S)
-        self._thread.join(FLUSH_DEADLINE_S)
-        self._pipe.close()
-
-    def _feed(self) -> None:
-        while (sampled := self._waiting.get()) is not None:
-            try:
-                self._pipe.send(sampled)
-            except OSError:  # the checker is gone; the parent says so
-                return
 
 
 @dataclass(frozen=True)
@@ -129,14 +96,14 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     parent.tell("ready")
     if not started.wait(START_DEADLINE_S):
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
-    feed = CheckFeed(checks, built.figures)
+    feed = CheckFeed(checks)
     built.agent.start()
     _serve(plan, rank, built, feed, start_at[0])
     feed.close()
     built.agent.close()
     built.reporter.state(built.agent.describe())
     built.reporter.flush(FLUSH_DEADLINE_S)
-    parent.tell("served", _figures(built))
+    parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
 
 def build_rank(plan: WorkerPlan, rank: int) -> Rank:
@@ -238,7 +205,7 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float) -> None:
-    batches = _Batches(plan, rank, built.device)
+    batches = Batches(plan, rank, built.device)
     in_flight = Completion(is_cuda=built.device.type == "cuda")
     sample_until = 0
     while built.agent.step():
@@ -273,35 +240,6 @@ def _salt(plan: WorkerPlan, rank: int, step: int) -> int:
     return plan.seed + 1_000_003 * step + 7919 * rank
 
 
-class _Batches:
-    """A rank's tokens of each step, and the experts they are forced to when a trace is replayed."""
-
-    def __init__(self, plan: WorkerPlan, rank: int, device: torch.device) -> None:
-        self._plan, self._rank, self._device = plan, rank, device
-        self._domains: list[Domain] = []
-        self._trace: torch.Tensor | None = None
-        if plan.text is not None:
-            with np.load(plan.text) as archive:
-                self._domains = [Domain(name, archive[name]) for name in archive.files]
-        else:
-            assert plan.trace is not None, "the demo runs on text or on a trace"
-            with np.load(plan.trace) as archive:
-                self._trace = torch.from_numpy(archive["expert_ids"])
-
-    def at(self, step: int, elapsed_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plan, rank = self._plan, self._rank
-        if self._trace is None:
-            mix = mix_at(elapsed_s, plan.drift_period_s, len(self._domains))
-            drawn = draw_sequences(self._domains, mix, plan.batch_shape, (plan.seed, step, rank))
-            return torch.from_numpy(drawn).to(self._device), None
-        total = self._trace.shape[1]
-        first = (step * plan.topology.num_ranks + rank) * plan.tokens_per_rank
-        positions = torch.arange(first, first + plan.tokens_per_rank) % total
-        ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
-        forced = self._trace[:, positions].to(self._device, torch.int64)
-        return ids.to(self._device), forced
-
-
 def _figures(built: Rank) -> dict[str, Any]:
     return {
         "steps": built.dispatcher.steps,
@@ -309,7 +247,6 @@ def _figures(built: Rank) -> dict[str, Any]:
         "step_ms": built.figures.step_ms,
         "swap_pauses_ms": built.agent.figures.swap_pauses_ms,
         "samples": built.agent.num_samples,
-        "checks_left_out": built.figures.checks_left_out,
         "experts_moved": built.agent.figures.experts_moved,
         "bytes_by_source": dict(built.agent.describe().detail["bytes_by_source"]),
     }

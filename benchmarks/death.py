@@ -33,6 +33,8 @@ from runtime.moe import Forward
 from runtime.reference import ReferenceModel
 from runtime.streams import Completion
 
+KILL_AFTER_STEPS = 20
+
 
 def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     """Serve until a peer dies; the first answer goes to the parent, to be checked."""
@@ -54,6 +56,8 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
             if built.dispatcher.steps == 1:
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
                 parent.tell("first answer", (time.monotonic(), ids, on_host))
+            if built.dispatcher.steps == KILL_AFTER_STEPS:
+                parent.tell("in mid-decode")
     except RankError as exc:
         parent.tell("served", (time.monotonic(), str(exc)))
 
@@ -98,7 +102,8 @@ def main() -> None:
         ranks, pids = start(plan, num_ranks)
         _, error, wrong = first_answers(ranks, reference)
         rows.append(("before: largest error, wrong routes", f"{error:.1e}, {wrong}"))
-        time.sleep(2)  # serving: thousands of steps; the moment of the kill does not matter
+        for child in ranks:
+            told(child, "in mid-decode", 120)
         killed_at = time.monotonic()
         os.kill(pids[-1], signal.SIGKILL)
         for child in ranks[:-1]:

@@ -124,7 +124,9 @@ class RankAgent:
                     f"rank {self._parts.rank}: the device is not done with step {self._last_step} "
                     f"after {self._settings.vote_deadline_s:.0f} s; a peer is dead or late"
                 )
-            time.sleep(DEVICE_POLL_S)  # events of a device cannot wake a thread
+            # A device's event can be asked or waited for without end, nothing between: a wait with
+            # a deadline, and with an eye on the vote, has to ask.
+            time.sleep(DEVICE_POLL_S)
 
     @property
     def phase(self) -> str:
@@ -192,7 +194,7 @@ class RankAgent:
     # -- swaps
 
     def _swap(self, order: Swap, step: int) -> None:
-        """Copy staged records into live slots and turn the routing table, between two steps."""
+        """Copy staged records into live slots and the routing table, between two steps."""
         started = time.perf_counter()
         migration = self._migration
         assert migration is not None, "a verdict orders only what this rank works on"
@@ -203,9 +205,9 @@ class RankAgent:
             for move in self._mover.own_moves(migration.transactions[number]):
                 bank.swap(move.layer, move.dst_slot - first_slot, ring.entry(move))
                 moved.append(move)
-            turn = self._mover.turns[number]
-            self._parts.table.turn(turn.table)
-            self.placement = turn.placement
+            serving = self._mover.serving[number]
+            self._parts.table.swap(serving.table)
+            self.placement = serving.placement
         self.figures.experts_moved += len(moved)
         self._last_swap = bank.mark()
         ring.release(moved, self._last_swap)

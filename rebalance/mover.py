@@ -97,7 +97,7 @@ class StagingRing:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Serving:
     """What serves once a transaction is applied."""
 
     placement: Placement
@@ -122,19 +122,20 @@ class Mover:
         self.ring = StagingRing(bank.num_staging)
         self.bytes_by_source: Counter[str] = Counter()
         self.preload_deadline_s = 120.0
-        self.turns: list[Turn] = []  # of the migration being brought, one per transaction
+        self.serving: list[Serving] = []  # of the migration being brought, one per transaction
         self.num_staged = 0  # of the migration being brought
 
     def begin(self) -> None:
         """Make the calling thread this mover's."""
         self._transport.begin()
 
-    def prepare_turns(self, migration: Migration) -> None:
+    def prepare_serving(self, migration: Migration) -> None:
         """Work out, off the step path, what serves after each transaction."""
-        self.turns = []
+        self.serving = []
         for number, transaction in enumerate(migration.transactions):
             serving = migration.placement_after(number + 1)
-            self.turns.append(Turn(serving, self._table.prepare(serving, transaction.layers)))
+            entries = self._table.prepare(serving, transaction.layers)
+            self.serving.append(Serving(serving, entries))
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
         """Return the moves of a transaction that end in this rank's slots, in round order."""
@@ -145,7 +146,7 @@ class Mover:
         """Work one migration off: returns when it is done or dropped, or the rank halts."""
         plan_id, self.num_staged = migration.plan_id, 0
         try:
-            self.prepare_turns(migration)
+            self.prepare_serving(migration)
             self._preload(migration)
             box.update(phases.preloaded, plan_id)
             for number, transaction in enumerate(migration.transactions):

@@ -62,7 +62,7 @@ class RoutingTable:
         Raises:
             PlacementError: an expert has more replicas than the table has room for.
         """
-        self.turn(self.prepare(placement, layers))
+        self.swap(self.prepare(placement, layers))
 
     def prepare(self, placement: Placement, layers: Iterable[int]) -> TableLayers:
         """Work out the entries of some layers, ahead of the step at which they are to serve.
@@ -93,7 +93,7 @@ class RoutingTable:
         Completion(is_cuda=self.slots.is_cuda).wait()
         return prepared
 
-    def turn(self, prepared: TableLayers) -> None:
+    def swap(self, prepared: TableLayers) -> None:
         """Let prepared layers serve: two copies. Only between steps."""
         self.slots[prepared.layers] = prepared.slots
         self.cumulative[prepared.layers] = prepared.cumulative

@@ -74,7 +74,7 @@ def test_words_that_nobody_knows_are_refused(words: list[str], found: str) -> No
         ),
         (
             ["demo", "--setting", "hidden"],
-            "hidden is '' in flag --hidden, expected a whole number",
+            "hidden is '' in --setting hidden, expected a whole number",
         ),
         (
             ["demo", "--config", "/nowhere.toml"],

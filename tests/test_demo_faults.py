@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
             "slots is 4 in flag --slots, expected at least 8, the number of experts",
         ),
         (["--policy", "best"], "unknown policy 'best', expected one of: "),
-        (["--setting", "colour=red"], "unknown key 'colour' in flag --colour, closest known: "),
+        (["--setting", "colour=red"], "unknown key 'colour' in --setting colour, closest known: "),
         (
             ["--setting", "hidden=6"],
             "hidden is 6, expected a multiple of 4, the number of attention heads",
