@@ -30,6 +30,7 @@ from runtime.streams import Completion
 from telemetry.store import Control, RankState
 
 DEVICE_POLL_S = 50e-6
+VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
 
 
 class RankAgent:
@@ -56,6 +57,7 @@ class RankAgent:
             SampleLabel(settings.deployment, settings.run, parts.rank, settings.load_phase),
             settings.topology,
             parts.counter,
+            parts.table.strays,
             links.reporter,
             links.clock,
         )
@@ -90,6 +92,7 @@ class RankAgent:
                 "expected one call of step() before every forward pass"
             )
         self._last_step, self._stepped_at = step, time.monotonic()
+        self._refuse_if_alone(f"before step {step}")
         if step % self._settings.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
@@ -107,18 +110,14 @@ class RankAgent:
         """Wait for the device, but not for one that waits for a dead peer.
 
         A kernel of a dispatch may wait minutes for a rank that is gone (DeepEP v1.2.1: about 100 s)
-        and take the host with it. The vote, which runs on the host, knows within milliseconds.
+        and take the host with it. The lifelines, which are the host's, know within milliseconds.
 
         Raises:
             RankError: a peer is dead, or the device is not done before the vote's deadline.
         """
         deadline = time.monotonic() + self._settings.vote_deadline_s
         while not completion.is_complete():
-            if self._pending is not None and self._pending[1].poll(0.0)[0] is Outcome.BROKEN:
-                raise RankError(
-                    f"rank {self._parts.rank}: a peer died while the device was in step "
-                    f"{self._last_step} or the one before"
-                )
+            self._refuse_if_alone(f"while the device was in step {self._last_step} or the last")
             if time.monotonic() >= deadline:
                 raise RankError(
                     f"rank {self._parts.rank}: the device is not done with step {self._last_step} "
@@ -127,6 +126,11 @@ class RankAgent:
             # A device's event can be asked or waited for without end, nothing between: a wait with
             # a deadline, and with an eye on the vote, has to ask.
             time.sleep(DEVICE_POLL_S)
+
+    def _refuse_if_alone(self, when: str) -> None:
+        dead = self._links.votes.dead()
+        if dead:
+            raise RankError(f"rank {self._parts.rank}: rank {min(dead)} died {when}")
 
     @property
     def phase(self) -> str:
@@ -143,8 +147,9 @@ class RankAgent:
         self._wants_halt = True
 
     def close(self) -> None:
-        """Stop the threads. The last samples are the reporter's to flush."""
+        """Stop the threads and leave the group. The last samples are the reporter's to flush."""
         self._watcher.close()
+        self._links.votes.close()
 
     # -- votes
 
@@ -166,7 +171,7 @@ class RankAgent:
             return
         cast, vote = self._pending
         may_skip = cast.prepared == self._box.state.swapped and not must_finish
-        outcome, reduced = vote.poll(0.0 if may_skip else self._settings.vote_deadline_s)
+        outcome, reduced = vote.poll(0.0) if may_skip else self._wait_for_vote(vote, step)
         if outcome is Outcome.LATE and may_skip:
             return
         if outcome is not Outcome.VALUE:
@@ -176,6 +181,16 @@ class RankAgent:
             )
         self._pending = None
         self._obey(cast, Verdict.decode(reduced), step)
+
+    def _wait_for_vote(self, vote: PendingVote, step: int) -> tuple[Outcome, list[int]]:
+        deadline = time.monotonic() + self._settings.vote_deadline_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            outcome, reduced = vote.poll(min(left_s, VOTE_POLL_S))
+            if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
+                return outcome, reduced
+            # A reduction around a ring breaks at the dead rank's neighbours alone.
+            self._refuse_if_alone(f"before it had voted for step {step}")
 
     def _obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         if verdict.halt and self._halt_at is None:

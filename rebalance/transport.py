@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from eplb.errors import RankError
 from eplb.migration import Move
+from rebalance.lifelines import Address, Lifelines
 from rebalance.vote import BALLOT_SIZE, Outcome
 
 Record = tuple[int, int]  # (layer, expert)
@@ -57,17 +59,48 @@ class VoteGroup(Protocol):
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         """Start a vote. Every rank casts the same number of votes, in the same order."""
 
+    def dead(self) -> frozenset[int]:
+        """Ranks that are known to be gone: no vote of theirs will come."""
+
+    def close(self) -> None:
+        """Leave the group, so that no other rank takes this one for dead."""
+
 
 class GlooVotes:
-    """Votes over a private gloo group of torch.distributed."""
+    """Votes over a private gloo group of torch.distributed, and lifelines between the votes.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: every rank, for votes alone.
+        deadline_s: for all ranks to be connected with each other.
+
+    Raises:
+        RankError: a rank cannot be reached.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> None:
         self._group = group
+        self._lifelines = Lifelines(group.rank(), self._exchange, deadline_s=deadline_s)
+
+    def _exchange(self, mine: Address) -> list[Address]:
+        addresses = [mine] * self._group.size()
+        try:
+            dist.all_gather_object(addresses, mine, group=self._group)
+        except RuntimeError as exc:
+            raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
+        return addresses
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         """Start an asynchronous all-reduce with MIN."""
         assert len(ballot) == BALLOT_SIZE, "ranks reduce vectors of one size"
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
+
+    def dead(self) -> frozenset[int]:
+        """Ranks whose lifeline broke."""
+        return self._lifelines.dead()
+
+    def close(self) -> None:
+        """Take leave of the other ranks."""
+        self._lifelines.close()
 
 
 class _GlooVote:
@@ -122,6 +155,11 @@ class LocalVotes:
             self._dead.add(rank)
             self._changed.notify_all()
 
+    def dead(self) -> frozenset[int]:
+        """Ranks that were killed."""
+        with self._changed:
+            return frozenset(self._dead)
+
     def add(self, rank: int, number: int, ballot: list[int]) -> None:
         """Take one rank's ballot of one vote."""
         with self._changed:
@@ -153,6 +191,12 @@ class _LocalMember:
         self._number += 1
         self._votes.add(self._rank, self._number, list(ballot))
         return _LocalVote(self._votes, self._number)
+
+    def dead(self) -> frozenset[int]:
+        return self._votes.dead()
+
+    def close(self) -> None:
+        """Nothing to do: only ``kill`` makes a rank dead here."""
 
 
 class _LocalVote:
