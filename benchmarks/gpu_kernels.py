@@ -87,14 +87,14 @@ def replica_cases() -> list[Case]:
     slots = torch.randint(0, 288, (256, 8), dtype=torch.int32)
     cumulative = torch.randint(0, 65536, (256, 8), dtype=torch.int32).sort(1).values.contiguous()
     cumulative[:, -1] = 65536
-    seed = torch.tensor([1])
+    seed, strays = torch.tensor([1]), torch.zeros(1, dtype=torch.int32)
 
     def case(num_tokens: int, target: str) -> Case:
         experts = torch.randint(0, 256, (LAUNCHES_IN_A_GRAPH, num_tokens, 8))
         out = torch.empty_like(experts[0])
         return Case(
             f"choose replicas, {num_tokens} x top-8",
-            lambda n: choose_replicas(slots, cumulative, experts[n], seed, out),
+            lambda n: choose_replicas(slots, cumulative, experts[n], seed, out, strays),
             target=target,
         )
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from eplb.errors import RankError
 from eplb.load import LoadSample, Phase
 from eplb.placement import Placement
 from eplb.topology import Topology
@@ -33,13 +35,15 @@ class Sampler:
         label: SampleLabel,
         topology: Topology,
         counter: SlotCounter,
+        strays: torch.Tensor,
         sink: SampleSink,
         clock: Callable[[], float],
     ) -> None:
         self._label, self._slots = label, topology.slots_on(label.rank)
         self._counter, self._sink, self._clock = counter, sink, clock
+        self._strays, self._last_strays = strays, Cut(strays, np.zeros(1, dtype=np.int64))
         self._first_unsampled = 0
-        self._on_the_way: deque[tuple[LoadSample, Cut]] = deque()
+        self._on_the_way: deque[tuple[LoadSample, Cut, Cut]] = deque()
         self.num_cut = 0
 
     def cut(self, step: int, placement: Placement) -> None:
@@ -60,12 +64,27 @@ class Sampler:
             slot_to_expert=held,
             tokens=np.zeros(held.shape, dtype=np.int64),
         )
-        self._on_the_way.append((sample, self._counter.cut()))
+        self._last_strays = Cut(self._strays, self._last_strays)
+        self._on_the_way.append((sample, self._counter.cut(), self._last_strays))
         self._first_unsampled = step
         self.num_cut += 1
 
     def hand_over(self, *, wait: bool = False) -> None:
-        """Give the sink the samples whose figures have arrived, or wait and give it all."""
-        while self._on_the_way and (wait or self._on_the_way[0][1].is_ready()):
-            sample, cut = self._on_the_way.popleft()
+        """Give the sink the samples whose figures have arrived, or wait and give it all.
+
+        Raises:
+            RankError: a router gave ids that are no expert's. Their tokens were dropped, so what
+                was served since the sample before is wrong.
+        """
+        while self._on_the_way and (wait or self._on_the_way[0][2].is_ready()):
+            sample, cut, strays = self._on_the_way.popleft()
+            self._refuse_strays(int(strays.tokens()[0]), sample)
             self._sink.offer(replace(sample, tokens=cut.tokens()))
+
+    def _refuse_strays(self, found: int, sample: LoadSample) -> None:
+        if found:
+            raise RankError(
+                f"rank {self._label.rank}: {found} expert ids of steps {sample.first_step} to "
+                f"{sample.last_step} are too high, expected them below the number of experts: "
+                "their tokens were dropped"
+            )

@@ -52,6 +52,8 @@ class RoutingTable:
         # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE
         self.slots = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
         self.cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32, device=device)
+        # Ids from E on, that is of no expert, which were dropped like padding.
+        self.strays = torch.zeros(1, dtype=torch.int32, device=device)
         self.source_node = source_node
         self.generation = placement.generation
         self.load(placement, range(placement.num_layers))
@@ -115,14 +117,18 @@ class RoutingTable:
             seed: [1] int64 on the table's device, which a CUDA graph reads anew at each replay.
 
         Returns:
-            [T, K] int64 slots, EMPTY for padding.
+            [T, K] int64 slots, EMPTY for padding. An id that is no expert's is EMPTY too and is
+            counted in ``strays``.
         """
         if not self.slots.is_cuda:
+            experts = self._without_strays(experts)
             return choose_by_draw(self.slots[layer], self.cumulative[layer], experts, seed)
         from runtime.kernels.replicas import choose_replicas
 
         chosen = torch.empty_like(experts)
-        choose_replicas(self.slots[layer], self.cumulative[layer], experts, seed, chosen)
+        choose_replicas(
+            self.slots[layer], self.cumulative[layer], experts, seed, chosen, self.strays
+        )
         return chosen
 
     def choose(
@@ -141,9 +147,10 @@ class RoutingTable:
                 on ranks that must choose alike.
 
         Returns:
-            [T, K] int64 slots, EMPTY for padding.
+            [T, K] int64 slots, EMPTY for padding. An id that is no expert's is EMPTY too and is
+            counted in ``strays``.
         """
-        flat = experts.flatten()
+        flat = self._without_strays(experts).flatten()
         used = flat.clamp(min=0)
         nth, count = _position_among_equals(flat)
         start = _hash(used + self.slots.shape[1] * (layer + 1), salt)
@@ -153,6 +160,11 @@ class RoutingTable:
         slot = self.slots[layer][used, replica].to(torch.int64)
         slot.masked_fill_(flat < 0, EMPTY)
         return slot.view_as(experts)
+
+    def _without_strays(self, experts: torch.Tensor) -> torch.Tensor:
+        is_stray = experts >= self.slots.shape[1]
+        self.strays += is_stray.sum()
+        return experts.masked_fill(is_stray, EMPTY)
 
 
 def _lookup(placement: Placement, source_node: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -92,9 +92,21 @@ def test_the_kernel_chooses_as_plain_torch_does(tokens: int, top_k: int, room: i
     experts = torch.randint(-2, 20, (tokens, top_k), generator=draw)
 
     for seed in (0, -1, 2**40 + 3, -(2**63)):
-        found = torch.full_like(experts, 99)
-        choose_replicas(slots, cumulative, experts, torch.tensor([seed]), found)
+        found, strays = torch.full_like(experts, 99), int32(0)
+        choose_replicas(slots, cumulative, experts, torch.tensor([seed]), found, strays)
         assert torch.equal(found, choose_by_draw(slots, cumulative, experts, torch.tensor([seed])))
+        assert int(strays) == 0
+
+
+def test_ids_of_no_expert_are_dropped_and_counted() -> None:
+    slots, cumulative = int32(7, 8, 9).view(3, 1), int32(65536, 65536, 65536).view(3, 1)
+    experts = torch.tensor([[0, 3], [2, -1], [2**40, 1]])
+    found, strays = torch.full_like(experts, 99), int32(10)
+
+    choose_replicas(slots, cumulative, experts, torch.tensor([4]), found, strays)
+
+    assert found.tolist() == [[7, -1], [9, -1], [-1, 8]]
+    assert int(strays) == 12
 
 
 @pytest.mark.parametrize("record_bytes", [4, 4096, 69_632])
@@ -237,5 +249,10 @@ def test_what_a_kernel_would_misread_is_refused_in_words() -> None:
         digest_records(torch.zeros(2, 8, dtype=torch.uint8)[:, ::2], torch.zeros(2, 2).long())
     with pytest.raises(ValueError, match="expected two int64"):
         choose_replicas(
-            int32(0).view(1, 1), int32(65536).view(1, 1), torch.zeros(1, 1).long(), counts, counts
+            int32(0).view(1, 1),
+            int32(65536).view(1, 1),
+            torch.zeros(1, 1).long(),
+            counts,
+            counts,
+            int32(0),
         )

@@ -153,6 +153,32 @@ def test_no_draw_falls_past_the_last_replica() -> None:
     assert torch.bincount(replica, minlength=4).tolist() == [21845, 21846, 21845, 0]
 
 
+def test_ids_of_no_expert_go_nowhere_and_are_counted() -> None:
+    table = RoutingTable(SHARED_HOT, max_replicas=2)
+    experts = torch.tensor([[0, 8], [3, -1], [1000, 7]])
+
+    even = table.choose(0, experts, salt=1)
+    drawn = table.draw(0, experts, torch.tensor([1]))
+
+    for slots in (even, drawn):
+        assert (slots == EMPTY).tolist() == [[False, True], [False, True], [True, False]]
+    assert table.strays.tolist() == [4]
+
+
+def test_ranks_given_one_salt_choose_alike() -> None:
+    # Two ranks of one tensor-parallel group, each with its own table of the placement.
+    ours, theirs = (RoutingTable(SHARED_HOT, max_replicas=2) for _ in range(2))
+    experts = torch.randint(8, (64, 2), generator=torch.Generator().manual_seed(2))
+    seed = torch.tensor([5])
+
+    for layer in range(2):
+        even = ours.choose(layer, experts, salt=5)
+        drawn = ours.draw(layer, experts, seed)
+        assert torch.equal(even, theirs.choose(layer, experts, salt=5))
+        assert torch.equal(drawn, theirs.draw(layer, experts, seed))
+        assert not torch.equal(drawn, theirs.draw(layer, experts, seed + 1))
+
+
 def test_the_table_keeps_its_addresses_through_a_change() -> None:
     table = RoutingTable(Placement(np.array([[0, 1, EMPTY]]), 2), max_replicas=2)
     before = table.slots.data_ptr(), table.cumulative.data_ptr()

@@ -24,6 +24,7 @@ def choose_replicas(
     experts: torch.Tensor,
     seed: torch.Tensor,
     out: torch.Tensor,
+    strays: torch.Tensor,
 ) -> None:
     """Write the slot of every (token, k) into ``out``.
 
@@ -31,11 +32,18 @@ def choose_replicas(
         slots: [E, Rmax] int32 slots of each expert, padded.
         cumulative: [E, Rmax] int32 shares up to and with each replica, 65536 standing for 1.0;
             65536 from the last replica on, so that no draw falls past it.
-        experts: [T, K] int64 expert ids below E; negative for padding.
+        experts: [T, K] int64 expert ids; negative for padding.
         seed: [1] int64 on the device, so that a replayed graph reads the step's own.
-        out: [T, K] int64; -1 for padding.
+        out: [T, K] int64; -1 for padding, and for ids that are no expert's.
+        strays: [1] int32, to which the number of ids from E on is added: nobody can be told at
+            the call without stopping the stream.
     """
     _check(slots, cumulative, experts, seed, out)
+    check(
+        strays.dtype == torch.int32 and strays.shape == (1,),
+        f"strays {describe(strays)}",
+        "one int32 [1]",
+    )
     num_pairs = experts.numel()
     if num_pairs == 0:
         return
@@ -46,7 +54,9 @@ def choose_replicas(
         experts,
         seed,
         out,
+        strays,
         num_pairs,
+        len(slots),
         REPLICAS=max_replicas,
         REPLICAS_PADDED=triton.next_power_of_2(max_replicas),
         PAIRS=PAIRS_PER_PROGRAM,
@@ -85,14 +95,16 @@ def _check(
     check(out.is_contiguous(), f"out with strides {out.stride()}", "contiguous")
 
 
-@kernel("seed", "num_pairs")
+@kernel("seed", "strays", "num_pairs", "num_experts")
 def _choose(
     slots: tl.tensor,
     cumulative: tl.tensor,
     experts: tl.tensor,
     seed: tl.tensor,
     out: tl.tensor,
+    strays: tl.tensor,
     num_pairs: tl.tensor,
+    num_experts: tl.tensor,
     REPLICAS: tl.constexpr,
     REPLICAS_PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -110,7 +122,12 @@ def _choose(
     mixed = _mix((mixed + second_key) ^ (expert.to(tl.uint32) * EXPERT))
     draw = (mixed >> 16).to(tl.int32)
 
-    used = tl.maximum(expert, 0)  # padding reads the entries of expert 0 and ignores them
+    is_stray = expert >= num_experts
+    num_strays = tl.sum(is_stray.to(tl.int32), axis=0)
+    if num_strays > 0:
+        tl.atomic_add(strays, num_strays)
+    is_expert = (expert >= 0) & (expert < num_experts)
+    used = tl.where(is_expert, expert, 0)  # others read the entries of expert 0 and ignore them
     entry = tl.arange(0, REPLICAS_PADDED)
     up_to = tl.load(
         cumulative + used[:, None] * REPLICAS + entry[None, :],
@@ -119,7 +136,7 @@ def _choose(
     )
     replica = tl.sum((up_to <= draw[:, None]).to(tl.int32), axis=1)
     slot = tl.load(slots + used * REPLICAS + replica)
-    tl.store(out + place, tl.where(expert < 0, -1, slot.to(tl.int64)), mask=is_pair)
+    tl.store(out + place, tl.where(is_expert, slot.to(tl.int64), -1), mask=is_pair)
 
 
 @kernel()

@@ -135,16 +135,29 @@ def test_replicas_are_chosen_as_on_a_cpu(num_tokens: int) -> None:
     experts = torch.randint(-1, EXPERTS, (num_tokens, TOP_K))
     for number in (0, -5, 2**40 + 1):
         seed, out = torch.tensor([number]), torch.full_like(experts, 99)
-        choose_replicas(slots, cumulative, experts, seed, out)
+        strays = torch.zeros(1, dtype=torch.int32)
+        choose_replicas(slots, cumulative, experts, seed, out, strays)
         on_cpu = choose_by_draw(slots.cpu(), cumulative.cpu(), experts.cpu(), seed.cpu())
         assert torch.equal(out.cpu(), on_cpu)
+
+
+def test_ids_of_no_expert_are_dropped_and_counted() -> None:
+    slots, cumulative = table()
+    experts = torch.randint(0, EXPERTS, (4096, TOP_K))
+    experts[::100, 3] = EXPERTS
+    out, strays = torch.full_like(experts, 99), torch.zeros(1, dtype=torch.int32)
+
+    choose_replicas(slots, cumulative, experts, torch.tensor([1]), out, strays)
+
+    assert (out == -1).sum() == strays == 41
+    assert (out[::100, 3] == -1).all()
 
 
 def test_a_replayed_choice_reads_the_seed_and_the_table_of_its_step() -> None:
     slots, cumulative = table()
     experts, seed = torch.randint(-1, EXPERTS, (128, TOP_K)), torch.tensor([0])
-    out = torch.empty_like(experts)
-    graph = captured(lambda: choose_replicas(slots, cumulative, experts, seed, out))
+    out, strays = torch.empty_like(experts), torch.zeros(1, dtype=torch.int32)
+    graph = captured(lambda: choose_replicas(slots, cumulative, experts, seed, out, strays))
 
     for step in range(20):
         new_slots, new_cumulative = table()
