@@ -19,7 +19,7 @@ import torch.distributed as dist
 from eplb.errors import ConfigError
 from eplb.topology import Topology
 from runtime.counters import SlotCounter
-from runtime.dispatch import Received
+from runtime.dispatch import Received, first_sentence
 
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 
@@ -40,6 +40,23 @@ def load_deep_ep() -> Any:
     if not hasattr(deep_ep, "Buffer"):
         raise ConfigError("deep_ep has no Buffer, expected release 1.2 or another of its line")
     return deep_ep
+
+
+def make_buffer(deep_ep: Any, group: dist.ProcessGroup, **settings: Any) -> Any:
+    """Make a ``deep_ep.Buffer``, whose checks come before it talks to anybody, on all ranks alike.
+
+    Raises:
+        ConfigError: the library was built without what these settings need, or the GPUs cannot
+            reach each other.
+    """
+    try:
+        return deep_ep.Buffer(group, explicitly_destroy=True, **settings)
+    except (RuntimeError, AssertionError) as exc:
+        mode = "low-latency" if settings.get("low_latency_mode") else "normal"
+        raise ConfigError(
+            f"deep_ep cannot serve {mode} mode here ({first_sentence(exc)}), expected GPUs that "
+            "reach each other and, for low latency, a build with NVSHMEM"
+        ) from exc
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,7 @@ class DeepEPNormal:
             deep_ep.Buffer.get_combine_config(group.size()),
         )
         num_bytes = max(c.get_nvl_buffer_size_hint(row_bytes, group.size()) for c in configs)
-        self._buffer = deep_ep.Buffer(group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
+        self._buffer = make_buffer(deep_ep, group, num_nvl_bytes=num_bytes)
         self.steps = 0
 
     def forget_steps(self) -> None:
@@ -161,12 +178,12 @@ class DeepEPLowLatency:
         num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
             shape.max_tokens, shape.hidden, group.size(), num_slots
         )
-        self._buffer = deep_ep.Buffer(
+        self._buffer = make_buffer(
+            deep_ep,
             group,
             num_rdma_bytes=num_bytes,
             low_latency_mode=True,
             num_qps_per_rank=num_slots // group.size(),
-            explicitly_destroy=True,
         )
         self.steps = 0
 

@@ -174,7 +174,7 @@ class AllToAllDispatcher:
             ) from exc
 
 
-def first_sentence(exc: RuntimeError) -> str:
+def first_sentence(exc: Exception) -> str:
     """What a communication library found, without where in its source, and without its advice."""
     found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
     return found.split("\n")[0].split(". ")[0]

@@ -172,6 +172,22 @@ def test_a_tensor_that_the_index_lacks_is_named(
         Checkpoint(copied).check(small_model, small_schema)
 
 
+def test_a_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> None:
+    model = replace(small_model, hidden=128, intermediate=128)
+    schema = ExpertSchema.swiglu_fp8(model.hidden, model.intermediate)
+    write_random_checkpoint(tmp_path / "fp8", model, schema, vocabulary=64, seed=1)
+    name = f"{expert_name(0, 3)}.down_proj.weight_scale_inv"
+    index = json.loads((tmp_path / "fp8" / INDEX_FILE).read_text())
+    del index["weight_map"][name]
+    (tmp_path / "fp8" / INDEX_FILE).write_text(json.dumps(index))
+    opened, record = Checkpoint(tmp_path / "fp8"), torch.zeros(schema.record_bytes).byte()
+
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        opened.check(model, schema)
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
+        opened.cook(0, 3, schema, record)
+
+
 def test_a_tensor_that_its_shard_lacks_is_named(
     copied: Path, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:

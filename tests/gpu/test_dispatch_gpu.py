@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.errors import ConfigError
 from eplb.topology import Topology
 from runtime.counters import SlotCounter
 from runtime.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
@@ -72,6 +76,63 @@ def run_alternating(rank: int, num_ranks: int) -> list[str]:
 
 def test_prefill_and_decode_alternate_in_one_process() -> None:
     assert launch(run_alternating, NUM_RANKS, deadline_s=120) == [[""] * 6] * NUM_RANKS
+
+
+def refusal_of(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except ConfigError as exc:
+        return str(exc)
+    return "not refused"
+
+
+def run_disagreeing(rank: int, num_ranks: int) -> str:
+    topology = trial_of(num_ranks, rank, 8).topology
+    shape = DeepEPShape(topology, HIDDEN if rank else 2 * HIDDEN, TOP_K, MAX_TOKENS)
+    return refusal_of(lambda: DeepEPNormal(shape, group(), SlotCounter(1, 18, f"cuda:{rank}")))
+
+
+def test_ranks_that_disagree_on_a_shape_are_all_told() -> None:
+    for told in launch(run_disagreeing, NUM_RANKS, deadline_s=120):
+        assert told.startswith("ranks disagree on (slots, hidden, top_k, max_tokens)")
+        assert f"({18 * NUM_RANKS}, {2 * HIDDEN}, {TOP_K}, {MAX_TOKENS})" in told
+
+
+def run_overfull(rank: int, num_ranks: int) -> tuple[str, str]:
+    trial = trial_of(num_ranks, rank, MAX_TOKENS)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    shape = DeepEPShape(trial.topology, HIDDEN, TOP_K, MAX_TOKENS)
+    made = DeepEPLowLatency(shape, group(), counter)
+    tokens = torch.zeros((MAX_TOKENS + 1, HIDDEN), dtype=torch.bfloat16, device=trial.device)
+    slots = torch.zeros((MAX_TOKENS + 1, TOP_K), dtype=torch.int64, device=trial.device)
+    told = refusal_of(lambda: made.dispatch(0, tokens, slots, slots.float()))
+    return told, check_dispatcher(made, counter, trial, group())
+
+
+def test_more_tokens_than_the_buffers_hold_are_refused_and_the_next_step_is_right() -> None:
+    for told, wrong in launch(run_overfull, NUM_RANKS, deadline_s=120):
+        assert told.startswith("layer 0: 129 tokens in one step, expected at most 128")
+        assert wrong == ""
+
+
+def run_without_nvshmem(rank: int, num_ranks: int) -> tuple[str, str]:
+    trial = trial_of(num_ranks, rank, 64)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    shape = DeepEPShape(trial.topology, HIDDEN, TOP_K, MAX_TOKENS)
+    told = refusal_of(lambda: DeepEPLowLatency(shape, group(), counter))
+    _, why = choose_dispatcher("auto", trial, counter, group(), max_tokens=MAX_TOKENS)
+    return told, why
+
+
+@pytest.mark.skipif(
+    not os.environ.get("EPLB_TEST_DEEPEP_WITHOUT_NVSHMEM"),
+    reason="needs a deep_ep built without NVSHMEM; EPLB_TEST_DEEPEP_WITHOUT_NVSHMEM=1 says so",
+)
+def test_a_deep_ep_without_nvshmem_serves_normal_mode_alone() -> None:
+    for told, why in launch(run_without_nvshmem, NUM_RANKS, deadline_s=120):
+        assert told.startswith("deep_ep cannot serve low-latency mode here")
+        assert "a build with NVSHMEM" in told
+        assert why.startswith("deepep_normal gives right results")
 
 
 def run_uneven(rank: int, num_ranks: int) -> str:

@@ -16,6 +16,7 @@ from runtime.graphs import CapturedStack
 from runtime.launch import launch
 from runtime.memory import digest
 from runtime.reference import ReferenceModel
+from runtime.routing import RoutingTable
 from runtime.symmetric import SymmetricPeer
 from tests.gpu.parts import (
     MODEL,
@@ -170,6 +171,33 @@ def test_a_graph_keeps_alive_what_it_reads(weights: dict[str, Path]) -> None:
     found = launch(run_forgotten, NUM_RANKS, weights["bfloat16"], deadline_s=180)
 
     assert max(found) <= 5e-3
+
+
+def run_alike(rank: int, num_ranks: int, path: Path) -> tuple[bool, bool, bool]:
+    made = build(rank, num_ranks, path, "bfloat16")
+    random = torch.Generator().manual_seed(1)  # the same tokens everywhere, as on a TP group
+    experts = torch.randint(MODEL.num_experts, (NUM_TOKENS, MODEL.top_k), generator=random)
+    on_cpu = RoutingTable(random_placement(num_ranks, 0), max_replicas=num_ranks)
+    seed = torch.tensor([12345])
+    drawn = made.table.draw(1, experts.to(made.device), seed.to(made.device))
+    even = made.table.choose(1, experts.to(made.device), salt=12345)
+    salted = made.table.draw(1, experts.to(made.device), seed.to(made.device) + rank)
+    everyone = [torch.empty_like(salted) for _ in range(num_ranks)]
+    dist.all_gather(everyone, salted)
+    return (
+        torch.equal(drawn.cpu(), on_cpu.draw(1, experts, seed)),
+        torch.equal(even.cpu(), on_cpu.choose(1, experts, salt=12345)),
+        all(not torch.equal(everyone[0], other) for other in everyone[1:]),
+    )
+
+
+def test_ranks_with_one_seed_choose_alike_and_with_their_own_they_do_not(
+    weights: dict[str, Path],
+) -> None:
+    found = launch(run_alike, NUM_RANKS, weights["bfloat16"], deadline_s=180)
+
+    # Alike with the CPU's choice is alike with each other.
+    assert found == [(True, True, True)] * NUM_RANKS
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
