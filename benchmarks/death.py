@@ -1,11 +1,13 @@
 """One death: a rank is killed in mid-decode. What do others see, and how soon is all right again?
 
-    python3 benchmarks/death.py --device cuda [--ranks 4]
+    python3 benchmarks/death.py --device cuda [--ranks 4] [--unwatched]
     python benchmarks/death.py --device cpu
 
-DeepEP v1.2.1 has no masks, and a low-latency kernel that waits for a dead peer waits about 100 s
-before it traps. So nobody may wait for a kernel alone: the vote, on the host, tells survivors, and
-the way back is a restart of the workers from the slab of their host, which outlives them.
+DeepEP v1.2.1 has no masks here, and its kernels wait about 100 s for a dead peer before they trap.
+So nobody may wait for a kernel alone: the lifelines, which are the host's, tell survivors, and the
+way back is a restart of the workers from the slab of their host, which outlives them.
+``--unwatched`` shows what would happen without: two ranks a mode, one of them killed, the other
+left alone with the library.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from workers import VOCABULARY, begin_run, plan_of, told
 
 from api.processes import Child, Parent, preload_modules
@@ -28,12 +31,23 @@ from api.worker_plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.worker_rank import build_rank
 from api.worker_slab import run_slab
 from eplb.errors import RankError
+from eplb.topology import Topology
 from runtime.checkpoint import Checkpoint
+from runtime.counters import SlotCounter
 from runtime.moe import Forward
 from runtime.reference import ReferenceModel
+from runtime.selftest import Trial, choose_dispatcher, routing_cases
 from runtime.streams import Completion
 
 KILL_AFTER_STEPS = 20
+PATIENCE_S = 5.0  # for survivors to say that they know; after it they are ended all the same
+UNWATCHED_DEADLINE_S = 150.0
+GPU_DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
+
+
+def say(what: str, found: str) -> None:
+    """Print one row at once: a death may end this program too."""
+    print(f"{what:<62} {found}", flush=True)
 
 
 def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
@@ -54,6 +68,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
             built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=is_cuda)
             if built.dispatcher.steps == 1:
+                built.agent.wait(in_flight)
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
                 parent.tell("first answer", (time.monotonic(), ids, on_host))
             if built.dispatcher.steps == KILL_AFTER_STEPS:
@@ -69,69 +84,158 @@ def start(plan: WorkerPlan, num_ranks: int) -> tuple[list[Child], list[int]]:
 
 
 def first_answers(ranks: list[Child], reference: ReferenceModel) -> tuple[float, float, int]:
-    """(when the last rank had answered, largest error, wrong routes)."""
+    """(when the last rank had answered, largest error of its answer, wrong routes in it)."""
     for child in ranks:
         child.command("begin")
     answers = [told(child, "first answer", 60) for child in ranks]
-    checks = [reference.check(ids, answer) for _, ids, answer in answers]
     when = max(at for at, _, _ in answers)
-    return when, max(c.max_error for c in checks), sum(c.wrong_routes for c in checks)
+    # Of one rank: the reference takes seconds for each, and a rank's answer holds all ranks' work.
+    _, ids, answer = answers[-1]
+    check = reference.check(ids, answer)
+    return when, check.max_error, check.wrong_routes
+
+
+def kill_last(ranks: list[Child], pids: list[int]) -> float:
+    """Kill the last rank in mid-decode and say what the others see; returns when it was killed."""
+    for child in ranks:
+        told(child, "in mid-decode", 120)
+    killed_at = time.monotonic()
+    os.kill(pids[-1], signal.SIGKILL)
+    ranks[-1].process.join(PATIENCE_S)
+    say("supervisor knows after", f"{(time.monotonic() - killed_at) * 1e3:.0f} ms")
+    for child in ranks[:-1]:
+        left_s = max(0.0, killed_at + PATIENCE_S - time.monotonic())
+        if child.messages.poll(left_s):
+            at, words = told(child, "served", 1)
+            say(f"{child.name} knows after", f"{(at - killed_at) * 1e3:.0f} ms: {words}")
+        else:
+            say(f"{child.name} knows after", f"not within {PATIENCE_S:.0f} s")
+    return killed_at
+
+
+def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None:
+    """Serve, kill, stop, start again, check."""
+    from torch._C._distributed_c10d import TCPStore
+
+    say(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.device}", "")
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks, pids = start(replace(plan, rendezvous_port=rendezvous.port), num_ranks)
+    _, error, wrong = first_answers(ranks, reference)
+    say("before: largest error, wrong routes", f"{error:.1e}, {wrong}")
+    killed_at = kill_last(ranks, pids)
+    stopping_at = time.monotonic()
+    for child in ranks:
+        child.stop(0.0)
+    stopped_at = time.monotonic()
+    again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks, _ = start(replace(plan, rendezvous_port=again.port), num_ranks)
+    ready_at = time.monotonic()
+    right_at, error, wrong = first_answers(ranks, reference)
+    is_right = error <= MAX_RELATIVE_ERROR[plan.precision] and wrong == 0
+    say("stopping all workers takes", f"{stopped_at - stopping_at:.2f} s")
+    say(
+        "new workers, loaded from the slab, are ready after another",
+        f"{ready_at - stopped_at:.2f} s",
+    )
+    say("from the kill to right tokens", f"{right_at - killed_at:.2f} s")
+    say("after: largest error, wrong routes, right", f"{error:.1e}, {wrong}, {is_right}")
+    for child in ranks:
+        child.stop(0.0)
+
+
+def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, port: int) -> None:
+    """Two ranks dispatch and combine for ever; this one says what its library does at the end."""
+    from torch._C._distributed_c10d import TCPStore
+
+    parent.listen(lambda _: None)
+    device = torch.device("cuda", first_gpu + rank)
+    torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, device_id=device
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    trial = Trial(Topology.uniform(1, 2, 16), 2048, 8, 128, device, torch.bfloat16)
+    counter = SlotCounter(1, 16, device)
+    dispatcher, _ = choose_dispatcher(name, trial, counter, group, max_tokens=128)
+    _, slots = next(iter(routing_cases(trial, rank)))
+    slots = slots.to(device)
+    tokens = torch.randn((128, 2048), device=device, dtype=torch.bfloat16)
+    weights = torch.rand(slots.shape, device=device)
+    torch.cuda.synchronize()
+    parent.tell("ready", os.getpid())
+    while True:
+        step_at = time.monotonic()
+        try:
+            received = dispatcher.dispatch(0, tokens, slots, weights)
+            dispatcher.combine(0, received.rows, received)
+            torch.cuda.synchronize()
+        except Exception as exc:  # whatever the library throws is what is to be found out
+            parent.tell("ended", (time.monotonic() - step_at, f"{type(exc).__name__}: {exc}"))
+            break
+    try:
+        torch.ones(1, device=device).item()
+        parent.tell("afterwards", "the device can be used")
+    except Exception as exc:
+        parent.tell("afterwards", f"{type(exc).__name__}: {exc}".split("\n")[0])
+
+
+def measure_unwatched() -> None:
+    """Both modes of DeepEP at once, on two GPUs each."""
+    from torch._C._distributed_c10d import TCPStore
+
+    modes: dict[str, tuple[Any, list[Child], list[int]]] = {}
+    for number, name in enumerate(("deepep_low_latency", "deepep_normal")):
+        port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pair = [
+            Child(f"{name} {rank}", run_unwatched, name, rank, 2 * number, port.port)
+            for rank in range(2)
+        ]
+        modes[name] = (port, pair, [told(child, "ready", 120) for child in pair])
+    for _, _, pids in modes.values():
+        os.kill(pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + UNWATCHED_DEADLINE_S
+    for name, (_, (survivor, killed), _) in modes.items():
+        what = f"unwatched, {name}"
+        if survivor.messages.poll(max(0.0, deadline - time.monotonic())):
+            message = survivor.receive()
+            kind, body = message or ("ended", (0.0, f"its process: {survivor.how_it_ended()}"))
+            say(what, f"after {body[0]:.1f} s: {body[1]}"[:300] if kind == "ended" else str(body))
+            if message is not None and survivor.messages.poll(10):
+                after = survivor.receive()
+                say(f"{what}, afterwards", str(after[1] if after else survivor.how_it_ended()))
+        else:
+            say(what, f"nothing within {UNWATCHED_DEADLINE_S:.0f} s")
+        for child in (survivor, killed):
+            child.stop(0.0)
 
 
 def main() -> None:
     """Kill a rank, time the others, restart, check."""
-    from torch._C._distributed_c10d import TCPStore
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--unwatched", action="store_true", help="on cuda, with four GPUs")
     given = parser.parse_args()
-    num_ranks, device = given.ranks, given.device
-    precision = "bfloat16" if device == "cuda" else "float32"
+    is_cuda = given.device == "cuda"
+    precision = "bfloat16" if is_cuda else "float32"
     preload_modules("api.worker_rank", "api.worker_slab")
-    rows: list[tuple[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        plan = plan_of(Path(folder), num_ranks, rendezvous.port, device=device, precision=precision)
+        plan = plan_of(Path(folder), given.ranks, 0, device=given.device, precision=precision)
         store = begin_run(plan)
         reference = ReferenceModel(
             plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]
         )
         slab = Child("slab", run_slab, plan, 0)
         told(slab, "ready", 60)
-        ranks, pids = start(plan, num_ranks)
-        _, error, wrong = first_answers(ranks, reference)
-        rows.append(("before: largest error, wrong routes", f"{error:.1e}, {wrong}"))
-        for child in ranks:
-            told(child, "in mid-decode", 120)
-        killed_at = time.monotonic()
-        os.kill(pids[-1], signal.SIGKILL)
-        for child in ranks[:-1]:
-            at, words = told(child, "served", 150)
-            rows.append((f"{child.name} knows after", f"{(at - killed_at) * 1e3:.0f} ms: {words}"))
-        for child in ranks:
-            child.stop(0.0)
-        stopped_at = time.monotonic()
-        again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        plan = replace(plan, rendezvous_port=again.port)
-        ranks, _ = start(plan, num_ranks)
-        ready_at = time.monotonic()
-        right_at, error, wrong = first_answers(ranks, reference)
-        is_right = error <= MAX_RELATIVE_ERROR[precision] and wrong == 0
-        rows += [
-            ("from the kill until all workers are stopped", f"{stopped_at - killed_at:.2f} s"),
-            (
-                "until new workers are loaded from the slab and ready",
-                f"{ready_at - killed_at:.2f} s",
-            ),
-            ("until right tokens again", f"{right_at - killed_at:.2f} s"),
-            ("after: largest error, wrong routes, right", f"{error:.1e}, {wrong}, {is_right}"),
-        ]
-        for child in (*ranks, slab):
-            child.stop(0.0)
+        for name in GPU_DISPATCHERS if is_cuda else ("all_to_all",):
+            measure(replace(plan, dispatcher=name), given.ranks, reference)
+        slab.stop(0.0)
         store.close()
-    for what, found in rows:
-        print(f"{what:<55} {found}")
+    if given.unwatched:
+        measure_unwatched()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from runtime.streams import Completion
 from telemetry import open_store
 
 Row = tuple[str, str, str]
+MOVES_PER_LAYER = 4  # into one rank
 
 
 def timed(run: Callable[[], Any], repeats: int = 200, warm_up: int = 20) -> list[float]:
@@ -159,7 +160,7 @@ def measure_swap(rank: int, num_ranks: int) -> list[Row]:
 
 
 def publish_for_ever(plan: WorkerPlan, steps: Callable[[], int], swap_every: int) -> None:
-    """Publish another random placement as soon as one is committed and the steps are due."""
+    """Publish a random placement of two swaps when one is committed and the steps are due."""
     store = open_store(plan.store, DEPLOYMENT)
     rng, due, version = np.random.default_rng(plan.seed), swap_every, -1
     while True:
@@ -169,29 +170,40 @@ def publish_for_ever(plan: WorkerPlan, steps: Callable[[], int], swap_every: int
             continue
         target = committed.placement
         fresh = random_placement(plan, rng)
-        # One layer at a time, and in place where an expert stays: a few moves, as a plan has.
-        layer = int(rng.integers(plan.model.num_layers))
-        target = target.with_layers(in_place(target, fresh, plan.topology), [layer])
+        # Two layers at a time, and in place where an expert stays: a few moves, as a plan has.
+        layers = rng.choice(plan.model.num_layers, size=2, replace=False)
+        target = target.with_layers(in_place(target, fresh, plan.topology), layers.tolist())
+        # As much as one layer needs: each layer is a transaction, and a swap, of its own.
+        most = most_moves(committed.placement, target, plan.topology)
         store.publish(
             build_migration(
                 committed.placement,
                 target,
                 plan.topology,
                 plan_id=store.next_plan_id(),
-                pace=Pace(plan.staging_experts),
+                pace=Pace(max(1, most)),
             )
         )
-        due = steps() + swap_every
+        due = steps() + 2 * swap_every
+
+
+def most_moves(base: Placement, target: Placement, topology: Topology) -> int:
+    """Experts that one layer brings into one rank, at most."""
+    is_new = base.slot_to_expert != target.slot_to_expert
+    per_rank = [
+        is_new[:, topology.slots_on(rank)].sum(axis=1) for rank in range(topology.num_ranks)
+    ]
+    return int(np.max(per_rank))
 
 
 def in_place(base: Placement, fresh: Placement, topology: Topology) -> Placement:
-    """Four changed experts a rank at most; the others stay where they are."""
+    """``MOVES_PER_LAYER`` changed experts a rank at most; the others stay where they are."""
     held = base.slot_to_expert.copy()
     for layer in range(len(held)):
         for rank in range(topology.num_ranks):
             span = topology.slots_on(rank)
             now, wanted = held[layer, span], fresh.slot_to_expert[layer, span]
-            new = np.setdiff1d(wanted, now)[:4]
+            new = np.setdiff1d(wanted, now)[:MOVES_PER_LAYER]
             for expert in new.tolist():
                 count = np.bincount(held[layer][held[layer] >= 0], minlength=base.num_experts)
                 spare = [
@@ -312,7 +324,8 @@ def rows_of(reports: list[dict[str, Any]], precision: str, swap_every: int) -> l
     return [
         (
             what,
-            f"{first['rebalances']} migrations, {sum(r['moved'] for r in reports)} experts moved,"
+            f"{len(first['pauses_ms'])} swaps in {first['rebalances']} migrations,"
+            f" {sum(r['moved'] for r in reports)} experts moved,"
             f" {sum(r['bytes'].get('peer', 0) for r in reports) / 1e9:.1f} GB from peers",
             "-",
         ),
