@@ -109,7 +109,7 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
 def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     """Put a rank together, up to the point where its agent can start."""
     place = device_of(plan, rank)
-    group, votes = _join(plan, rank, place)
+    group, start_up = _join(plan, rank, place)
     model, topology = plan.model, plan.topology
     store = open_store(plan.store, DEPLOYMENT)
     committed = store.committed()
@@ -125,14 +125,16 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
         for_gpu=place.device.type == "cuda",
     )
     held = placement.slot_to_expert[:, topology.slots_on(rank)].tolist()
+    votes = GlooVotes(start_up, deadline_s=GROUP_DEADLINE_S)
     digests = agree_on_digests(
         fill_bank(bank, held, slab, deadline_s=START_DEADLINE_S),
         model.num_layers,
         model.num_experts,
         votes,
+        deadline_s=START_DEADLINE_S,
     )
     handles: list[str] = [""] * topology.num_ranks
-    dist.all_gather_object(handles, bank.handle, group=votes)
+    dist.all_gather_object(handles, bank.handle, group=start_up)
     counter = SlotCounter(model.num_layers, bank.num_slots, place.device)
     dispatcher, why = place.dispatcher(group, counter)
     log.info("rank %d: dispatcher: %s", rank, why)
@@ -155,7 +157,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
         AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps),
         RankParts(rank, bank, table, counter, dispatcher, digests),
         Links(
-            GlooVotes(votes),
+            votes,
             place.transport(bank, slab, dict(enumerate(handles))),
             store,
             reporter,

@@ -13,24 +13,26 @@ migration never fails a step; a dead peer always does, because its tokens would 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from eplb.errors import RankError
 from eplb.migration import Migration, Move
-from eplb.placement import Placement
+from eplb.placement import EMPTY, Placement
 from rebalance import phases
+from rebalance.digests import agree_on_digests
+from rebalance.fence import Fence
 from rebalance.mover import Mover, PhaseBox
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
-from rebalance.phases import PlanRef, RankPhase, Swap
+from rebalance.phases import Phase, PlanRef, RankPhase, Swap
 from rebalance.sampling import SampleLabel, Sampler
-from rebalance.transport import PendingVote
-from rebalance.vote import Ballot, Outcome, Verdict
+from rebalance.vote import NO_PLAN, Ballot, Verdict
+from rebalance.voter import Voter
 from rebalance.watcher import Watcher
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
-
-DEVICE_POLL_S = 50e-6
-VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
 
 
 class RankAgent:
@@ -64,7 +66,8 @@ class RankAgent:
         self._watcher = Watcher(links.store, self, self._mover, self._box, links.reporter)
         self._migration: Migration | None = None
         self._last_swap = parts.bank.mark()
-        self._pending: tuple[Ballot, PendingVote] | None = None
+        self._voter = Voter(parts.rank, links.votes, settings.vote_deadline_s)
+        self._fence = Fence()
         self._last_step = -1
         self._wants_halt = False
         self._halt_at: int | None = None
@@ -86,13 +89,18 @@ class RankAgent:
         step = self._parts.dispatcher.steps
         if step == self._last_step:
             return True
+        if not self._fence.is_open:
+            raise RankError(
+                f"rank {self._parts.rank}: step {step} before end_update, expected no forward pass "
+                "while the weights are being replaced"
+            )
         if step != self._last_step + 1:
             raise RankError(
                 f"rank {self._parts.rank}: step {step} follows step {self._last_step}, "
                 "expected one call of step() before every forward pass"
             )
         self._last_step, self._stepped_at = step, time.monotonic()
-        self._refuse_if_alone(f"before step {step}")
+        self._voter.refuse_if_alone(f"before step {step}")
         if step % self._settings.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
@@ -115,22 +123,80 @@ class RankAgent:
         Raises:
             RankError: a peer is dead, or the device is not done before the vote's deadline.
         """
-        deadline = time.monotonic() + self._settings.vote_deadline_s
-        while not completion.is_complete():
-            self._refuse_if_alone(f"while the device was in step {self._last_step} or the last")
-            if time.monotonic() >= deadline:
-                raise RankError(
-                    f"rank {self._parts.rank}: the device is not done with step {self._last_step} "
-                    f"after {self._settings.vote_deadline_s:.0f} s; a peer is dead or late"
-                )
-            # A device's event can be asked or waited for without end, nothing between: a wait with
-            # a deadline, and with an eye on the vote, has to ask.
-            time.sleep(DEVICE_POLL_S)
+        self._voter.wait_for_device(completion, self._last_step)
 
-    def _refuse_if_alone(self, when: str) -> None:
-        dead = self._links.votes.dead()
-        if dead:
-            raise RankError(f"rank {self._parts.rank}: rank {min(dead)} died {when}")
+    def begin_update(self, version: int) -> None:
+        """Stop moving experts, on every rank, so that the engine can replace all weights.
+
+        Called by every rank between the same two steps. A migration under way is dropped by vote
+        first. Then load the new weights into ``held()``, and call ``end_update``; no step between.
+
+        Raises:
+            ConfigError: an update is under way already, or versions do not grow.
+            RankError: not every rank updates now, or one is dead or late.
+        """
+        with self._box.changed:
+            self._fence.begin(version)
+            plan = self._box.state.plan
+        if plan is not None:
+            reason = f"the weights are updated to version {version}"
+            self._box.update(phases.want_abort, plan.plan_id, reason)
+        self._read_vote(self._last_step, must_finish=True)
+        while self._vote_on_update().newest_plan_id != NO_PLAN:
+            pass  # each verdict drops what was voted on, so two are enough
+        self._wait_until_idle()
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """Give (layer, slot of this rank, expert) of every live slot: where weights belong now.
+
+        Not where they belonged at the start: experts have moved since.
+        """
+        slots = self.placement.slot_to_expert[:, self._settings.topology.slots_on(self._parts.rank)]
+        for layer, slot in np.argwhere(slots != EMPTY).tolist():
+            yield layer, slot, int(slots[layer, slot])
+
+    def end_update(self) -> None:
+        """Serve the weights that the engine has loaded; every rank again, before the next step.
+
+        Raises:
+            MigrationError: replicas of an expert hold different bytes.
+            RankError: a rank is dead or late.
+        """
+        digests = agree_on_digests(
+            {(layer, e): self._parts.bank.digest(layer, slot) for layer, slot, e in self.held()},
+            self.placement.num_layers,
+            self.placement.num_experts,
+            self._links.votes,
+            deadline_s=self._settings.vote_deadline_s,
+        )
+        self._parts.digests.copy_(digests)
+        with self._box.changed:
+            self._fence.end()
+
+    def _vote_on_update(self) -> Verdict:
+        self._cast_vote(self._last_step)
+        verdict = self._read_vote(self._last_step, must_finish=True)
+        assert verdict is not None, "a vote that must finish has a verdict"
+        if verdict.weights_version is None:
+            raise RankError(
+                f"rank {self._parts.rank}: not every rank updates its weights to version "
+                f"{self._fence.next_version} after step {self._last_step}, expected all to"
+            )
+        return verdict
+
+    def _wait_until_idle(self) -> None:
+        """Wait until nothing is being copied: the mover drains what it had begun."""
+        deadline = time.monotonic() + self._settings.vote_deadline_s
+        with self._box.changed:
+            while self._box.state.phase is not Phase.IDLE:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RankError(
+                        f"rank {self._parts.rank}: the mover still drains the dropped migration "
+                        f"after {self._settings.vote_deadline_s:.0f} s"
+                    )
+                self._box.changed.wait(left_s)
+        self._voter.wait_for_device(self._last_swap, self._last_step)
 
     @property
     def phase(self) -> str:
@@ -156,41 +222,20 @@ class RankAgent:
     def _cast_vote(self, step: int) -> None:
         state = self._box.state
         ballot = phases.ballot(
-            state, step=step, membership=0, weights_version=0, halt=self._wants_halt
+            state,
+            step=step,
+            membership=0,
+            weights_version=self._fence.ballot,
+            halt=self._wants_halt,
         )
-        self._pending = (ballot, self._links.votes.cast(ballot.encode()))
+        self._voter.cast(ballot)
 
-    def _read_vote(self, step: int, *, must_finish: bool) -> None:
-        """Read the vote of an earlier boundary, if it is due and there.
-
-        A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
-        smallest of all, so nobody can have swapped by it. A rank that had must wait, and if the
-        vote never ends it must not serve: others may have swapped.
-        """
-        if self._pending is None:
-            return
-        cast, vote = self._pending
-        may_skip = cast.prepared == self._box.state.swapped and not must_finish
-        outcome, reduced = vote.poll(0.0) if may_skip else self._wait_for_vote(vote, step)
-        if outcome is Outcome.LATE and may_skip:
-            return
-        if outcome is not Outcome.VALUE:
-            raise RankError(
-                f"rank {self._parts.rank}: the vote of step {cast.step} is {outcome.value} at step "
-                f"{step}; a peer is dead or more than {self._settings.vote_deadline_s:.0f} s late"
-            )
-        self._pending = None
-        self._obey(cast, Verdict.decode(reduced), step)
-
-    def _wait_for_vote(self, vote: PendingVote, step: int) -> tuple[Outcome, list[int]]:
-        deadline = time.monotonic() + self._settings.vote_deadline_s
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            outcome, reduced = vote.poll(min(left_s, VOTE_POLL_S))
-            if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
-                return outcome, reduced
-            # A reduction around a ring breaks at the dead rank's neighbours alone.
-            self._refuse_if_alone(f"before it had voted for step {step}")
+    def _read_vote(self, step: int, *, must_finish: bool) -> Verdict | None:
+        read = self._voter.read(step, swapped=self._box.state.swapped, must_finish=must_finish)
+        if read is None:
+            return None
+        self._obey(*read, step)
+        return read[1]
 
     def _obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         if verdict.halt and self._halt_at is None:
@@ -202,7 +247,7 @@ class RankAgent:
             self._box.state = state
             if order is not None:
                 self._swap(order, step)
-            elif state.phase is phases.Phase.ABORTED and before.phase is not state.phase:
+            elif state.phase is Phase.ABORTED and before.phase is not state.phase:
                 self._drop(state)
             self._box.changed.notify_all()
 
@@ -272,6 +317,8 @@ class RankAgent:
             migration.pace.transactions_per_commit,
         )
         with self._box.changed:
+            if not self._fence.is_open:
+                return False  # heard again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
             if not self._last_swap.is_complete():
@@ -311,6 +358,7 @@ class RankAgent:
                 "to_stage": to_stage,
                 "swap_pauses_ms": self.figures.swap_pauses_ms[-256:],
                 "frozen": state.frozen_reason,
+                "weights_version": self._fence.version,
                 "progress_age_s": round(time.monotonic() - self._stepped_at, 3),
             }
             | self.notes,

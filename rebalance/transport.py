@@ -20,7 +20,7 @@ import torch.distributed as dist
 from eplb.errors import RankError
 from eplb.migration import Move
 from rebalance.lifelines import Address, Lifelines
-from rebalance.vote import BALLOT_SIZE, Outcome
+from rebalance.vote import Outcome
 
 Record = tuple[int, int]  # (layer, expert)
 
@@ -57,7 +57,10 @@ class VoteGroup(Protocol):
     """Every rank of the expert-parallel group, for votes alone."""
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start a vote. Every rank casts the same number of votes, in the same order."""
+        """Start a vote, whose value is the smallest of every figure.
+
+        Every rank casts the same number of votes, of the same sizes, in the same order.
+        """
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone: no vote of theirs will come."""
@@ -91,7 +94,6 @@ class GlooVotes:
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         """Start an asynchronous all-reduce with MIN."""
-        assert len(ballot) == BALLOT_SIZE, "ranks reduce vectors of one size"
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def dead(self) -> frozenset[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from eplb.errors import RankError
+from eplb.errors import ConfigError, EplbError, RankError
 from eplb.load import LoadSample
 from eplb.migration import Migration, Pace, build_migration
 from eplb.placement import EMPTY, Placement
@@ -315,6 +316,119 @@ def test_nobody_waits_for_a_device_that_waits_for_a_dead_peer(group: Group) -> N
     for survivor in group.agents[:3]:
         with pytest.raises(RankError, match="rank 3 died while the device was in step 0"):
             survivor.wait(Stuck())
+
+
+def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:
+    """What every rank's call ends with: a refusal in words, or nothing."""
+
+    def words(agent: RankAgent) -> str:
+        try:
+            call(agent)
+        except (EplbError, RankError) as exc:
+            return str(exc)
+        return ""
+
+    with ThreadPoolExecutor(len(group.agents)) as pool:
+        return list(pool.map(words, group.agents, timeout=DEADLINE_S))
+
+
+def new_record(layer: int, expert: int) -> torch.Tensor:
+    """The bytes of an expert after an update."""
+    return record_of(layer, expert) + 1
+
+
+def load_new_weights(agent: RankAgent) -> None:
+    for layer, slot, expert in agent.held():
+        agent._parts.bank.live(layer, slot).copy_(new_record(layer, expert))
+    agent.end_update()
+
+
+def test_new_weights_go_where_experts_are_now_and_moves_go_on(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: committed_generation(group) == 1)
+
+    assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
+    assert at_once(group, load_new_weights) == [""] * 4
+
+    for rank, agent in enumerate(group.agents):
+        for layer, slot, expert in agent.held():
+            assert torch.equal(group.banks[rank].live(layer, slot), new_record(layer, expert))
+        assert agent.describe().detail["weights_version"] == 1
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
+    group: Group, steps: int
+) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
+    for _ in range(steps):
+        group.step()
+
+    assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
+    assert {agent.phase for agent in group.agents} == {"idle"}
+    assert at_once(group, load_new_weights) == [""] * 4
+    for _ in range(12):
+        group.step()
+
+    serving = group.agents[0].placement
+    assert {agent.placement.hash for agent in group.agents} == {serving.hash}
+    for rank, agent in enumerate(group.agents):
+        for layer, slot, expert in agent.held():
+            assert torch.equal(group.banks[rank].live(layer, slot), new_record(layer, expert))
+
+
+def test_a_step_between_begin_and_end_of_an_update_is_refused(group: Group) -> None:
+    group.step()
+    assert at_once(group, lambda agent: agent.begin_update(3)) == [""] * 4
+
+    with pytest.raises(RankError, match="rank 0: step 1 before end_update"):
+        group.agents[0].step()
+    with pytest.raises(ConfigError, match="an update to weights version 3 is under way"):
+        group.agents[0].begin_update(4)
+
+
+def test_versions_grow(group: Group) -> None:
+    with pytest.raises(ConfigError, match="weights version 0 follows 0, expected a greater one"):
+        group.agents[0].begin_update(0)
+
+
+def test_ranks_that_update_to_different_versions_are_told(group: Group) -> None:
+    group.step()
+
+    told = at_once(group, lambda agent: agent.begin_update(1 + agent._parts.rank // 3))
+
+    expected = "rank {}: not every rank updates its weights to version {} after step 0"
+    assert [words.partition(",")[0] for words in told] == [
+        expected.format(rank, version) for rank, version in enumerate((1, 1, 1, 2))
+    ]
+
+
+def test_an_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: Group) -> None:
+    group.step()
+    for agent, clock in zip(group.agents[1:], group.clocks[1:], strict=True):
+        agent.step()
+        clock.steps += 1
+
+    def update_or_step(agent: RankAgent) -> None:
+        agent.begin_update(1) if agent is group.agents[0] else agent.step()
+        agent._read_vote(3, must_finish=True)
+
+    told = at_once(group, update_or_step)
+
+    assert ["ranks are at different steps" in words for words in told] == [True] * 4
+
+
+def test_replicas_that_were_loaded_with_different_bytes_are_refused(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: committed_generation(group) == 1)
+    at_once(group, lambda agent: agent.begin_update(1))
+    group.banks[3].live(1, 0)[7] ^= 255
+
+    told = at_once(group, lambda agent: agent.end_update())
+
+    expert = int(FULL.slot_to_expert[1, 9])
+    assert all(words.startswith(f"layer 1 expert {expert}: ranks hold diff") for words in told)
 
 
 def test_a_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> None:

@@ -378,7 +378,10 @@ def agreeing(rank: int, mine: dict[Record, tuple[int, int]]) -> list[list[list[i
     group = dist.group.WORLD
     assert group is not None
     try:
-        table: list[list[list[int]]] = agree_on_digests(mine, 1, 3, group).tolist()
+        votes = GlooVotes(group)
+        table: list[list[list[int]]] = agree_on_digests(
+            mine, 1, 3, votes, deadline_s=DEADLINE_S
+        ).tolist()
     except (MigrationError, RankError) as exc:
         return str(exc)
     return table
@@ -400,7 +403,7 @@ def test_replicas_of_different_bytes_are_refused_on_every_rank(
 
     told = run_ranks(3, lambda rank: agreeing(rank, mine[rank]))
 
-    refusal = "layer 0 expert 1: ranks start with different bytes for it"
+    refusal = "layer 0 expert 1: ranks hold different bytes for it"
     assert all(str(sentence).startswith(refusal) for sentence in told)
 
 
@@ -411,4 +414,4 @@ def test_a_rank_that_dies_before_it_agrees_is_told_in_words(run_ranks: RunRanks)
 
     told, _ = run_ranks(2, agree)
 
-    assert told.startswith("a rank died or was late while digests were agreed on")
+    assert told.startswith("a rank died or was late while")

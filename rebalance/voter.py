@@ -1,0 +1,94 @@
+"""A rank's side of the votes: cast, read when due, and never wait for a rank that is gone."""
+
+from __future__ import annotations
+
+import time
+
+from eplb.errors import RankError
+from rebalance.transport import PendingVote, VoteGroup
+from rebalance.vote import Ballot, Outcome, Verdict
+from runtime.streams import Completion
+
+DEVICE_POLL_S = 50e-6
+VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
+
+
+class Voter:
+    """One vote at a time, in the order in which they are cast."""
+
+    def __init__(self, rank: int, votes: VoteGroup, deadline_s: float) -> None:
+        self._rank, self._votes, self._deadline_s = rank, votes, deadline_s
+        self._pending: tuple[Ballot, PendingVote] | None = None
+
+    def cast(self, ballot: Ballot) -> None:
+        """Start a vote."""
+        assert self._pending is None, "the vote before was read"
+        self._pending = (ballot, self._votes.cast(ballot.encode()))
+
+    def read(self, step: int, *, swapped: int, must_finish: bool) -> tuple[Ballot, Verdict] | None:
+        """Read the vote under way, if there is one; None while it may be read later.
+
+        A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
+        smallest of all, so nobody can have swapped by it. A rank that had must wait, and if the
+        vote never ends it must not serve: others may have swapped.
+
+        Args:
+            step: the step that is about to begin.
+            swapped: transactions of its plan that this rank has swapped.
+            must_finish: another vote is to be cast now.
+
+        Raises:
+            RankError: a rank is dead, or too late.
+        """
+        if self._pending is None:
+            return None
+        cast, vote = self._pending
+        may_skip = cast.prepared == swapped and not must_finish
+        outcome, reduced = vote.poll(0.0) if may_skip else self._wait_for(vote)
+        if outcome is Outcome.LATE and may_skip:
+            return None
+        if outcome is not Outcome.VALUE:
+            raise RankError(
+                f"rank {self._rank}: the vote of step {cast.step} is {outcome.value} at step "
+                f"{step}; a peer is dead or more than {self._deadline_s:.0f} s late"
+            )
+        self._pending = None
+        return cast, Verdict.decode(reduced)
+
+    def _wait_for(self, vote: PendingVote) -> tuple[Outcome, list[int]]:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            outcome, reduced = vote.poll(min(left_s, VOTE_POLL_S))
+            if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
+                return outcome, reduced
+            # A reduction around a ring breaks at the dead rank's neighbours alone.
+            self.refuse_if_alone("before it had voted")
+
+    def refuse_if_alone(self, when: str) -> None:
+        """Run no further step without a rank: its tokens would be lost.
+
+        Raises:
+            RankError: a rank is dead.
+        """
+        dead = self._votes.dead()
+        if dead:
+            raise RankError(f"rank {self._rank}: rank {min(dead)} died {when}")
+
+    def wait_for_device(self, completion: Completion, step: int) -> None:
+        """Wait for the device, but not for one that waits for a dead peer.
+
+        Raises:
+            RankError: a rank is dead, or the device is not done before the votes' deadline.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        while not completion.is_complete():
+            self.refuse_if_alone(f"while the device was in step {step} or the last")
+            if time.monotonic() >= deadline:
+                raise RankError(
+                    f"rank {self._rank}: the device is not done with step {step} after "
+                    f"{self._deadline_s:.0f} s; a peer is dead or late"
+                )
+            # A device's event can be asked or waited for without end, nothing between: a wait with
+            # a deadline, and with an eye on the lifelines, has to ask.
+            time.sleep(DEVICE_POLL_S)
