@@ -23,6 +23,7 @@ from eplb.placement import Placement, check_fits
 from eplb.plan import plan as make_plan
 from eplb.policies import policy_named
 from eplb.records import model_to_dict, topology_to_dict
+from eplb.spares import compact
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.slab import SlabAddress
@@ -44,9 +45,9 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
     policy_named(settings.policy)
     _check_shape(settings)
     model, trace = _model(settings, state)
-    topology = Topology.uniform(
-        settings.nodes, settings.ranks // settings.nodes, settings.slots // settings.ranks
-    )
+    slots_per_rank = settings.slots // settings.ranks + settings.spare_slots
+    topology = Topology.uniform(settings.nodes, settings.ranks // settings.nodes, slots_per_rank)
+    pace = _pace(settings)
     tokens_per_step = settings.ranks * settings.tokens_per_rank
     sample_steps = max(1, round(settings.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW))
     window_steps = sample_steps * math.ceil(settings.window_tokens / tokens_per_step / sample_steps)
@@ -71,7 +72,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         check_every=settings.check_every,
         drift_period_s=settings.seconds,
         seed=settings.seed,
-        staging_experts=settings.slots // settings.ranks,
+        staging_experts=pace.staging_experts,
         device=settings.device,
         precision=settings.precision,
         dispatcher=settings.dispatcher,
@@ -79,7 +80,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             policy=settings.policy,
             plan_windows=settings.plan_windows,
             cost=CostModel(min_gain=settings.min_gain),
-            pace=Pace(staging_experts=settings.slots // settings.ranks),
+            pace=pace,
             seed=settings.seed,
         ),
     )
@@ -106,8 +107,10 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
                 f"expected {plan.model.num_layers} x {plan.model.num_experts} to resume"
             )
         check_fits(start, plan.topology)
+        compact(start, plan.topology, plan.spare_slots)  # refuses one that leaves no spares
     else:
         idle = np.ones((plan.model.num_layers, plan.model.num_experts), dtype=np.int64)
+        # Spread evenly over the ranks, it leaves their spares EMPTY.
         start = make_plan(idle, plan.topology, policy="contiguous").base
         start = start.with_generation(0 if generation is None else generation + 1)
         store.commit(start, expected=generation, reason="start of the demo: contiguous")
@@ -126,6 +129,13 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
         )
     )
     return start
+
+
+def _pace(settings: DemoSettings) -> Pace:
+    """Flip mode with spares, which needs no staging; copy mode without."""
+    if settings.spare_slots:
+        return Pace(staging_experts=0, mode="flip", spare_slots=settings.spare_slots)
+    return Pace(staging_experts=settings.slots // settings.ranks)
 
 
 def _check_shape(settings: DemoSettings) -> None:

@@ -74,6 +74,7 @@ class DemoSettings(BaseModel):
     experts: Whole = Field(64, ge=1, description="experts of each layer")
     top_k: Whole = Field(6, ge=1, description="experts that each token goes to")
     slots: Whole = Field(0, ge=0, description="slots of all ranks; 0: 1.25 times the experts")
+    spare_slots: Whole = Field(0, ge=0, description="further slots of each rank, kept empty")
     hidden: Whole = Field(64, ge=1, description="width of a token")
     intermediate: Whole = Field(128, ge=1, description="width inside an expert")
     shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")

@@ -49,6 +49,11 @@ class WorkerPlan:
     controller: ControllerSettings
 
     @property
+    def spare_slots(self) -> int:
+        """EMPTY slots that every rank keeps in each layer."""
+        return self.controller.spare_slots
+
+    @property
     def schema(self) -> ExpertSchema:
         """What belongs to an expert."""
         return schema_of(self.model.hidden, self.model.intermediate, self.precision)

@@ -52,6 +52,9 @@ def migration_to_bytes(migration: Migration) -> bytes:
     meta = {
         "plan_id": migration.plan_id,
         "layers": [list(txn.layers) for txn in migration.transactions],
+        "reads_after": [txn.reads_after for txn in migration.transactions],
+        "frees": [[list(freed) for freed in txn.frees] for txn in migration.transactions],
+        "weights_version": migration.weights_version,
         "pace": vars(migration.pace),
     }
     arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
@@ -72,12 +75,28 @@ def migration_from_bytes(record: bytes) -> Migration:
         while len(rounds[txn]) <= one_round:
             rounds[txn].append([])
         rounds[txn][one_round].append(Move(layer, expert, dst_slot, Source(source), src_slot))
+    # Records from before flip mode lack the last three, and say nothing of a mode in their pace.
+    reads_after = meta.get("reads_after", [0] * len(rounds))
+    frees = meta.get("frees", [[]] * len(rounds))
     transactions = tuple(
-        Transaction(tuple(layers), tuple(tuple(moves) for moves in rounds_of_txn))
-        for layers, rounds_of_txn in zip(meta["layers"], rounds, strict=True)
+        Transaction(
+            tuple(layers),
+            tuple(tuple(moves) for moves in rounds_of_txn),
+            after,
+            tuple((layer, slot) for layer, slot in freed),
+        )
+        for layers, rounds_of_txn, after, freed in zip(
+            meta["layers"], rounds, reads_after, frees, strict=True
+        )
     )
-    base, target = _placement("base_", arrays), _placement("target_", arrays)
-    return Migration(meta["plan_id"], base, target, transactions, Pace(**meta["pace"]))
+    return Migration(
+        meta["plan_id"],
+        _placement("base_", arrays),
+        _placement("target_", arrays),
+        transactions,
+        Pace(**meta["pace"]),
+        meta.get("weights_version", 0),
+    )
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:

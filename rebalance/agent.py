@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,8 @@ class RankAgent:
         self._parts.digests.copy_(digests)
         with self._box.changed:
             self._fence.end()
+            self._box.state = phases.serve_weights(self._box.state, self._fence.version)
+            self._box.changed.notify_all()
 
     def _vote_on_update(self) -> Verdict:
         self._cast_vote(self._last_step)
@@ -220,15 +223,14 @@ class RankAgent:
     # -- votes
 
     def _cast_vote(self, step: int) -> None:
-        state = self._box.state
-        ballot = phases.ballot(
-            state,
-            step=step,
-            membership=0,
-            weights_version=self._fence.ballot,
-            halt=self._wants_halt,
-        )
-        self._voter.cast(ballot)
+        with self._box.changed:
+            state = self._box.state
+            if state.plan is not None and self._last_swap.is_complete():
+                # Only now: peers that read this may write what the swap freed.
+                state = phases.completed(state, state.plan.plan_id, state.swapped)
+                self._box.state = state
+        ballot = phases.ballot(state, step=step, membership=0, halt=self._wants_halt)
+        self._voter.cast(replace(ballot, weights_version=self._fence.ballot))
 
     def _read_vote(self, step: int, *, must_finish: bool) -> Verdict | None:
         read = self._voter.read(step, swapped=self._box.state.swapped, must_finish=must_finish)
@@ -254,24 +256,29 @@ class RankAgent:
     # -- swaps
 
     def _swap(self, order: Swap, step: int) -> None:
-        """Copy staged records into live slots and the routing table, between two steps."""
+        """Let transactions serve, between two steps: copy what was staged, then the routing table.
+
+        In flip mode the bytes are where they will serve, and only the table is copied.
+        """
         started = time.perf_counter()
         migration = self._migration
         assert migration is not None, "a verdict orders only what this rank works on"
         self._sampler.cut(step, self.placement)  # a sample never spans a swap
         first_slot = int(self._settings.topology.first_slot[self._parts.rank])
         bank, ring, moved = self._parts.bank, self._mover.ring, list[Move]()
+        is_copied = migration.pace.mode == "copy"
         for number in range(order.first, order.last):
             for move in self._mover.own_moves(migration.transactions[number]):
-                bank.swap(move.layer, move.dst_slot - first_slot, ring.entry(move))
+                if is_copied:
+                    bank.swap(move.layer, move.dst_slot - first_slot, ring.entry(move))
                 moved.append(move)
             serving = self._mover.serving[number]
             self._parts.table.swap(serving.table)
             self.placement = serving.placement
         self.figures.experts_moved += len(moved)
         self._last_swap = bank.mark()
-        ring.release(moved, self._last_swap)
-        self._box.state = phases.completed(self._box.state, migration.plan_id, order.last)
+        if is_copied:
+            ring.release(moved, self._last_swap)
         self._box.state = phases.finish_swap(self._box.state)
         if self._box.state.plan is None:
             self._commit(migration)
@@ -315,6 +322,7 @@ class RankAgent:
             migration.base.generation,
             len(migration.transactions),
             migration.pace.transactions_per_commit,
+            migration.weights_version,
         )
         with self._box.changed:
             if not self._fence.is_open:

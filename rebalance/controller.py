@@ -23,6 +23,7 @@ from eplb.plan import Plan, plan
 from eplb.policies import policy_named
 from eplb.problem import Budget
 from eplb.records import model_from_dict, topology_from_dict
+from eplb.spares import compact, expand
 from eplb.topology import Topology
 from telemetry.store import LoadStore, Outcome, RunInfo, Task
 from telemetry.windows import Window, WindowFolder, history
@@ -45,6 +46,11 @@ class ControllerSettings:
     migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
     keep_samples_s: float = 3600.0  # older ones are pruned; plans look back minutes at most
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
+
+    @property
+    def spare_slots(self) -> int:
+        """EMPTY slots that every rank keeps in each layer; no policy plans on them."""
+        return self.pace.spare_slots
 
 
 @dataclass(frozen=True)
@@ -194,12 +200,15 @@ class Controller:
             self._note(proposal, windows[-1].index, held_back=why)
         else:
             self._note(proposal, windows[-1].index)
-            self._publish(group, proposal)
+            self._publish(group, proposal, committed.placement)
 
     def _plan(self, group: Group, past: LoadHistory, current: Placement, policy: str) -> Plan:
+        topology, spare_slots = group.topology, self._settings.spare_slots
+        if spare_slots:
+            current, topology = compact(current, topology, spare_slots)
         return plan(
             past,
-            group.topology,
+            topology,
             model=group.model,
             current=current,
             budget=self._settings.budget,
@@ -208,10 +217,14 @@ class Controller:
             seed=self._settings.seed,
         )
 
-    def _publish(self, group: Group, proposal: Plan) -> Migration | None:
+    def _publish(self, group: Group, proposal: Plan, current: Placement) -> Migration | None:
+        """Offer the way from ``current``, which the plan was made for, to the plan's target."""
+        target, spare_slots = proposal.target, self._settings.spare_slots
+        if spare_slots:
+            target = expand(target, current, group.topology, spare_slots)
         migration = build_migration(
-            proposal.base,
-            proposal.target,
+            current,
+            target,
             group.topology,
             plan_id=self._store.next_plan_id(),
             pace=self._settings.pace,
@@ -272,7 +285,7 @@ class Controller:
             return result | {"published": False}
         self._refuse_if_held_back()
         self._note(proposal, self._planned_window)
-        migration = self._publish(group, proposal)
+        migration = self._publish(group, proposal, committed.placement)
         return result | {
             "published": migration is not None,
             "plan_id": migration.plan_id if migration else None,

@@ -1,6 +1,6 @@
 """What brings a migration's bytes to a rank: preload, then stage, one transaction at a time.
 
-It never touches a live slot, and it tells the phase machine what it has; it decides nothing.
+It never touches a slot that serves, and it tells the phase machine what it has; it decides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from eplb.errors import MigrationError, PlacementError
-from eplb.migration import Migration, Move, Source, Transaction
+from eplb.migration import Migration, Mode, Move, Source, Transaction
 from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance import phases
@@ -151,12 +151,13 @@ class Mover:
             box.update(phases.preloaded, plan_id)
             for number, transaction in enumerate(migration.transactions):
                 moves = self.own_moves(transaction)
-                if not self._wait_for_room(box, plan_id, moves):
+                through_ring = moves if migration.pace.mode == "copy" else []
+                if not self._wait_for_room(box, plan_id, transaction.reads_after, through_ring):
                     break
                 for move in moves:
                     if not _is_wanted(box, plan_id):
                         break
-                    self._stage(move)
+                    self._stage(move, self._destination(move, migration.pace.mode))
                 else:
                     box.update(phases.staged, plan_id, number + 1)
                     continue
@@ -179,26 +180,37 @@ class Mover:
         from_disk = self._transport.preload(records, self.preload_deadline_s)
         self.bytes_by_source["disk"] += from_disk
 
-    def _wait_for_room(self, box: PhaseBox, plan_id: int, moves: list[Move]) -> bool:
-        """Wait until staging may go on; False when the plan is not wanted any more."""
+    def _wait_for_room(
+        self, box: PhaseBox, plan_id: int, reads_after: int, moves: list[Move]
+    ) -> bool:
+        """Wait until bytes may be staged, and the ring has room for ``moves``.
+
+        False when the plan is not wanted any more.
+        """
         while True:
             with box.changed:
                 if not _is_wanted(box, plan_id):
                     return False
-                may_read_peers = box.state.is_adopted
-                if may_read_peers and self.ring.num_free >= len(moves):
+                may_stage = phases.may_stage(box.state, reads_after)
+                if may_stage and self.ring.num_free >= len(moves):
                     for move in moves:
                         self.ring.take(move)
                     return True
-                copy = self.ring.oldest_copy if may_read_peers else None
+                copy = self.ring.oldest_copy if may_stage else None
                 if copy is None:
                     box.changed.wait(WAIT_S)
             if copy is not None:
                 copy.wait()
 
-    def _stage(self, move: Move) -> None:
-        """Copy one record into its staging entry and prove it; the host's copy is a second try."""
-        record = self._bank.staging(self.ring.entry(move))
+    def _destination(self, move: Move, mode: Mode) -> torch.Tensor:
+        """Where a move's bytes are written: its staging entry, or in flip mode its EMPTY slot."""
+        if mode == "copy":
+            return self._bank.staging(self.ring.entry(move))
+        first_slot = int(self._topology.first_slot[self._rank])
+        return self._bank.live(move.layer, move.dst_slot - first_slot)
+
+    def _stage(self, move: Move, record: torch.Tensor) -> None:
+        """Copy one expert into ``record`` and prove it; the host's copy is a second try."""
         expected = tuple(self._digests[move.layer, move.expert].tolist())
         self._transport.pull(move, record)
         if digest(record) != expected:
@@ -225,7 +237,7 @@ class Mover:
             while _is_live(box, plan_id):
                 box.changed.wait(WAIT_S)
             if box.state.phase is Phase.ABORTED:
-                # Only this thread writes staging entries, and it is here: nothing is in flight.
+                # Only this thread writes what is staged, and it is here: nothing is in flight.
                 self.ring.release_all()
                 box.update(phases.aborted)
 

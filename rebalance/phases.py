@@ -7,9 +7,19 @@
                  +-------------------> ABORTED <------------------+
 
 preload  disk -> host memory; harmless, so it starts as soon as the plan is seen.
-stage    into the staging ring; starts once a vote shows that every rank works on this plan, since
-         only then has every rank finished the plan before, and its slots may be read.
-swap     into the live slots, at a step boundary, by the verdict of a vote alone.
+stage    into the staging ring (copy mode) or into EMPTY slots (flip mode); starts once a vote shows
+         that every rank works on this plan, since only then has every rank finished the plan
+         before, and its slots may be read, or written where they are EMPTY.
+swap     into the live slots (copy mode) and into the routing table, at a step boundary, by the
+         verdict of a vote alone.
+
+A transaction may read or write a slot that an earlier one of its plan changes. It is staged one
+vote later, when a verdict shows that the earlier one is complete on every rank (``may_stage``). In
+flip mode that makes a slot's life a circle, in which bytes are written only where no token goes:
+
+    LIVE --swap--> DRAINING --a verdict: applied everywhere--> SPARE --stage--> FILLING
+      ^                                                                            |
+      +------------------------- swap -------------------- READY <-- digest right -+
 
 Nothing here does I/O. Each function takes a state and what happened, and returns the next state;
 ``rebalance/agent.py`` does what the state asks for.
@@ -52,6 +62,7 @@ class PlanRef:
     base_generation: int
     num_transactions: int
     transactions_per_commit: int
+    weights_version: int = 0  # of the weights that it moves
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,12 @@ class RankPhase:
     is_preloaded: bool = False
     prepared: int = 0  # staged and checked
     swapped: int = 0  # ordered into the live slots
-    applied: int = 0  # complete there
+    applied: int = 0  # complete there, on the device
+    applied_everywhere: int = 0  # the smallest ``applied`` that a verdict on this plan has named
     abort_reason: str = ""  # why this rank wants the plan dropped
     refused_up_to: int = NO_PLAN  # plans with ids up to this are never adopted (again)
     frozen_reason: str = ""  # why this rank adopts no plan any more
+    weights_version: int = 0  # of the weights that this rank serves
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,13 @@ class Swap:
 
 
 def see_plan(state: RankPhase, plan: PlanRef) -> RankPhase:
-    """Start on a published plan, unless it is refused, stale, or another is being worked on."""
+    """Start on a published plan, unless it is refused, stale, or another is being worked on.
+
+    A plan for other weights than those served is stale too: its bytes must never be swapped in.
+    """
     if state.plan is not None or state.frozen_reason or plan.plan_id <= state.refused_up_to:
         return state
-    if plan.base_generation != state.generation:
+    if plan.base_generation != state.generation or plan.weights_version != state.weights_version:
         return state
     return _move(replace(state, plan=plan), Phase.PRELOAD)
 
@@ -103,8 +119,24 @@ def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
     return _settle(replace(state, prepared=num_transactions))
 
 
+def may_stage(state: RankPhase, reads_after: int) -> bool:
+    """Say whether bytes may be staged that need ``reads_after`` transactions applied everywhere."""
+    return (
+        state.plan is not None
+        and state.phase is not Phase.ABORTED
+        and not state.abort_reason
+        and state.is_adopted
+        and state.is_preloaded
+        and state.applied_everywhere >= reads_after
+    )
+
+
 def completed(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
-    """Note that the first ``num_transactions`` have been copied, not only ordered."""
+    """Note that the device is done with the swap of the first ``num_transactions``.
+
+    Not when it was only ordered: the slots that it freed are read until then, and those that it
+    filled are not yet what they will be.
+    """
     if not _works_on(state, plan_id):
         return state
     assert num_transactions <= state.swapped, "only what was ordered can be complete"
@@ -124,22 +156,26 @@ def freeze(state: RankPhase, reason: str) -> RankPhase:
     return want_abort(frozen, state.plan.plan_id, reason) if state.plan else frozen
 
 
+def serve_weights(state: RankPhase, version: int) -> RankPhase:
+    """Note that other weights serve: no plan made for the old ones is adopted any more."""
+    assert state.phase is Phase.IDLE, "weights are replaced while nothing moves"
+    return replace(state, weights_version=version)
+
+
 def aborted(state: RankPhase) -> RankPhase:
     """Note that nothing writes to the staging ring any more: it may be used again."""
     assert state.phase is Phase.ABORTED, f"nothing was aborted in phase {state.phase.value}"
     return _move(_forget(state), Phase.IDLE)
 
 
-def ballot(
-    state: RankPhase, *, step: int, membership: int, weights_version: int, halt: bool
-) -> Ballot:
+def ballot(state: RankPhase, *, step: int, membership: int, halt: bool) -> Ballot:
     """Cast this rank's vote. An aborted plan is voted on as none: its copies only drain."""
     plan = state.plan if state.phase is not Phase.ABORTED else None
     return Ballot(
         step=step,
         generation=state.generation,
         membership=membership,
-        weights_version=weights_version,
+        weights_version=state.weights_version,
         plan_id=plan.plan_id if plan else NO_PLAN,
         plan_hash=plan.plan_hash if plan else 0,
         prepared=state.prepared if plan else 0,
@@ -176,7 +212,8 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
         return state, None
     assert state.plan is not None, "a plan that was voted on is dropped only by a verdict"
     most = state.swapped + state.plan.transactions_per_commit
-    state = _settle(replace(state, is_adopted=True))
+    everywhere = max(state.applied_everywhere, verdict.applied)
+    state = _settle(replace(state, is_adopted=True, applied_everywhere=everywhere))
     last = min(verdict.prepared, most)
     if last <= state.swapped:
         return state, None
@@ -215,6 +252,7 @@ def _forget(state: RankPhase) -> RankPhase:
         prepared=0,
         swapped=0,
         applied=0,
+        applied_everywhere=0,
         abort_reason="",
     )
 

@@ -21,20 +21,26 @@ from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 
 SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
+# Runs of adjacent layers that are copied one by one. Each is a launch, which takes a GPU far longer
+# than the copy itself (64 kB for a layer of 256 experts x 32 replicas), so few of them.
+MOST_COPIES = 2
 
 
 @dataclass(frozen=True)
 class TableLayers:
     """Entries of some layers, ready to be copied into a routing table."""
 
-    layers: torch.Tensor  # [n]
-    slots: torch.Tensor  # [n, E, Rmax]
-    cumulative: torch.Tensor  # [n, E, Rmax]
+    layers: torch.Tensor  # [n], ascending
+    runs: tuple[tuple[int, int], ...]  # the same as half-open ranges of adjacent layers
+    entries: torch.Tensor  # [n, 2, E, Rmax]
     generation: int
 
 
 class RoutingTable:
     """Slots and cumulative shares of every expert, as this rank routes to them.
+
+    Both are one tensor, a layer's slots beside its shares: adjacent layers are one run of bytes,
+    and all layers change in a single copy.
 
     The last replica's cumulative share is SHARE_ONE exactly, so that no draw can fall past it: a
     draw that found no replica would be dropped in silence by a dispatcher.
@@ -47,15 +53,17 @@ class RoutingTable:
         max_replicas: int,
         source_node: int = 0,
         device: str | torch.device = "cpu",
+        most_copies: int = MOST_COPIES,
     ) -> None:
-        shape = (placement.num_layers, placement.num_experts, max_replicas)
-        # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE
-        self.slots = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
-        self.cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32, device=device)
+        shape = (placement.num_layers, 2, placement.num_experts, max_replicas)
+        self._entries = _padding(shape).to(device)
+        # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE; contiguous within a layer
+        self.slots, self.cumulative = self._entries[:, 0], self._entries[:, 1]
         # Ids from E on, that is of no expert, which were dropped like padding.
         self.strays = torch.zeros(1, dtype=torch.int32, device=device)
         self.source_node = source_node
         self.generation = placement.generation
+        self._most_copies = most_copies
         self.load(placement, range(placement.num_layers))
 
     def load(self, placement: Placement, layers: Iterable[int]) -> None:
@@ -72,23 +80,21 @@ class RoutingTable:
         Raises:
             PlacementError: an expert has more replicas than the table has room for.
         """
-        chosen = torch.tensor(sorted(layers), dtype=torch.int64)
+        chosen = sorted(layers)
         slots, cumulative = _lookup(placement, self.source_node)
         room, found = self.slots.shape[2], slots.shape[2]
         if found > room:
             raise PlacementError(
                 f"an expert has {found} replicas, expected at most {room}, the table's size"
             )
-        shape = (len(chosen), *self.slots.shape[1:])
-        padded_slots = torch.full(shape, EMPTY, dtype=torch.int32)
-        padded_cumulative = torch.full(shape, SHARE_ONE, dtype=torch.int32)
-        padded_slots[:, :, :found] = torch.tensor(slots)[chosen]
-        padded_cumulative[:, :, :found] = torch.tensor(cumulative)[chosen]
-        device = self.slots.device
+        entries = _padding((len(chosen), *self._entries.shape[1:]))
+        entries[:, 0, :, :found] = torch.from_numpy(slots[chosen])
+        entries[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
+        device = self._entries.device
         prepared = TableLayers(
-            chosen.to(device),
-            padded_slots.to(device),
-            padded_cumulative.to(device),
+            torch.tensor(chosen, dtype=torch.int64).to(device),
+            _runs(chosen),
+            entries.to(device),
             placement.generation,
         )
         # Made on another thread's stream than the one that will read it.
@@ -96,15 +102,25 @@ class RoutingTable:
         return prepared
 
     def swap(self, prepared: TableLayers) -> None:
-        """Let prepared layers serve: two copies. Only between steps."""
-        self.slots[prepared.layers] = prepared.slots
-        self.cumulative[prepared.layers] = prepared.cumulative
+        """Let prepared layers serve: few copies, that neither allocate nor wait. Between steps.
+
+        Adjacent layers are one plain copy, which a GPU makes at the speed of its memory. Layers
+        that lie apart in too many runs are one scattered copy instead.
+        """
+        if len(prepared.runs) > self._most_copies:
+            self._entries.index_copy_(0, prepared.layers, prepared.entries)
+        else:
+            first = 0
+            for start, end in prepared.runs:
+                last = first + end - start
+                self._entries[start:end].copy_(prepared.entries[first:last])
+                first = last
         self.generation = prepared.generation
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""
-        return self.slots.nbytes + self.cumulative.nbytes
+        return self._entries.nbytes
 
     def draw(self, layer: int, experts: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         """Pick a replica for every (token, expert) pair by a random draw against its shares.
@@ -165,6 +181,24 @@ class RoutingTable:
         is_stray = experts >= self.slots.shape[1]
         self.strays += is_stray.sum()
         return experts.masked_fill(is_stray, EMPTY)
+
+
+def _padding(shape: tuple[int, ...]) -> torch.Tensor:
+    """Entries [n, 2, E, Rmax] that name no replica."""
+    entries = torch.full(shape, EMPTY, dtype=torch.int32)
+    entries[:, 1] = SHARE_ONE
+    return entries
+
+
+def _runs(layers: list[int]) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges of adjacent layers, of layers in ascending order."""
+    runs: list[tuple[int, int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer:
+            runs[-1] = (runs[-1][0], layer + 1)
+        else:
+            runs.append((layer, layer + 1))
+    return tuple(runs)
 
 
 def _lookup(placement: Placement, source_node: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

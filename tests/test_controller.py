@@ -13,7 +13,7 @@ from eplb.balance import imbalance
 from eplb.errors import ConfigError
 from eplb.gate import CostModel
 from eplb.load import LoadSample
-from eplb.migration import Migration
+from eplb.migration import Migration, Pace
 from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
 from eplb.records import model_to_dict, topology_to_dict
@@ -133,6 +133,35 @@ def test_a_skewed_window_is_answered_with_a_better_placement(deployment: Deploym
     assert event.detail["decision"] == "MOVE"
     assert event.detail["reason"].startswith("imbalance 1.600 -> 1.0")
     assert (event.detail["generation"], event.detail["window"]) == (0, 0)
+
+
+def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Deployment) -> None:
+    pace = Pace(mode="flip", spare_slots=1)
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, replace(SETTINGS, pace=pace)).turn()
+
+    # Four experts in the four slots that are left: experts change ranks, none gets a replica.
+    migration = deployment.published()
+    assert (migration.pace, migration.base.hash) == (pace, START.hash)
+    assert (migration.target.slot_to_expert == EMPTY).reshape(2, 3).sum(axis=1).tolist() == [1, 1]
+    assert all(
+        START.slot_to_expert[0, move.dst_slot] == EMPTY for move in migration.transactions[0].moves
+    )
+    after = float(imbalance(np.array([SKEWED]), migration.target, TOPOLOGY)[0])
+    assert after == pytest.approx(1.4)
+    assert decisions(deployment.store) == ["MOVE"]
+
+
+def test_a_placement_that_leaves_no_spares_is_an_error_in_words(deployment: Deployment) -> None:
+    pace = Pace(mode="flip", spare_slots=2)
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, replace(SETTINGS, pace=pace)).turn()
+
+    (event,) = events(deployment.store, "error")
+    assert "rank 0 has fewer than 2 EMPTY slots" in event.detail["message"]
+    assert deployment.store.published() is None
 
 
 def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -> None:

@@ -1,5 +1,8 @@
 """From one placement to the next: moves, their sources, transactions and rounds."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,9 +19,10 @@ from eplb import (
     Topology,
     build_migration,
 )
-from eplb.errors import MigrationError, PlacementError
+from eplb.errors import ConfigError, MigrationError, PlacementError
 from eplb.load import as_history
 from eplb.migration import moves_between
+from eplb.placement import check_fits
 from eplb.policies import POLICIES
 
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)
@@ -126,6 +130,175 @@ def test_the_hash_covers_what_ranks_must_agree_on() -> None:
     assert first.hash == made(1, Pace(), moved((0, 1), (1, 0))).hash
     assert first.hash not in {other.hash for other in others}
     assert 0 <= first.vote_hash < 2**62
+
+
+# -- flip mode
+
+ONE_SPARE = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+FLIP = Pace(mode="flip", spare_slots=1)
+SPARED = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 2), num_experts=4, generation=4)
+TRADED = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]] * 2), num_experts=4)
+
+
+def test_a_flip_fills_spares_and_frees_what_was_left() -> None:
+    target = Placement(np.array([[0, 2, EMPTY, 1, 3, EMPTY], [0, 1, EMPTY, 2, 3, EMPTY]]), 4)
+
+    migration = build_migration(SPARED, target, ONE_SPARE, plan_id=1, pace=FLIP)
+
+    (only,) = migration.transactions
+    assert only.layers == (0,)
+    assert set(only.moves) == {Move(0, 2, 2, Source.PEER, 3), Move(0, 1, 5, Source.PEER, 1)}
+    assert only.frees == ((0, 1), (0, 3))
+    assert migration.target.slot_to_expert[0].tolist() == [0, EMPTY, 2, EMPTY, 3, 1]
+
+
+def test_a_second_flip_of_a_layer_waits_until_the_first_is_applied_everywhere() -> None:
+    migration = build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
+
+    first, second = migration.transactions
+    assert (first.layers, second.layers) == ((0, 1), (0, 1))
+    assert (first.reads_after, second.reads_after) == (0, 1)
+    freed = set(first.frees)
+    assert {(move.layer, move.dst_slot) for move in second.moves} == freed
+    between = migration.placement_after(1)
+    assert (between.slot_to_expert != EMPTY).sum() == 8  # two experts on each rank, as ever
+    check_fits(between, ONE_SPARE)
+    assert migration.placement_after(2).hash == migration.target.hash
+
+
+def test_layers_per_transaction_limits_a_flip() -> None:
+    pace = Pace(mode="flip", spare_slots=1, layers_per_transaction=1)
+
+    migration = build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=pace)
+
+    assert [txn.layers for txn in migration.transactions] == [(0,), (1,), (0,), (1,)]
+    # The third needs the first alone, the fourth the second too.
+    assert [txn.reads_after for txn in migration.transactions] == [0, 0, 1, 2]
+
+
+def test_layers_per_transaction_limits_a_copy_too() -> None:
+    base = Placement(np.array([[0, 1, 2, 3]] * 3), num_experts=4)
+    target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+    migration = build_migration(
+        base, target, topology, plan_id=1, pace=Pace(layers_per_transaction=2)
+    )
+
+    assert [txn.layers for txn in migration.transactions] == [(0, 1), (2,)]
+
+
+def test_shares_alone_flip_without_moves() -> None:
+    base = Placement(np.array([[0, 1, EMPTY, 0, 2, EMPTY]]), num_experts=3)
+    share = np.array([[0.25, 1, 0, 0.75, 1, 0]])
+    target = Placement(base.slot_to_expert, 3, slot_share=share)
+
+    migration = build_migration(base, target, ONE_SPARE, plan_id=1, pace=FLIP)
+
+    assert [(txn.layers, txn.moves, txn.frees) for txn in migration.transactions] == [
+        ((0,), (), ())
+    ]
+    assert migration.placement_after(1).slot_share.tolist() == share.tolist()
+
+
+def test_a_base_without_its_spares_cannot_flip() -> None:
+    full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]] * 2), num_experts=4)
+
+    with pytest.raises(PlacementError, match="rank 0 has fewer than 1 EMPTY slots"):
+        build_migration(full, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mode": "flip"}, "spare_slots is 0, expected 1 or more in flip mode"),
+        ({"mode": "fly"}, "mode is 'fly', expected 'copy' or 'flip'"),
+        ({"layers_per_transaction": -1}, "layers_per_transaction is -1, expected 0 or more"),
+        ({"transactions_per_commit": 0}, "transactions_per_commit is 0, expected 1 or more"),
+    ],
+)
+def test_a_pace_that_cannot_be_kept_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Pace(**fields)
+
+
+def test_the_hash_covers_what_flips_must_agree_on() -> None:
+    def made(**fields: Any) -> str:
+        pace = Pace(mode="flip", spare_slots=1, **fields)
+        return build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=pace).hash
+
+    flip = build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
+    second = replace(flip.transactions[1], reads_after=0)
+    hashes = {
+        flip.hash,
+        made(layers_per_transaction=1),
+        replace(flip, weights_version=1).hash,
+        replace(flip, transactions=(flip.transactions[0], second)).hash,
+        replace(flip, transactions=(replace(flip.transactions[0], frees=()), second)).hash,
+    }
+
+    assert len(hashes) == 5
+    assert made() == flip.hash
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.integers(1, 5),
+    slots=st.integers(1, 4),
+    spare_slots=st.integers(1, 2),
+    most_layers=st.integers(0, 3),
+)
+def test_a_flip_never_writes_what_serves_nor_reads_what_is_not_there(
+    seed: int, num_ranks: int, slots: int, spare_slots: int, most_layers: int
+) -> None:
+    smaller = Topology.uniform(1, num_ranks, slots)
+    topology = Topology.uniform(1, num_ranks, slots + spare_slots)
+    history = as_history(np.ones((4, max(slots, num_ranks * slots - 3)), dtype=np.int64))
+    base, target = (
+        widened(POLICIES["random"](Problem(history, smaller, seed=one)), smaller, spare_slots)
+        for one in (seed, seed + 1)
+    )
+    pace = Pace(mode="flip", spare_slots=spare_slots, layers_per_transaction=most_layers)
+
+    migration = build_migration(base, target, topology, plan_id=1, pace=pace)
+
+    check_every_flip(migration, topology)
+
+
+def widened(placement: Placement, topology: Topology, spare_slots: int) -> Placement:
+    """The placement with EMPTY slots after those of each rank."""
+    held = [
+        np.pad(
+            placement.slot_to_expert[:, topology.slots_on(rank)],
+            ((0, 0), (0, spare_slots)),
+            constant_values=EMPTY,
+        )
+        for rank in range(topology.num_ranks)
+    ]
+    return Placement(np.concatenate(held, axis=1), placement.num_experts)
+
+
+def check_every_flip(migration: Migration, topology: Topology) -> None:
+    """Walk the transactions; at any time those from ``reads_after`` on may be staged already."""
+    served = [migration.placement_after(n) for n in range(len(migration.transactions) + 1)]
+    spares = migration.pace.spare_slots
+    for number, txn in enumerate(migration.transactions):
+        assert txn.reads_after <= number
+        check_fits(served[number + 1], topology)
+        empty = (served[number + 1].slot_to_expert == EMPTY).reshape(4, topology.num_ranks, -1)
+        assert (empty.sum(axis=2) >= spares).all(), "a rank has lost its spares"
+        assert len(txn.layers) <= (migration.pace.layers_per_transaction or 4)
+        for move in txn.moves:
+            # From when it may be staged until it serves.
+            while_staged = [p.slot_to_expert for p in served[txn.reads_after : number + 1]]
+            assert all(held[move.layer, move.dst_slot] == EMPTY for held in while_staged)
+            assert move.source is Source.PEER
+            assert all(held[move.layer, move.src_slot] == move.expert for held in while_staged)
+        for earlier in migration.transactions[txn.reads_after : number]:
+            written = {(move.layer, move.dst_slot) for move in earlier.moves}
+            assert not written & {(move.layer, move.dst_slot) for move in txn.moves}
+    assert served[-1].hash == migration.target.hash
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ IDLE = RankPhase(generation=3)
 
 
 def cast(state: RankPhase, step: int = 10, *, halt: bool = False) -> Ballot:
-    return phases.ballot(state, step=step, membership=0, weights_version=0, halt=halt)
+    return phases.ballot(state, step=step, membership=0, halt=halt)
 
 
 def verdict_of(*ballots: Ballot) -> Verdict:
@@ -177,6 +177,56 @@ def test_late_news_of_a_dropped_plan_change_nothing() -> None:
 
 def test_a_plan_for_another_generation_is_not_begun() -> None:
     assert phases.see_plan(IDLE, replace(PLAN, base_generation=2)) is IDLE
+
+
+def test_a_plan_for_other_weights_is_not_begun() -> None:
+    assert phases.see_plan(IDLE, replace(PLAN, weights_version=1)) is IDLE
+
+    reloaded = replace(IDLE, weights_version=1)
+    assert phases.see_plan(reloaded, PLAN) is reloaded
+    assert phases.see_plan(reloaded, replace(PLAN, weights_version=1)).phase is Phase.PRELOAD
+
+
+def test_ranks_that_serve_different_weights_freeze() -> None:
+    reloaded = replace(working(), weights_version=1)
+
+    after, order = read(working(), reloaded)
+
+    assert order is None
+    assert "disagree on the weights version" in after.frozen_reason
+
+
+def test_staging_waits_until_all_ranks_work_on_the_plan_and_the_host_has_its_bytes() -> None:
+    assert not phases.may_stage(IDLE, 0)
+    assert not phases.may_stage(working(is_adopted=False), 0)
+    waiting, _ = read(phases.see_plan(IDLE, PLAN), phases.see_plan(IDLE, PLAN))
+    assert not phases.may_stage(waiting, 0)
+
+    assert phases.may_stage(phases.preloaded(waiting, 5), 0)
+    assert not phases.may_stage(phases.want_abort(working(), 5, "no room"), 0)
+    dropped, _ = read(phases.want_abort(working(), 5, "no room"), working())
+    assert not phases.may_stage(dropped, 0)
+
+
+def test_what_reads_an_earlier_swap_waits_until_it_is_complete_on_the_slowest_rank() -> None:
+    done = working(prepared=1, swapped=1)
+    ordered = replace(done, applied=0)  # its device is still at it
+
+    assert not phases.may_stage(done, 1)  # complete here, but no verdict says so of the others
+    assert not phases.may_stage(read(done, ordered)[0], 1)
+    seen, _ = read(done, done)
+    assert seen.applied_everywhere == 1
+    assert phases.may_stage(seen, 1)
+    assert not phases.may_stage(seen, 2)
+
+
+def test_nothing_of_an_earlier_plan_counts_as_applied() -> None:
+    done, _ = read(working(prepared=1, swapped=1), working(prepared=1, swapped=1))
+    done = phases.staged(done, 5, 2)
+    done, _ = read(done, done)
+    done = phases.finish_swap(phases.completed(done, 5, 2))
+
+    assert (done.plan, done.applied_everywhere) == (None, 0)
 
 
 def test_a_halt_is_seen_by_all() -> None:

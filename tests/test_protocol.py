@@ -8,6 +8,13 @@ boundary, so that the states are finite although serving goes on for ever.
 A rank passes boundary n only once every rank has passed n - 1: the exchange of tokens in each step
 is a barrier. Votes start at even boundaries and are read at the next odd one, or, when late and
 nothing was prepared, before the next vote.
+
+In flip mode there is one layer, which every transaction changes, and a rank's slots form a circle:
+
+    slots  0 1 2   two serve and one is spare; transaction n of all writes slot n + 2 and
+           L L S   frees slot n, which it reads at every peer; n counts on from plan to plan
+
+The device is then a third clock: a swap is ordered at a boundary and complete some time after it.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +36,11 @@ NUM_RANKS = 3
 VOTE_EVERY = 2
 NONE = -9  # no vote, no transaction, no step
 
-Layers = tuple[int, ...]  # per layer, the plan that wrote what it serves; 0: the start
+NUM_SERVING = 2  # slots of a rank that serve at any time, in flip mode
+
+# Per layer, the plan that wrote what it serves, 0 for the start. In flip mode, which has one layer,
+# per transaction that was applied, the plan that it was of.
+Layers = tuple[int, ...]
 ReadVerdict = Callable[[RankPhase, Ballot, Verdict], tuple[RankPhase, Swap | None]]
 
 
@@ -81,6 +93,7 @@ class Rank(NamedTuple):
     serving: Layers
     awaits: int = NONE  # the boundary whose vote it has still to read
     reading: int = NONE  # the transaction whose bytes it copies from its peers
+    is_draining: bool = False  # the device is not done with the last swap; flip mode only
     to_write: tuple[Write, ...] = ()
     wants_halt: bool = False
     halt_at: int = NONE
@@ -122,9 +135,18 @@ class Scenario:
     read_verdict: ReadVerdict = phases.read_verdict
     skips_when_prepared: bool = False  # a broken rank: never waits for a late vote
     stages_unadopted: bool = False  # a broken rank: does not wait until all work on the plan
+    spares: int = 0  # of each rank; more than 0 is flip mode
+    stages_at_once: bool = False  # a broken rank: waits for no earlier transaction
+    completes_early: bool = False  # a broken rank: says applied when a swap is only ordered
+    adopts_early: bool = False  # a broken rank: adopts a plan while a swap is not complete
+
+    def reads_after(self, number: int) -> int:
+        """Transaction.reads_after of a plan's transaction, counted from 0."""
+        # It writes the slot that the transaction ``spares`` before it freed.
+        return max(0, number + 1 - self.spares) if self.spares else 0
 
     def start(self) -> World:
-        layers = (0,) * max(self.plans, default=1)
+        layers = () if self.spares else (0,) * max(self.plans, default=1)
         rank = Rank(0, NUMBERS.of(RankPhase(generation=0)), layers)
         store = (None, layers, (0, layers), 0)
         return World((rank,) * NUM_RANKS, (), *store, self.wishes, self.halts, self.deaths)
@@ -138,30 +160,29 @@ def with_rank(world: World, index: int, rank: Rank) -> World:
     return world._replace(ranks=(*ranks[:index], rank, *ranks[index + 1 :]))
 
 
-def hear(world: World, rank: Rank) -> Rank:
+def hear(scenario: Scenario, world: World, rank: Rank) -> Rank:
     """RankAgent.hear: adopt what is published, or wish for the end of what is not."""
     plan, published = rank.state.plan, world.open_plan
     if plan is not None:
         if published is None or published.plan_id != plan.plan_id:
             return rank.after(phases.want_abort, plan.plan_id, "withdrawn")
+    elif rank.is_draining and not scenario.adopts_early:
+        return rank
     elif published is not None and world.open_base == rank.serving:
         return rank.after(phases.see_plan, published)
     return rank
 
 
 def may_stage(scenario: Scenario, rank: Rank) -> bool:
-    """Mover.bring: in order, preloaded, adopted by all, wanted, and with room in the ring."""
+    """Mover.bring: in order, when the phase machine allows it, and with room in the ring."""
     state = rank.state
-    return (
-        state.plan is not None
-        and rank.reading == NONE
-        and state.phase is not Phase.ABORTED
-        and not state.abort_reason
-        and state.is_preloaded
-        and (state.is_adopted or scenario.stages_unadopted)
-        and state.prepared < state.plan.num_transactions
-        and state.prepared - state.swapped < scenario.staging
-    )
+    if state.plan is None or rank.reading != NONE or state.prepared == state.plan.num_transactions:
+        return False
+    if scenario.stages_unadopted and state.is_preloaded:
+        state = replace(state, is_adopted=True)
+    reads_after = 0 if scenario.stages_at_once else scenario.reads_after(state.prepared)
+    has_room = scenario.spares > 0 or state.prepared - state.swapped < scenario.staging
+    return has_room and phases.may_stage(state, reads_after)
 
 
 def off_path(scenario: Scenario, world: World, index: int) -> Iterator[tuple[str, World]]:
@@ -174,14 +195,19 @@ def off_path(scenario: Scenario, world: World, index: int) -> Iterator[tuple[str
 
     if rank.to_write:
         yield f"rank {index} writes", written(world, index)
-    elif (heard := hear(world, rank)) != rank:
+    elif (heard := hear(scenario, world, rank)) != rank:
         yield becomes("hears the store", heard)
+    if rank.is_draining:
+        drained = (
+            rank if plan is None else rank.after(phases.completed, plan.plan_id, state.swapped)
+        )
+        yield becomes("has swapped on its device", drained._replace(is_draining=False))
     if plan is None:
         return
     if state.phase is not Phase.ABORTED and not state.is_preloaded and not state.abort_reason:
         yield becomes("preloads", rank.after(phases.preloaded, plan.plan_id))
     if may_stage(scenario, rank):
-        check_sources(world, index)
+        check_slots(scenario, world, index) if scenario.spares else check_sources(world, index)
         reading = rank._replace(reading=state.prepared)
         yield becomes(f"reads transaction {state.prepared}", reading)
     if rank.reading != NONE:
@@ -235,9 +261,7 @@ def read(
 def ballot_of(phase: int, wants_halt: bool) -> int:
     # The boundary's number is left out of the ballot: states would never repeat.
     state = NUMBERS.value(phase)
-    return NUMBERS.of(
-        phases.ballot(state, step=0, membership=0, weights_version=0, halt=wants_halt)
-    )
+    return NUMBERS.of(phases.ballot(state, step=0, membership=0, halt=wants_halt))
 
 
 def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...]) -> Rank:
@@ -253,7 +277,7 @@ def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...
     if state.frozen_reason:
         raise Violation(f"rank {index} is frozen: {state.frozen_reason}")
     if order is not None:
-        return swapped(world, index, rank, order)
+        return (flipped if scenario.spares else swapped)(scenario, world, index, rank, order)
     if state.phase is Phase.ABORTED and before.phase is not Phase.ABORTED:
         assert state.plan is not None, "an aborted plan drains first"
         base = state.plan.base_generation
@@ -262,7 +286,7 @@ def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...
     return rank
 
 
-def swapped(world: World, index: int, rank: Rank, order: Swap) -> Rank:
+def swapped(scenario: Scenario, world: World, index: int, rank: Rank, order: Swap) -> Rank:
     plan = rank.state.plan
     assert plan is not None, "only a plan is swapped"
     layers = range(order.first, order.last)
@@ -274,8 +298,31 @@ def swapped(world: World, index: int, rank: Rank, order: Swap) -> Rank:
         raise Violation(f"rank {index} swaps {order} of plan {plan.plan_id} on {rank.serving}")
     serving = tuple(plan.plan_id if n in layers else w for n, w in enumerate(rank.serving))
     rank = rank.after(phases.completed, plan.plan_id, order.last).after(phases.finish_swap)
-    rank = rank._replace(serving=serving)
+    return committed(rank._replace(serving=serving), plan)
+
+
+def flipped(scenario: Scenario, world: World, index: int, rank: Rank, order: Swap) -> Rank:
+    """RankAgent._swap in flip mode: the table alone."""
+    plan = rank.state.plan
+    assert plan is not None, "only a plan is swapped"
+    if rank.serving.count(plan.plan_id) != order.first:
+        raise Violation(f"rank {index} swaps {order} of plan {plan.plan_id} on {rank.serving}")
+    for owner, other in enumerate(world.ranks):
+        # A peer that has finished the plan has swapped it too, and before that prepared it.
+        is_behind = other.state.plan == plan and other.state.prepared < order.last
+        if is_behind and not other.is_dead:
+            raise Violation(f"rank {index} routes to a slot of rank {owner} that is not ready")
+    applied = (plan.plan_id,) * (order.last - order.first)
+    rank = rank._replace(serving=rank.serving + applied, is_draining=True)
+    if scenario.completes_early:
+        rank = rank.after(phases.completed, plan.plan_id, order.last)
+    return committed(rank.after(phases.finish_swap), plan)
+
+
+def committed(rank: Rank, plan: PlanRef) -> Rank:
+    """The rank with the end of its plan to tell, if it was the end."""
     if rank.state.plan is None:
+        serving = rank.serving
         write = Write(plan.plan_id, plan.base_generation, rank.state.generation, serving)
         rank = rank._replace(to_write=(*rank.to_write, write))
     return rank
@@ -350,6 +397,67 @@ def check_step(world: World, index: int) -> None:
             )
         if other.has_ended and not other.is_dead and other.at == other.halt_at == rank.at - 1:
             raise Violation(f"rank {index} runs a step before which rank {number} halted")
+
+
+class Slot(Enum):
+    """What a slot of a rank is to one reader of the maps, and to its owner."""
+
+    LIVE = "live"  # tokens are routed to it
+    DRAINING = "draining"  # they were until the last swap, which the device is not done with
+    SPARE = "spare"
+    FILLING = "filling"
+    READY = "ready"  # holds the bytes of a transaction that is not swapped yet
+
+
+def slot_of(scenario: Scenario, rank: Rank, slot: int) -> Slot:
+    """How one of a rank's slots stands, by the rank's own map, mover and device."""
+    num_slots, applied = NUM_SERVING + scenario.spares, len(rank.serving)
+    if slot in serving_slots(scenario, applied):
+        return Slot.LIVE
+    if rank.is_draining and slot in serving_slots(scenario, applied - 1):
+        return Slot.DRAINING
+    state = rank.state
+    first = applied - state.swapped  # what was applied before its plan
+    if rank.reading != NONE and slot == (first + rank.reading + NUM_SERVING) % num_slots:
+        return Slot.FILLING
+    if slot in {
+        (first + n + NUM_SERVING) % num_slots for n in range(state.swapped, state.prepared)
+    }:
+        return Slot.READY
+    return Slot.SPARE
+
+
+def serving_slots(scenario: Scenario, applied: int) -> set[int]:
+    return {(applied + n) % (NUM_SERVING + scenario.spares) for n in range(NUM_SERVING)}
+
+
+def check_slots(scenario: Scenario, world: World, index: int) -> None:
+    """What a rank begins to write is spare to all; what it begins to read serves, and is let be."""
+    rank = world.ranks[index]
+    num_slots = NUM_SERVING + scenario.spares
+    number = len(rank.serving) - rank.state.swapped + rank.state.prepared  # of all transactions
+    written, read_from = (number + NUM_SERVING) % num_slots, number % num_slots
+    found = slot_of(scenario, rank, written)
+    if found is not Slot.SPARE:
+        raise Violation(f"rank {index} writes slot {written}, which is {found.value}")
+    for peer, other in enumerate(world.ranks):
+        if peer == index:
+            continue
+        if written in serving_slots(scenario, len(other.serving)):
+            raise Violation(f"rank {index} writes slot {written}, to which rank {peer} routes")
+        if written == being_read(scenario, other):
+            raise Violation(f"rank {index} writes slot {written}, which rank {peer} reads")
+        source = slot_of(scenario, other, read_from)
+        if source is not Slot.LIVE:
+            raise Violation(f"rank {index} reads a slot of rank {peer} that is {source.value}")
+
+
+def being_read(scenario: Scenario, rank: Rank) -> int:
+    """The slot that a rank's mover reads at every peer now."""
+    if rank.reading == NONE:
+        return NONE
+    first = len(rank.serving) - rank.state.swapped
+    return (first + rank.reading) % (NUM_SERVING + scenario.spares)
 
 
 def check_sources(world: World, index: int) -> None:
@@ -486,6 +594,8 @@ FEW_STATES = [
     Scenario((), halts=3),
     Scenario((1,), halts=1),
     Scenario((1,), deaths=1),
+    Scenario((2,), spares=1),
+    Scenario((3,), spares=2),
 ]
 MANY_STATES = [
     Scenario((1,), is_withdrawn=True),
@@ -495,6 +605,12 @@ MANY_STATES = [
     Scenario((1, 1), is_withdrawn=True),
     Scenario((2,), deaths=1),
     Scenario((2,), halts=2),
+    Scenario((1, 1), spares=1),
+    Scenario((2,), spares=1, wishes=1),
+    Scenario((2,), spares=1, deaths=1),
+    Scenario((2,), spares=1, is_withdrawn=True),
+    Scenario((2,), spares=2, wishes=1),
+    Scenario((1, 1), spares=1, wishes=1),
 ]
 
 
@@ -516,7 +632,8 @@ def name_of(scenario: Scenario) -> str:
     faults = [name for name in ("wishes", "halts", "deaths") if getattr(scenario, name)]
     if scenario.is_withdrawn:
         faults.append("withdrawals")
-    return f"plans {scenario.plans} ring {scenario.staging} {' '.join(faults)}".strip()
+    room = f"spares {scenario.spares}" if scenario.spares else f"ring {scenario.staging}"
+    return f"plans {scenario.plans} {room} {' '.join(faults)}".strip()
 
 
 @pytest.mark.parametrize("scenario", FEW_STATES, ids=name_of)
@@ -568,8 +685,21 @@ def deaf_to_aborts(
         (Scenario((1,), skips_when_prepared=True), "run one step with"),
         (Scenario((1,), wishes=1, read_verdict=deaf_to_aborts), "run one step with"),
         (Scenario((1,), stages_unadopted=True), "preload cannot become swap"),
+        (Scenario((2,), spares=1, stages_at_once=True), "writes slot 0, which is live"),
+        (Scenario((3,), spares=2, stages_at_once=True), "writes slot 0, which is live"),
+        (Scenario((2,), spares=1, completes_early=True), "writes slot 0, which is draining"),
+        (Scenario((1, 1), spares=1, adopts_early=True), "writes slot 0, which is draining"),
     ],
-    ids=["own flag", "skipped vote", "deaf", "early stage"],
+    ids=[
+        "own flag",
+        "skipped vote",
+        "deaf",
+        "early stage",
+        "no wait for spares",
+        "no wait for two spares",
+        "early applied",
+        "early adoption",
+    ],
 )
 def test_a_broken_rank_is_found_out(broken: Scenario, finding: str) -> None:
     with pytest.raises(Violation, match=finding) as found:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from eplb import Pace, Placement, Topology, build_migration, preset
+from eplb import EMPTY, Pace, Placement, Topology, build_migration, preset, records
 from eplb.errors import StoreError
 from eplb.records import (
     migration_from_bytes,
@@ -44,6 +44,35 @@ def test_a_migration_comes_back_with_the_same_hash() -> None:
     assert found.hash == migration.hash
     assert found.moves == migration.moves
     assert found.transactions == migration.transactions
+
+
+def test_a_migration_that_flips_comes_back_with_the_same_hash() -> None:
+    three_slots = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+    base = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
+    target = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]]), num_experts=4)
+    pace = Pace(mode="flip", spare_slots=1, layers_per_transaction=2)
+    migration = build_migration(base, target, three_slots, plan_id=12, pace=pace, weights_version=3)
+
+    found = migration_from_bytes(migration_to_bytes(migration))
+
+    assert (found.hash, found.pace, found.weights_version) == (migration.hash, pace, 3)
+    assert found.transactions == migration.transactions
+    assert found.placement_after(1).hash == migration.placement_after(1).hash
+
+
+def test_a_migration_from_before_flip_mode_is_read_as_copies() -> None:
+    migration = build_migration(
+        Placement(np.array([[0, 1, 0, 2]]), 3),
+        Placement(np.array([[1, 0, 0, 2]]), 3),
+        TWO_RANKS,
+        plan_id=1,
+    )
+    meta, arrays = records._unpack("migration", migration_to_bytes(migration))
+    for name in ("reads_after", "frees", "weights_version", "kind", "version"):
+        del meta[name]
+    meta["pace"] = {"staging_experts": 16, "transactions_per_commit": 1}
+
+    assert migration_from_bytes(records._pack("migration", meta, arrays)).hash == migration.hash
 
 
 def test_a_migration_without_moves_comes_back() -> None:

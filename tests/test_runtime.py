@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb.errors import PlacementError
 from eplb.model import ModelShape
@@ -189,6 +190,62 @@ def test_the_table_keeps_its_addresses_through_a_change() -> None:
     assert table.slots[0].tolist() == [[0, 2], [1, EMPTY]]
     with pytest.raises(PlacementError, match="3 replicas, expected at most 2"):
         table.load(Placement(np.array([[0, 0, 0]]), 1), [0])
+
+
+class Launches(TorchDispatchMode):
+    """Names every operator that would run on the device; views run nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def changed(held: np.ndarray[Any, Any], layers: list[int]) -> Placement:
+    turned = held.copy()
+    turned[layers] = turned[layers, ::-1]
+    return Placement(turned, num_experts=int(held.max()) + 1, generation=2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "launches"),
+    [
+        (range(58), ["aten::copy_"]),
+        (range(3, 9), ["aten::copy_"]),
+        ([0, 1, 7], ["aten::copy_"] * 2),
+        ([0, 2, 4, 6], ["aten::index_copy_"]),
+        ([], []),
+    ],
+    ids=["all", "adjacent", "two runs", "scattered", "none"],
+)
+def test_layers_start_to_serve_in_few_launches(layers: Iterable[int], launches: list[str]) -> None:
+    held = np.tile(np.arange(16), (58, 1))
+    table = RoutingTable(Placement(held, num_experts=16), max_replicas=4)
+    target = changed(held, list(layers))
+    prepared = table.prepare(target, layers)
+
+    with Launches() as seen:
+        table.swap(prepared)
+
+    assert seen.names == launches
+    expected = RoutingTable(target, max_replicas=4)
+    assert torch.equal(table.slots, expected.slots)
+    assert torch.equal(table.cumulative, expected.cumulative)
+    assert table.generation == 2
+
+
+def test_what_a_kernel_reads_of_a_layer_is_contiguous() -> None:
+    table = RoutingTable(SHARED_HOT, max_replicas=3)
+
+    assert table.slots[1].is_contiguous()
+    assert table.cumulative[1].is_contiguous()
+    assert table.num_bytes == 2 * 2 * 8 * 3 * 4  # tensors x layers x experts x replicas x int32
 
 
 def test_shares_of_the_rank_s_own_node_are_used() -> None:

@@ -40,6 +40,13 @@ def test_slots_not_given_are_a_quarter_more_than_experts_on_equal_ranks() -> Non
     assert DemoSettings(nodes=1, ranks=1).slots == 64  # a second replica has no rank to go to
 
 
+def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
+    assert DemoSettings().spare_slots == 0
+    assert DemoSettings(spare_slots=2).slots == 80
+    with pytest.raises(ConfigError, match="spare_slots is '-1' in --setting spare_slots, expected"):
+        load_settings({}, config=None, environ={}, named={"spare_slots": "-1"})
+
+
 def test_paths_in_the_environment_are_separated_as_the_system_does() -> None:
     settings = load_settings({}, config=None, environ={"EPLB_TEXT": "a.txt:b"})
 

@@ -1,0 +1,117 @@
+"""Single moves: which weights differ between two placements, and where each one's bytes come from.
+
+Shapes:  L MoE layers, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from eplb.errors import MigrationError
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+
+
+class Source(IntEnum):
+    """Where a move's bytes come from, cheapest first."""
+
+    SAME_RANK = 0  # another slot of the receiving rank
+    PEER = 1  # a slot of another rank that the receiver can read from
+    HOST = 2  # the preload slab of the receiver's host
+    DISK = 3  # the checkpoint: preload fills the host slab first
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """One expert's weights into one slot."""
+
+    layer: int
+    expert: int
+    dst_slot: int
+    source: Source
+    src_slot: int = EMPTY  # for SAME_RANK and PEER
+
+
+class Sourcing:
+    """Gives each move its source, and remembers who has sent how much.
+
+    Peers that hold an expert take turns, so that no single one feeds every receiver.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._sent: Counter[int] = Counter()  # moves fed by each rank so far, over all layers
+
+    def readable(self, slot: int, holders: Iterable[int]) -> list[int]:
+        """Slots of ``holders`` that the rank of ``slot`` can read: its host's live ranks'."""
+        rank_of_slot, host_of_rank = self._topology.rank_of_slot, self._topology.host_of_rank
+        host = host_of_rank[rank_of_slot[slot]]
+        return [
+            holder
+            for holder in holders
+            if host_of_rank[rank_of_slot[holder]] == host
+            and self._topology.alive[rank_of_slot[holder]]
+        ]
+
+    def move(self, layer: int, expert: int, slot: int, holders: Sequence[int]) -> Move:
+        """The move of an expert into a slot, from its own rank, a peer, or else the host's slab."""
+        rank_of_slot = self._topology.rank_of_slot
+        for holder in holders:
+            if rank_of_slot[holder] == rank_of_slot[slot]:
+                return Move(layer, expert, slot, Source.SAME_RANK, holder)
+        near = self.readable(slot, holders)
+        if not near:
+            return Move(layer, expert, slot, Source.HOST)
+        holder = min(near, key=lambda h: (self._sent[int(rank_of_slot[h])], h))
+        self._sent[int(rank_of_slot[holder])] += 1
+        return Move(layer, expert, slot, Source.PEER, holder)
+
+
+def moves_between(base: Placement, target: Placement, topology: Topology) -> list[Move]:
+    """Every weight that must move to get from ``base`` to ``target``, each with its source.
+
+    The source is the receiver's own rank if it holds the expert, else a peer on its host, since
+    peers read each other's slots through memory, else the host's slab.
+
+    Raises:
+        MigrationError: the two placements differ in shape.
+    """
+    if base.slot_to_expert.shape != target.slot_to_expert.shape:
+        raise MigrationError(
+            f"the base placement has shape {base.slot_to_expert.shape}, "
+            f"the target {target.slot_to_expert.shape}, expected the same"
+        )
+    changed = np.argwhere(
+        (base.slot_to_expert != target.slot_to_expert) & (target.slot_to_expert != EMPTY)
+    )
+    sourcing = Sourcing(topology)
+    moves = []
+    for layer, slot in changed.tolist():
+        expert = int(target.slot_to_expert[layer, slot])
+        holders = np.flatnonzero(base.slot_to_expert[layer] == expert).tolist()
+        moves.append(sourcing.move(layer, expert, slot, holders))
+    return moves
+
+
+def rounds_of(moves: Iterable[Move], topology: Topology) -> tuple[tuple[Move, ...], ...]:
+    """Spread moves over rounds in which no rank receives twice and no rank sends twice."""
+    rounds: list[list[Move]] = []
+    busy: list[set[tuple[str, int]]] = []
+    for move in moves:
+        ends = {("receives", int(topology.rank_of_slot[move.dst_slot]))}
+        if move.source is Source.PEER:
+            ends.add(("sends", int(topology.rank_of_slot[move.src_slot])))
+        for taken, one_round in zip(busy, rounds, strict=True):
+            if not taken & ends:
+                taken |= ends
+                one_round.append(move)
+                break
+        else:
+            busy.append(set(ends))
+            rounds.append([move])
+    return tuple(tuple(one_round) for one_round in rounds)

@@ -1,0 +1,248 @@
+"""Spare slots: how a layer gets from one placement to the next without overwriting what serves.
+
+With spares, every rank keeps ``spare_slots`` slots of each layer EMPTY. A newcomer's bytes are
+written into such a slot, to which no token goes; then the routing table changes, and the slots of
+the experts that left are the spares of the next time. A policy need not know any of this:
+
+    full placement --compact--> without spares --policy--> target --expand--> full target
+
+A layer that gets more newcomers on one rank than this has EMPTY slots takes several steps. After
+each of them every expert is served and every rank has its spares again, so any step may be the
+last one.
+
+Shapes:  L MoE layers, E experts, S slots with spares, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import PlacementError, TopologyError
+from eplb.exchanges import Exchange, exchanges, in_turns
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+
+Row = NDArray[np.int32]  # [S] one layer of slot_to_expert
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What one change of the routing table does to a layer."""
+
+    fills: tuple[tuple[int, int], ...]  # (expert, slot); the slots were EMPTY before
+    frees: tuple[int, ...]  # slots that are EMPTY after it
+
+
+def without_spares(topology: Topology, spare_slots: int) -> Topology:
+    """The same ranks with ``spare_slots`` slots fewer on each.
+
+    Raises:
+        TopologyError: a rank has fewer slots than that.
+    """
+    left = topology.slots_of_rank - spare_slots
+    if spare_slots < 0 or (left < 0).any():
+        rank = int(np.argmin(left))
+        raise TopologyError(
+            f"rank {rank} has {topology.slots_of_rank[rank]} slots, "
+            f"expected 0 spares or more and at least as many slots, found {spare_slots} spares"
+        )
+    return replace(topology, slots_of_rank=left)
+
+
+def compact(
+    placement: Placement, topology: Topology, spare_slots: int
+) -> tuple[Placement, Topology]:
+    """The same experts on the same ranks in ``spare_slots`` slots fewer: what a policy plans on.
+
+    Experts keep their order on each rank; shares and generation are carried over.
+
+    Raises:
+        PlacementError: a rank has fewer EMPTY slots in some layer than spares.
+        TopologyError: a rank has fewer slots than spares.
+    """
+    smaller = without_spares(topology, spare_slots)
+    rank_of_slot = topology.rank_of_slot
+    is_empty = placement.slot_to_expert == EMPTY
+    order = np.argsort(2 * rank_of_slot + is_empty, axis=1, kind="stable")  # EMPTY ones last
+    nth = np.arange(topology.num_slots) - topology.first_slot[rank_of_slot]
+    is_spare = nth >= smaller.slots_of_rank[rank_of_slot]
+    held = np.take_along_axis(placement.slot_to_expert, order, axis=1)
+    overfull = np.argwhere((held != EMPTY) & is_spare)
+    if overfull.size:
+        layer, column = overfull[0]
+        raise PlacementError(
+            f"layer {layer}: rank {rank_of_slot[column]} has fewer than {spare_slots} EMPTY slots, "
+            "expected every rank to keep its spares"
+        )
+    kept = order[:, ~is_spare]
+    share, source_share = np.take_along_axis(placement.slot_share, kept, 1), placement.source_share
+    if source_share is not None:
+        source_share = np.take_along_axis(source_share, kept[None], axis=2)
+    scalars = placement.num_experts, placement.generation
+    return Placement(held[:, ~is_spare], *scalars, share, source_share), smaller
+
+
+def expand(
+    target: Placement, current: Placement, topology: Topology, spare_slots: int
+) -> Placement:
+    """The placement with spares that serves what ``target``, a compact one, says.
+
+    Experts that stay on a rank keep their slots, newcomers go into EMPTY ones, and the slots of
+    experts that leave become EMPTY. Shares and generation are those of ``target``.
+
+    Raises:
+        PlacementError: ``target`` is none of ``topology`` without its spares, or ``current`` is
+            none of ``topology``.
+    """
+    steps = steps_towards(target, current, topology, spare_slots)
+    held = current.slot_to_expert.copy()
+    for layer, steps_of_layer in enumerate(steps):
+        for step in steps_of_layer:
+            take(step, held[layer])
+    smaller = without_spares(topology, spare_slots)
+    place_of = _places(target.slot_to_expert, smaller)
+    layer_index, slots = np.nonzero(held != EMPTY)
+    places = place_of[layer_index, topology.rank_of_slot[slots], held[layer_index, slots]]
+    share = np.zeros(held.shape)
+    share[layer_index, slots] = target.slot_share[layer_index, places]
+    source_share = None
+    if target.source_share is not None:
+        source_share = np.zeros((len(target.source_share), *held.shape))
+        source_share[:, layer_index, slots] = target.source_share[:, layer_index, places]
+    return Placement(held, target.num_experts, target.generation, share, source_share)
+
+
+def take(step: LayerStep, row: Row) -> None:
+    """Change a layer's row of ``slot_to_expert`` as a step does."""
+    row[list(step.frees)] = EMPTY
+    for expert, slot in step.fills:
+        row[slot] = expert
+
+
+def steps_towards(
+    target: Placement, current: Placement, topology: Topology, spare_slots: int
+) -> list[list[LayerStep]]:
+    """[L] the steps by which each layer gets from ``current`` to ``target``, a compact placement.
+
+    As few as there can be: no rank trades more experts in a step than it has EMPTY slots, and an
+    expert whose last replica leaves a rank arrives elsewhere in the same step.
+
+    Raises:
+        PlacementError: as ``expand``.
+        TopologyError: no spares at all.
+    """
+    if spare_slots < 1:
+        raise TopologyError(f"found {spare_slots} spares on each rank, expected 1 or more")
+    smaller = without_spares(topology, spare_slots)
+    for name, placement, of in (("target", target, smaller), ("current", current, topology)):
+        if placement.num_slots != of.num_slots:
+            raise PlacementError(
+                f"the {name} placement has {placement.num_slots} slots a layer, "
+                f"expected {of.num_slots}"
+            )
+    compact(current, topology, spare_slots)  # refuses one without its spares
+    return [
+        _layer_steps(now, _held_on(then, smaller), topology)
+        for now, then in zip(current.slot_to_expert, target.slot_to_expert, strict=True)
+    ]
+
+
+def on_the_way(held: NDArray[np.int32], target: Placement) -> Placement:
+    """A placement of ``held`` [L, S], which is not yet that of ``target``, with legal shares.
+
+    Tokens go where the target sends them as far as that replica is there; an expert of which no
+    such replica is there is split evenly over those that are.
+    """
+    even = Placement(held, target.num_experts, target.generation)
+    is_there = (held == target.slot_to_expert) & (held != EMPTY)
+    share = _scaled(np.where(is_there, target.slot_share, 0.0), even)
+    source_share = None
+    if target.source_share is not None:
+        per_source = np.where(is_there, target.source_share, 0.0)
+        source_share = np.array([_scaled(wanted, even) for wanted in per_source])
+    return Placement(held, target.num_experts, target.generation, share, source_share)
+
+
+def _scaled(wanted: NDArray[np.float64], even: Placement) -> NDArray[np.float64]:
+    """[L, S] ``wanted`` scaled so that each expert's sum to 1; even ones where they sum to 0."""
+    held = even.slot_to_expert
+    experts = np.maximum(held, 0)
+    total = np.zeros((even.num_layers, even.num_experts))
+    np.add.at(total, (np.arange(len(held))[:, None], experts), wanted)
+    total_of_slot = np.take_along_axis(total, experts, axis=1)
+    share = even.slot_share.copy()
+    np.divide(wanted, total_of_slot, out=share, where=(held != EMPTY) & (total_of_slot > 0))
+    return share
+
+
+def _places(held: NDArray[np.int32], topology: Topology) -> NDArray[np.int64]:
+    """[L, R, E] the slot of each expert on each rank; EMPTY where it has none."""
+    shape = (len(held), topology.num_ranks, int(held.max()) + 1)
+    places = np.full(shape, EMPTY, dtype=np.int64)
+    layer, slot = np.nonzero(held != EMPTY)
+    places[layer, topology.rank_of_slot[slot], held[layer, slot]] = slot
+    return places
+
+
+def _held_on(row: Row, topology: Topology) -> set[tuple[int, int]]:
+    """(rank, expert) of every slot in use."""
+    slots = np.flatnonzero(row != EMPTY)
+    return set(zip(topology.rank_of_slot[slots].tolist(), row[slots].tolist(), strict=True))
+
+
+def _layer_steps(row: Row, then: set[tuple[int, int]], topology: Topology) -> list[LayerStep]:
+    """Put a layer's exchanges into steps, as many into each as the EMPTY slots allow."""
+    now = _held_on(row, topology)
+    if now == then:
+        return []
+    turns = in_turns(exchanges(sorted(now - then), sorted(then - now), now & then))
+    slots = _Slots(row, topology)
+    steps: list[LayerStep] = []
+    group: list[Exchange] = []
+    for turn in turns:
+        if group and not slots.fit([*group, *turn]):
+            steps.append(slots.exchange(group))
+            group = []
+        group = [*group, *turn]
+    return [*steps, slots.exchange(group)]
+
+
+class _Slots:
+    """The slots of one layer while its steps are laid out."""
+
+    def __init__(self, row: Row, topology: Topology) -> None:
+        self._slot_of: dict[tuple[int, int], int] = {}
+        self._empty: dict[int, deque[int]] = {}  # by rank, longest EMPTY first
+        for slot, (rank, expert) in enumerate(
+            zip(topology.rank_of_slot.tolist(), row.tolist(), strict=True)
+        ):
+            if expert == EMPTY:
+                self._empty.setdefault(rank, deque()).append(slot)
+            else:
+                self._slot_of[rank, expert] = slot
+
+    def fit(self, group: Sequence[Exchange]) -> bool:
+        """Say whether every newcomer of these exchanges finds an EMPTY slot."""
+        needed = Counter(each.to_rank for each in group if each.newcomer is not None)
+        return all(count <= len(self._empty.get(rank, ())) for rank, count in needed.items())
+
+    def exchange(self, group: Sequence[Exchange]) -> LayerStep:
+        """Make these exchanges, all at once."""
+        fills, frees = [], []
+        for each in group:
+            if each.newcomer is not None:
+                # The longest EMPTY first: it may be written soonest.
+                slot = self._empty[each.to_rank].popleft()
+                self._slot_of[each.to_rank, each.newcomer] = slot
+                fills.append((each.newcomer, slot))
+        for each in group:
+            if each.leaver is not None:
+                slot = self._slot_of.pop((each.from_rank, each.leaver))
+                self._empty.setdefault(each.from_rank, deque()).append(slot)
+                frees.append(slot)
+        return LayerStep(tuple(sorted(fills)), tuple(sorted(frees)))

@@ -1,0 +1,181 @@
+"""Transactions: the layers that swap together, and the two ways to get their weights into place.
+
+Shapes:  L MoE layers, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from eplb.errors import ConfigError, MigrationError
+from eplb.moves import Move, Sourcing, moves_between, rounds_of
+from eplb.placement import EMPTY, Placement
+from eplb.spares import LayerStep, take
+from eplb.topology import Topology
+
+Mode = Literal["copy", "flip"]
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """The layers that swap together at one step, and their moves in contention-free rounds."""
+
+    layers: tuple[int, ...]
+    rounds: tuple[tuple[Move, ...], ...]
+    # How many transactions of the migration must be complete on every rank before this one's bytes
+    # may be staged: an earlier one fills a slot that is read, or frees one that is written.
+    reads_after: int = 0
+    frees: tuple[tuple[int, int], ...] = ()  # (layer, slot) that become EMPTY; flip mode only
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves, round by round."""
+        return tuple(move for one_round in self.rounds for move in one_round)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How weights get into place, and how much moves at a time; frozen in each Migration.
+
+    copy: bytes go to the staging ring and are copied into live slots at the swap. A transaction
+    never needs more than ``staging_experts``, the ring's size, on any rank: it cannot run out.
+
+    flip: bytes go into EMPTY slots, of which every rank keeps ``spare_slots`` in each layer; the
+    swap changes nothing but the routing table.
+
+    Raises:
+        ConfigError: an unknown mode, flip mode without spares, or a figure that is too small.
+    """
+
+    staging_experts: int = 16
+    transactions_per_commit: int = 1
+    mode: Mode = "copy"
+    spare_slots: int = 0
+    layers_per_transaction: int = 0  # at most; 0: as many as fit
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"pace: mode is {self.mode!r}, expected 'copy' or 'flip'")
+        least = {"transactions_per_commit": 1, "layers_per_transaction": 0, "spare_slots": 0}
+        least |= {"spare_slots": 1} if self.mode == "flip" else {}
+        for name, limit in least.items():
+            found = getattr(self, name)
+            if found < limit:
+                raise ConfigError(
+                    f"pace: {name} is {found}, expected {limit} or more in {self.mode} mode"
+                )
+
+
+def copies(
+    base: Placement, target: Placement, topology: Topology, pace: Pace
+) -> tuple[Transaction, ...]:
+    """Transactions whose bytes fit the staging ring."""
+    per_layer: dict[int, list[Move]] = defaultdict(list)
+    for move in moves_between(base, target, topology):
+        per_layer[move.layer].append(move)
+    for layer in _layers_that_differ(base, target):
+        per_layer.setdefault(layer, [])
+    return tuple(
+        Transaction(
+            tuple(layers),
+            rounds_of((move for layer in layers for move in per_layer[layer]), topology),
+        )
+        for layers in _fill_transactions(per_layer, topology, pace)
+    )
+
+
+def _layers_that_differ(base: Placement, target: Placement) -> list[int]:
+    differs = (base.slot_to_expert != target.slot_to_expert).any(axis=1)
+    differs |= (base.slot_share != target.slot_share).any(axis=1)
+    if base.source_share is not target.source_share:
+        for placement in (base, target):
+            if placement.source_share is not None:
+                differs |= True
+    return [int(layer) for layer in np.flatnonzero(differs)]
+
+
+def _fill_transactions(
+    per_layer: dict[int, list[Move]], topology: Topology, pace: Pace
+) -> list[list[int]]:
+    """Put layers together, in layer order, while every rank's moves still fit its ring."""
+    transactions: list[list[int]] = []
+    used: Counter[int] = Counter()
+    room, most_layers = pace.staging_experts, pace.layers_per_transaction or len(per_layer)
+    for layer in sorted(per_layer):
+        need = Counter(int(topology.rank_of_slot[move.dst_slot]) for move in per_layer[layer])
+        for rank, count in need.items():
+            if count > room:
+                raise MigrationError(
+                    f"layer {layer} moves {count} experts into rank {rank}, "
+                    f"expected at most {room}, the size of the staging ring"
+                )
+        fits = all(used[rank] + count <= room for rank, count in need.items())
+        if not transactions or not fits or len(transactions[-1]) == most_layers:
+            transactions.append([])
+            used = Counter()
+        transactions[-1].append(layer)
+        used.update(need)
+    return transactions
+
+
+def flips(
+    base: Placement,
+    target: Placement,
+    steps: list[list[LayerStep]],
+    topology: Topology,
+    pace: Pace,
+) -> tuple[Transaction, ...]:
+    """Transactions that fill EMPTY slots: all layers' first steps, then their second, and so on."""
+    flipping = _Flipping(base, topology)
+    layers = _layers_that_differ(base, target)
+    transactions: list[Transaction] = []
+    nth = 0
+    while layers:
+        size = pace.layers_per_transaction or len(layers)
+        for first in range(0, len(layers), size):
+            of_layer = {
+                layer: steps[layer][nth : nth + 1] for layer in layers[first : first + size]
+            }
+            transactions.append(flipping.transaction(of_layer, len(transactions) + 1))
+        nth += 1
+        layers = [layer for layer in layers if len(steps[layer]) > nth]
+    return tuple(transactions)
+
+
+class _Flipping:
+    """What each slot holds while transactions are laid out, and since which of them."""
+
+    def __init__(self, base: Placement, topology: Topology) -> None:
+        self._held = base.slot_to_expert.copy()
+        self._since = np.zeros(self._held.shape, dtype=np.int64)  # transactions; 0: from the base
+        self._topology, self._sourcing = topology, Sourcing(topology)
+
+    def transaction(self, steps: dict[int, list[LayerStep]], number: int) -> Transaction:
+        """The ``number``-th transaction, counted from one, of one step of each layer at most."""
+        moves: list[Move] = []
+        frees: list[tuple[int, int]] = []
+        reads_after = 0
+        for layer, step in ((layer, step) for layer, one in steps.items() for step in one):
+            for expert, slot in step.fills:
+                move = self._move(layer, expert, slot)
+                used = [slot] if move.src_slot == EMPTY else [slot, move.src_slot]
+                reads_after = max(reads_after, int(self._since[layer, used].max()))
+                moves.append(move)
+            frees += [(layer, slot) for slot in step.frees]
+            take(step, self._held[layer])
+            self._since[layer, [*step.frees, *(slot for _, slot in step.fills)]] = number
+        return Transaction(
+            tuple(steps), rounds_of(moves, self._topology), reads_after, tuple(frees)
+        )
+
+    def _move(self, layer: int, expert: int, slot: int) -> Move:
+        """Bring an expert from a slot that still holds it then, the one that has it soonest."""
+        holders = np.flatnonzero(self._held[layer] == expert).tolist()
+        near = self._sourcing.readable(slot, holders)
+        soonest = min((self._since[layer, holder] for holder in near), default=0)
+        near = [holder for holder in near if self._since[layer, holder] == soonest]
+        return self._sourcing.move(layer, expert, slot, near)
