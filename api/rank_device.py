@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from api.worker_plan import WorkerPlan
 from eplb.errors import ConfigError
-from rebalance.links import SharedMemoryTransport
-from rebalance.slab import SlabReader
+from rebalance.choice import KnownRecords, choose_transport
+from rebalance.links import Peers, RankMemory, SharedPeers
+from rebalance.stage_settings import StageSettings
 from rebalance.transport import WeightTransport
 from runtime.checkpoint import Weights
 from runtime.compute import Experts, LoopExperts
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher
-from runtime.experts import ExpertBank, bank_bytes
+from runtime.experts import Arena, ExpertBank, PlainArena, bank_bytes
 from runtime.moe import Forward, MoEStack
 
 
@@ -38,6 +39,7 @@ class Device(Protocol):
 
     backend: str  # of torch.distributed
     device: torch.device
+    stage: StageSettings  # how much staging may take here
 
     def bank(self, group: dist.ProcessGroup) -> ExpertBank:
         """Reserve the memory of live slots and staging."""
@@ -49,9 +51,13 @@ class Device(Protocol):
         """Make what computes."""
 
     def transport(
-        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
-    ) -> WeightTransport:
-        """Make what brings weights."""
+        self,
+        memory: RankMemory,
+        handles: Mapping[int, str],
+        known: KnownRecords,
+        group: dist.ProcessGroup,
+    ) -> tuple[WeightTransport, str]:
+        """Pick what brings weights, and say why."""
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """Make what the loop calls."""
@@ -62,6 +68,7 @@ class CpuDevice:
 
     backend = "gloo"
     device = torch.device("cpu")
+    stage = StageSettings()
 
     def __init__(self, plan: WorkerPlan, rank: int) -> None:
         torch.set_num_threads(1)
@@ -85,10 +92,18 @@ class CpuDevice:
         return LoopExperts(bank)
 
     def transport(
-        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
-    ) -> WeightTransport:
-        """Peers' shared memory, or the host's slab."""
-        return SharedMemoryTransport(self._rank, self._plan.topology, bank, slab, handles)
+        self,
+        memory: RankMemory,
+        handles: Mapping[int, str],
+        known: KnownRecords,
+        group: dist.ProcessGroup,
+    ) -> tuple[WeightTransport, str]:
+        """Peers' shared memory and the host's slab, or the slab alone."""
+
+        def attach() -> Peers:
+            return SharedPeers(memory.rank, known.topology, memory.bank, handles)
+
+        return choose_transport(memory, attach, known, group)
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """The stack itself."""
@@ -99,6 +114,7 @@ class GpuDevice:
     """One GPU of a node whose GPUs can read each other's memory."""
 
     backend = "cpu:gloo,cuda:nccl"
+    stage = StageSettings.while_serving()
 
     def __init__(self, plan: WorkerPlan, rank: int) -> None:
         found = torch.cuda.device_count()
@@ -109,9 +125,15 @@ class GpuDevice:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self._plan, self._rank = plan, rank
+        self._arena: Arena | None = None
+        self._unmapped = ""  # why the GPUs cannot read each other
 
     def bank(self, group: dist.ProcessGroup) -> ExpertBank:
-        """Reserve GPU memory that every rank of the node maps."""
+        """Reserve GPU memory that every rank of the node maps, or, where none can, its own alone.
+
+        What cannot be mapped is refused on every rank alike: ``transport`` then takes all weights
+        through the host, and says so.
+        """
         # Imported here and below: none of it is needed, or there, on a CPU.
         from runtime.symmetric import SymmetricArena
 
@@ -119,7 +141,11 @@ class GpuDevice:
         slots = plan.topology.slots_of_rank
         shape = (plan.schema, plan.model.num_layers)
         num_bytes = bank_bytes(*shape, int(slots.max()), plan.staging_experts)
-        self._arena = SymmetricArena(num_bytes, group, self.device)
+        try:
+            self._arena = SymmetricArena(num_bytes, group, self.device)
+        except ConfigError as exc:
+            self._unmapped = str(exc)
+            self._arena = PlainArena(num_bytes, self.device)
         return ExpertBank(
             *shape,
             int(slots[self._rank]),
@@ -153,12 +179,22 @@ class GpuDevice:
         return GroupedExperts(bank, usual_rows=2 * pairs // plan.topology.num_slots)
 
     def transport(
-        self, bank: ExpertBank, slab: SlabReader, handles: Mapping[int, str]
-    ) -> WeightTransport:
-        """Peers' GPU memory by copy engine, or the host's slab by DMA."""
-        from rebalance.gpu_links import SymmetricTransport
+        self,
+        memory: RankMemory,
+        handles: Mapping[int, str],
+        known: KnownRecords,
+        group: dist.ProcessGroup,
+    ) -> tuple[WeightTransport, str]:
+        """Peers' GPU memory by copy engine and the host's slab by DMA, or the slab alone."""
+        return choose_transport(memory, lambda: self._peers(memory, known), known, group)
 
-        return SymmetricTransport(self._rank, self._plan.topology, bank, slab, self._arena)
+    def _peers(self, memory: RankMemory, known: KnownRecords) -> Peers:
+        from rebalance.gpu_links import SymmetricPeers
+        from runtime.symmetric import SymmetricArena
+
+        if not isinstance(self._arena, SymmetricArena):
+            raise ConfigError(self._unmapped)
+        return SymmetricPeers(memory.rank, known.topology, memory.bank, self._arena)
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """The stack as a CUDA graph where the dispatcher's shapes are fixed, else as it is."""

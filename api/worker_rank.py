@@ -29,8 +29,9 @@ from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import RankError, StoreError
 from eplb.placement import Placement
 from rebalance.agent import RankAgent
+from rebalance.choice import KnownRecords
 from rebalance.digests import agree_on_digests
-from rebalance.links import fill_bank
+from rebalance.links import RankMemory, fill_bank
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
@@ -135,6 +136,10 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     )
     handles: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(handles, bank.handle, group=start_up)
+    known = KnownRecords(placement, topology, digests)
+    memory = RankMemory(rank, bank, slab)
+    transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
+    log.info("rank %d: transport: %s", rank, why)
     counter = SlotCounter(model.num_layers, bank.num_slots, place.device)
     dispatcher, why = place.dispatcher(group, counter)
     log.info("rank %d: dispatcher: %s", rank, why)
@@ -154,11 +159,11 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     counter.drain()  # proving and warming up were no load
     reporter = Reporter(store)
     agent = RankAgent(
-        AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps),
+        AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps, stage=place.stage),
         RankParts(rank, bank, table, counter, dispatcher, digests),
         Links(
             votes,
-            place.transport(bank, slab, dict(enumerate(handles))),
+            transport,
             store,
             reporter,
         ),

@@ -25,12 +25,13 @@ from eplb.placement import EMPTY, Placement
 from rebalance import phases
 from rebalance.digests import agree_on_digests
 from rebalance.fence import Fence
-from rebalance.mover import Mover, PhaseBox
+from rebalance.mover import Mover, MoverParts
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.phases import Phase, PlanRef, RankPhase, Swap
 from rebalance.sampling import SampleLabel, Sampler
 from rebalance.vote import NO_PLAN, Ballot, Verdict
 from rebalance.voter import Voter
+from rebalance.waiting import PhaseBox
 from rebalance.watcher import Watcher
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
@@ -49,12 +50,10 @@ class RankAgent:
         self._stepped_at = time.monotonic()
         self._box = PhaseBox(RankPhase(generation=placement.generation))
         self._mover = Mover(
-            parts.rank,
-            settings.topology,
-            parts.bank,
-            parts.table,
+            MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
             links.transport,
-            parts.digests,
+            settings.stage,
+            dead=links.votes.dead,
         )
         self._sampler = Sampler(
             SampleLabel(settings.deployment, settings.run, parts.rank, settings.load_phase),
@@ -215,6 +214,18 @@ class RankAgent:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
         self._wants_halt = True
 
+    def pause_staging(self) -> None:
+        """Hold weights back, during a prefill or a transfer of KV cache, say; from any thread.
+
+        It goes on at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
+        """
+        self._mover.pause()
+
+    def resume_staging(self) -> None:
+        """Let weights flow again; from any thread."""
+        self._mover.resume()
+        self._box.wake()
+
     def close(self) -> None:
         """Stop the threads and leave the group. The last samples are the reporter's to flush."""
         self._watcher.close()
@@ -344,7 +355,7 @@ class RankAgent:
         with self._box.changed:
             state = self._box.state
             migration = self._migration if state.plan is not None else None
-        to_stage = 0
+        stage, to_stage = self._mover.figures(), 0
         if migration is not None:
             to_stage = sum(len(self._mover.own_moves(txn)) for txn in migration.transactions)
         return RankState(
@@ -358,12 +369,13 @@ class RankAgent:
             applied=state.applied,
             sequence=self._sampler.num_cut,
             detail={
-                "bytes_by_source": dict(self._mover.bytes_by_source),
+                "bytes_by_source": dict(stage.bytes_by_source),
                 "experts_moved": self.figures.experts_moved,
                 "rebalances": self.figures.rebalances,
                 "prepared": state.prepared,
-                "staged": self._mover.num_staged,
+                "staged": stage.num_staged,
                 "to_stage": to_stage,
+                "stage": stage.as_detail(),
                 "swap_pauses_ms": self.figures.swap_pauses_ms[-256:],
                 "frozen": state.frozen_reason,
                 "weights_version": self._fence.version,

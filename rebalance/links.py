@@ -3,71 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from eplb.errors import MigrationError
-from eplb.migration import Move, Source
+from eplb.migration import Source
 from eplb.topology import Topology
 from rebalance.slab import Digest, SlabReader
-from rebalance.transport import Record
+from rebalance.transport import HOST, Place, Record
 from runtime.experts import ExpertBank, PeerBank
+from runtime.streams import Completion, new_stream, on_stream
 
 
-def holder_of(move: Move, rank: int, topology: Topology) -> tuple[int, int]:
-    """(rank, slot of that rank) that a move of ``rank`` takes its bytes from.
+class Peers(Protocol):
+    """Live slots of other ranks that can be read without their help."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Whose."""
+
+    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a slot's bytes from ``offset`` on, on this thread's stream.
+
+        Raises:
+            MigrationError: it cannot be ordered.
+        """
+
+
+def ranks_beside(rank: int, topology: Topology) -> list[int]:
+    """The other ranks of a rank's host."""
+    hosts = topology.host_of_rank
+    return [p for p in range(topology.num_ranks) if p != rank and hosts[p] == hosts[rank]]
+
+
+class NoPeers:
+    """Nobody's slots can be read: all bytes come from the rank's own slots and the host's slab."""
+
+    ranks: frozenset[int] = frozenset()
+
+    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
+        """Refuse."""
+        raise MigrationError(f"layer {layer}: {place} cannot be read, expected the host's slab")
+
+
+class SharedPeers:
+    """Peers' banks in shared memory: the CPU's counterpart of a peer GPU's mapped memory.
+
+    Args:
+        rank: the reader.
+        topology: says which ranks are on its host.
+        bank: the reader's own.
+        handles: of every rank's bank.
 
     Raises:
-        MigrationError: that rank is on another host, whose memory cannot be read from here.
-    """
-    owner = int(topology.rank_of_slot[move.src_slot])
-    if topology.host_of_rank[owner] != topology.host_of_rank[rank]:
-        raise MigrationError(
-            f"layer {move.layer} expert {move.expert}: rank {owner} is on another host, "
-            "expected a source on this one"
-        )
-    return owner, move.src_slot - int(topology.first_slot[owner])
-
-
-class SharedMemoryTransport:
-    """Same rank, a peer of the same host, or the host's slab; nobody else is asked to help.
-
-    This is the CPU's counterpart of a copy-engine pull from a peer GPU's memory.
+        MigrationError: a peer's memory cannot be attached.
     """
 
     def __init__(
-        self,
-        rank: int,
-        topology: Topology,
-        bank: ExpertBank,
-        slab: SlabReader,
-        handles: Mapping[int, str],
+        self, rank: int, topology: Topology, bank: ExpertBank, handles: Mapping[int, str]
     ) -> None:
-        self._rank, self._topology, self._bank, self._slab = rank, topology, bank, slab
-        self._peers = {
-            peer: PeerBank(handle, bank, int(topology.slots_of_rank[peer]))
-            for peer, handle in handles.items()
-            if peer != rank and topology.host_of_rank[peer] == topology.host_of_rank[rank]
+        self._banks = {
+            peer: PeerBank(handles[peer], bank, int(topology.slots_of_rank[peer]))
+            for peer in ranks_beside(rank, topology)
         }
+        self.ranks = frozenset(self._banks)
+
+    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
+        """Copy a part of a peer's slot."""
+        self._banks[place.rank].read(layer, place.slot, into, offset)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank reads beside its peers' slots."""
+
+    rank: int
+    bank: ExpertBank
+    slab: SlabReader
+
+
+class PullTransport:
+    """The rank's own slots, its peers', and its host's slab; nobody else is asked to help.
+
+    On a GPU copies run on two streams of the lowest priority, so that a slow host never holds up a
+    fast peer; no kernel of serving ever waits for either.
+    """
+
+    def __init__(self, memory: RankMemory, peers: Peers) -> None:
+        self._rank, self._bank, self._slab = memory.rank, memory.bank, memory.slab
+        self._peers, self._device = peers, memory.bank.device
+        self._is_cuda = self._device.type == "cuda"
+        self._from_peers = new_stream(self._device) if self._is_cuda else None
+        self._from_host = new_stream(self._device) if self._is_cuda else None
+        self.readable = peers.ranks | {memory.rank}
 
     def begin(self) -> None:
-        """Nothing to do: a CPU thread has no device and no stream."""
+        """Bind the mover's thread to this rank's device and to a stream of its own, for digests.
+
+        A new thread starts on device 0 and on the default stream, which serving may be using.
+        """
+        if self._is_cuda:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(new_stream(self._device))
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host's slab hold these records; return the bytes that came from disk."""
         _, from_disk = self._slab.load(records, deadline_s=deadline_s)
         return from_disk
 
-    def pull(self, move: Move, into: torch.Tensor) -> None:
-        """Copy the bytes of a move from its source into ``into`` [record_bytes]."""
-        if move.source in (Source.HOST, Source.DISK):
-            self._slab.read((move.layer, move.expert), into)
-            return
-        owner, slot = holder_of(move, self._rank, self._topology)
-        if owner == self._rank:
-            into.copy_(self._bank.live(move.layer, slot))
-        else:
-            self._peers[owner].read(move.layer, slot, into)
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a record."""
+        with on_stream(self._from_host if place == HOST else self._from_peers):
+            if place == HOST:
+                self._slab.read_part(record, offset, into)
+            elif place.rank == self._rank:
+                live = self._bank.live(record[0], place.slot)
+                into.copy_(live[offset : offset + len(into)], non_blocking=True)
+            else:
+                self._refuse_unreadable(record, place)
+                self._peers.read(place, record[0], offset, into)
+            return Completion(is_cuda=self._is_cuda)
+
+    def _refuse_unreadable(self, record: Record, place: Place) -> None:
+        if place.rank not in self.readable:
+            raise MigrationError(
+                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
+                f"{self._rank}, expected one of {sorted(self.readable)}"
+            )
 
 
 class LocalTransport:
@@ -80,8 +144,9 @@ class LocalTransport:
         banks: Sequence[ExpertBank],
         records: Mapping[Record, torch.Tensor],
     ) -> None:
-        self._topology, self._rank, self._banks = topology, rank, banks
+        self._rank, self._banks = rank, banks
         self._on_disk, self._on_host = records, dict[Record, torch.Tensor]()
+        self.readable = frozenset([rank, *ranks_beside(rank, topology)])
 
     def begin(self) -> None:
         """Nothing to do: a CPU thread has no device and no stream."""
@@ -97,13 +162,19 @@ class LocalTransport:
                 from_disk += len(self._on_disk[record])
         return from_disk
 
-    def pull(self, move: Move, into: torch.Tensor) -> None:
-        """Copy the bytes of a move from its source into ``into`` [record_bytes]."""
-        if move.source in (Source.HOST, Source.DISK):
-            into.copy_(self._on_host[(move.layer, move.expert)])
-            return
-        owner, slot = holder_of(move, self._rank, self._topology)
-        into.copy_(self._banks[owner].live(move.layer, slot))
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Copy a part of a record."""
+        if place.source is Source.HOST:
+            held = self._on_host[record]
+        elif place.rank in self.readable:
+            held = self._banks[place.rank].live(record[0], place.slot)
+        else:
+            raise MigrationError(
+                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
+                f"{self._rank}, expected one of {sorted(self.readable)}"
+            )
+        into.copy_(held[offset : offset + len(into)])
+        return Completion(is_cuda=False)
 
 
 def fill_bank(

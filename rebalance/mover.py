@@ -1,99 +1,45 @@
 """What brings a migration's bytes to a rank: preload, then stage, one transaction at a time.
 
 It never touches a slot that serves, and it tells the phase machine what it has; it decides nothing.
+
+``Mover.work`` is a generator that says what it waits for and never waits itself: a thread drives it
+in a rank (``bring``), a scheduler may drive it step by step, over a simulated transport and clock.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eplb.errors import MigrationError, PlacementError
-from eplb.migration import Migration, Mode, Move, Source, Transaction
-from eplb.placement import Placement
+from eplb.migration import Migration, Mode, Move, Transaction
+from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance import phases
-from rebalance.phases import Phase, RankPhase
+from rebalance.figures import StageFigures
+from rebalance.lanes import Pull
+from rebalance.phases import Phase
+from rebalance.ring import StagingRing
+from rebalance.sources import Sources
+from rebalance.stage_settings import StageSettings
+from rebalance.staging import Stager
 from rebalance.transport import WeightTransport
+from rebalance.waiting import WAIT_S, PhaseBox, Wait, drive
 from runtime.experts import ExpertBank
-from runtime.memory import digest
 from runtime.routing import RoutingTable, TableLayers
-from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
 
-
-class PhaseBox:
-    """The phase machine's state, shared by the threads of one rank."""
-
-    def __init__(self, state: RankPhase) -> None:
-        self.state = state
-        self.changed = threading.Condition()
-        self.is_closing = False  # the rank halts: what was not swapped yet never will be
-
-    def close(self) -> None:
-        """End every wait for news: no step follows that could bring any."""
-        with self.changed:
-            self.is_closing = True
-            self.changed.notify_all()
-
-    def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
-        """Apply a transition of ``rebalance.phases`` and wake whoever waits."""
-        with self.changed:
-            self.state = transition(self.state, *news)
-            self.changed.notify_all()
-            return self.state
-
-
-class StagingRing:
-    """Which staging entries are free, and which hold which move's bytes. Guarded by the box.
-
-    An entry that was swapped from is free only once that copy is complete, not when it is ordered:
-    on a GPU the host runs ahead (vLLM pull 32881 is a buffer overwritten while it was copied).
-    """
-
-    def __init__(self, num_entries: int) -> None:
-        self._free = list(range(num_entries))
-        self._held: dict[Move, int] = {}
-        self._copying: deque[tuple[Completion, list[int]]] = deque()
-
-    @property
-    def num_free(self) -> int:
-        """Entries that may be written now."""
-        while self._copying and self._copying[0][0].is_complete():
-            self._free.extend(self._copying.popleft()[1])
-        return len(self._free)
-
-    @property
-    def oldest_copy(self) -> Completion | None:
-        """The copy that will free entries next, if one is under way."""
-        return self._copying[0][0] if self._copying else None
-
-    def take(self, move: Move) -> int:
-        """Reserve an entry for a move."""
-        entry = self._free.pop()
-        self._held[move] = entry
-        return entry
-
-    def release(self, moves: Sequence[Move], completion: Completion) -> None:
-        """Give the entries of moves back once their copy into the live slots is complete."""
-        self._copying.append((completion, [self._held.pop(move) for move in moves]))
-
-    def release_all(self) -> None:
-        """Give every entry back: the plan was dropped."""
-        self._free.extend(self._held.values())
-        self._held.clear()
-
-    def entry(self, move: Move) -> int:
-        """Return the entry that holds a move's bytes."""
-        return self._held[move]
+def nobody() -> frozenset[int]:
+    """No rank is known to be dead."""
+    return frozenset()
 
 
 @dataclass(frozen=True)
@@ -104,150 +50,216 @@ class Serving:
     table: TableLayers
 
 
+@dataclass(frozen=True)
+class MoverParts:
+    """The pieces of a rank that its mover works with."""
+
+    rank: int
+    topology: Topology
+    bank: ExpertBank
+    table: RoutingTable
+    digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks at the start
+
+
 class Mover:
-    """Brings one rank's share of each migration."""
+    """Brings one rank's share of each migration.
+
+    Args:
+        parts: the rank's pieces.
+        transport: where bytes come from.
+        settings: what staging may take.
+        dead: ranks that are known to be gone; no source of anything.
+        clock: of seconds, for budgets and deadlines.
+    """
 
     def __init__(
         self,
-        rank: int,
-        topology: Topology,
-        bank: ExpertBank,
-        table: RoutingTable,
+        parts: MoverParts,
         transport: WeightTransport,
-        digests: torch.Tensor,
+        settings: StageSettings,
+        *,
+        dead: Callable[[], frozenset[int]] = nobody,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._topology = rank, topology
-        self._bank, self._table, self._transport = bank, table, transport
-        self._digests = digests  # [L, E, 2] of every expert, agreed by all ranks at the start
-        self.ring = StagingRing(bank.num_staging)
-        self.bytes_by_source: Counter[str] = Counter()
-        self.preload_deadline_s = 120.0
+        self._parts, self._transport = parts, transport
+        self._settings, self._clock = settings, clock
+        self._sources = Sources(parts.rank, parts.topology, transport.readable, dead)
+        self._stager = Stager(transport, self._sources, parts.digests, settings, clock)
+        self.ring = StagingRing(parts.bank.num_staging)
         self.serving: list[Serving] = []  # of the migration being brought, one per transaction
-        self.num_staged = 0  # of the migration being brought
+
+    # -- from any thread
+
+    def figures(self) -> StageFigures:
+        """How staging stands."""
+        return self._stager.meter.snapshot(
+            num_quarantined=self._sources.num_quarantined,
+            ring_in_use=self.ring.num_in_use,
+            ring_entries=self.ring.num_entries,
+        )
+
+    def pause(self) -> None:
+        """Order no further chunk until ``resume``, or until the hold's deadline."""
+        self._stager.hold.pause(self._settings.pause_deadline_s)
+
+    def resume(self) -> None:
+        """Let staging go on; whoever drives ``work`` is to be woken too."""
+        self._stager.hold.resume()
+
+    def own_moves(self, transaction: Transaction) -> list[Move]:
+        """Return the moves of a transaction that end in this rank's slots, in round order."""
+        rank_of_slot = self._parts.topology.rank_of_slot
+        return [m for m in transaction.moves if rank_of_slot[m.dst_slot] == self._parts.rank]
+
+    # -- on the mover's thread
 
     def begin(self) -> None:
         """Make the calling thread this mover's."""
         self._transport.begin()
 
-    def prepare_serving(self, migration: Migration) -> None:
+    def bring(self, migration: Migration, box: PhaseBox) -> None:
+        """Work one migration off: returns when it is done or dropped, or the rank halts."""
+        drive(self.work(migration, box), box, self._clock)
+
+    def work(self, migration: Migration, box: PhaseBox) -> Iterator[Wait]:
+        """Work one migration off, step by step; ends when it is done or dropped, or the rank halts.
+
+        Each Wait says when to resume; news in the box are always a reason to. When it has ended,
+        nothing that it ordered writes any more.
+        """
+        plan_id = migration.plan_id
+        self._stager.meter.restart()
+        self._stager.forget_preloaded()
+        try:
+            yield from self._bring(migration, box)
+        except (MigrationError, PlacementError) as exc:
+            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {exc}")
+        except Exception:
+            log.exception("rank %d: the mover failed", self._parts.rank)
+            reason = f"rank {self._parts.rank}: the mover failed, see the log"
+            box.update(phases.freeze, reason)
+        is_quiet = yield from self._drain(box)
+        yield from self._wait_for_end(box, plan_id, is_quiet=is_quiet)
+
+    def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
+        plan_id = migration.plan_id
+        self._prepare_serving(migration)
+        if not (yield from self._preload(migration, box)):
+            return
+        box.update(phases.preloaded, plan_id)
+        for number, transaction in enumerate(migration.transactions):
+            moves = self.own_moves(transaction)
+            if not (yield from self._wait_for_room(box, migration, number)):
+                return
+            held, mode = self._readable(migration, number), migration.pace.mode
+            pulls = [Pull(move, self.destination(move, mode), held) for move in moves]
+            if not (yield from self._stager.stage(pulls, lambda: box.is_wanted(plan_id))):
+                return
+            box.update(phases.staged, plan_id, number + 1)
+
+    def _prepare_serving(self, migration: Migration) -> None:
         """Work out, off the step path, what serves after each transaction."""
         self.serving = []
         for number, transaction in enumerate(migration.transactions):
             serving = migration.placement_after(number + 1)
-            entries = self._table.prepare(serving, transaction.layers)
+            entries = self._parts.table.prepare(serving, transaction.layers)
             self.serving.append(Serving(serving, entries))
 
-    def own_moves(self, transaction: Transaction) -> list[Move]:
-        """Return the moves of a transaction that end in this rank's slots, in round order."""
-        rank_of_slot = self._topology.rank_of_slot
-        return [move for move in transaction.moves if rank_of_slot[move.dst_slot] == self._rank]
-
-    def bring(self, migration: Migration, box: PhaseBox) -> None:
-        """Work one migration off: returns when it is done or dropped, or the rank halts."""
-        plan_id, self.num_staged = migration.plan_id, 0
-        try:
-            self.prepare_serving(migration)
-            self._preload(migration)
-            box.update(phases.preloaded, plan_id)
-            for number, transaction in enumerate(migration.transactions):
-                moves = self.own_moves(transaction)
-                through_ring = moves if migration.pace.mode == "copy" else []
-                if not self._wait_for_room(box, plan_id, transaction.reads_after, through_ring):
-                    break
-                for move in moves:
-                    if not _is_wanted(box, plan_id):
-                        break
-                    self._stage(move, self._destination(move, migration.pace.mode))
-                else:
-                    box.update(phases.staged, plan_id, number + 1)
-                    continue
-                break
-        except (MigrationError, PlacementError) as exc:
-            box.update(phases.want_abort, plan_id, f"rank {self._rank}: {exc}")
-        except Exception:
-            log.exception("rank %d: the mover failed", self._rank)
-            box.update(phases.freeze, f"rank {self._rank}: the mover failed, see the log")
-        self._wait_for_end(box, plan_id)
-
-    def _preload(self, migration: Migration) -> None:
-        from_host = (Source.HOST, Source.DISK)
+    def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
+        """Have the host hold what is taken from it, some records at a time; False if unwanted."""
         records = [
             (move.layer, move.expert)
-            for transaction in migration.transactions
+            for number, transaction in enumerate(migration.transactions)
             for move in self.own_moves(transaction)
-            if move.source in from_host
+            if self._stager.starts_on_host(move, self._readable(migration, number))
         ]
-        from_disk = self._transport.preload(records, self.preload_deadline_s)
-        self.bytes_by_source["disk"] += from_disk
+        at_once = self._settings.preload_records
+        for first in range(0, len(records), at_once):
+            if not box.is_wanted(migration.plan_id):
+                return False
+            self._stager.preload(records[first : first + at_once])
+            yield Wait("nothing: others may take their turn", self._clock())
+        return True
+
+    def _readable(self, migration: Migration, number: int) -> NDArray[np.int32]:
+        """[L, S] experts in the slots that a transaction may read, EMPTY in all others.
+
+        A slot may be read if it was filled before the transaction may be staged, and if no earlier
+        transaction frees it: another rank may be writing what was freed.
+        """
+        filled = self._held_after(migration, migration.transactions[number].reads_after)
+        kept = self._held_after(migration, number)
+        return np.where(filled == kept, filled, EMPTY)
+
+    def _held_after(self, migration: Migration, num_transactions: int) -> NDArray[np.int32]:
+        after = self.serving[num_transactions - 1].placement if num_transactions else migration.base
+        return after.slot_to_expert
+
+    def destination(self, move: Move, mode: Mode) -> torch.Tensor:
+        """The memory [record_bytes] that a move's bytes are brought to before they serve.
+
+        A staging entry, or in flip mode the EMPTY slot itself: no token is routed there yet.
+        """
+        if mode == "copy":
+            return self._parts.bank.staging(self.ring.entry(move))
+        first_slot = int(self._parts.topology.first_slot[self._parts.rank])
+        return self._parts.bank.live(move.layer, move.dst_slot - first_slot)
 
     def _wait_for_room(
-        self, box: PhaseBox, plan_id: int, reads_after: int, moves: list[Move]
-    ) -> bool:
-        """Wait until bytes may be staged, and the ring has room for ``moves``.
+        self, box: PhaseBox, migration: Migration, number: int
+    ) -> Generator[Wait, None, bool]:
+        """Wait until a transaction may be staged; False when the plan is not wanted any more.
 
-        False when the plan is not wanted any more.
+        A vote that adopts the plan, or drops it, comes by the votes' own deadlines. A swap's copies
+        have one here.
         """
+        transaction, copy, deadline = migration.transactions[number], None, 0.0
+        moves = self.own_moves(transaction) if migration.pace.mode == "copy" else []
         while True:
             with box.changed:
-                if not _is_wanted(box, plan_id):
+                if not box.is_wanted(migration.plan_id):
                     return False
-                may_stage = phases.may_stage(box.state, reads_after)
+                may_stage = phases.may_stage(box.state, transaction.reads_after)
                 if may_stage and self.ring.num_free >= len(moves):
                     for move in moves:
                         self.ring.take(move)
                     return True
-                copy = self.ring.oldest_copy if may_stage else None
-                if copy is None:
-                    box.changed.wait(WAIT_S)
-            if copy is not None:
-                copy.wait()
+                found = self.ring.oldest_copy if may_stage else None
+            now = self._clock()
+            if found is None:
+                yield Wait("a vote, or a swap that frees staging entries", now + WAIT_S)
+                continue
+            if found is not copy:
+                copy, deadline = found, now + self._settings.pull_deadline_s
+            elif now >= deadline:
+                raise MigrationError(
+                    "a swap's copies have not ended "
+                    f"{self._settings.pull_deadline_s:.3g} s after they were ordered"
+                )
+            yield Wait("the copies of a swap", deadline, (copy,))
 
-    def _destination(self, move: Move, mode: Mode) -> torch.Tensor:
-        """Where a move's bytes are written: its staging entry, or in flip mode its EMPTY slot."""
-        if mode == "copy":
-            return self._bank.staging(self.ring.entry(move))
-        first_slot = int(self._topology.first_slot[self._rank])
-        return self._bank.live(move.layer, move.dst_slot - first_slot)
+    def _drain(self, box: PhaseBox) -> Generator[Wait, None, bool]:
+        """Wait until nothing writes; False if that cannot be had, and then no plan is adopted."""
+        try:
+            yield from self._stager.drain()
+        except Exception as exc:
+            # Too late or a broken device: what may still be written must not be used again.
+            log.exception("rank %d: copies cannot be ended", self._parts.rank)
+            box.update(phases.freeze, f"rank {self._parts.rank}: copies cannot be ended: {exc}")
+            return False
+        return True
 
-    def _stage(self, move: Move, record: torch.Tensor) -> None:
-        """Copy one expert into ``record`` and prove it; the host's copy is a second try."""
-        expected = tuple(self._digests[move.layer, move.expert].tolist())
-        self._transport.pull(move, record)
-        if digest(record) != expected:
-            move = self._retry_from_host(move, record, expected)
-        source = Source.HOST if move.source is Source.DISK else move.source
-        self.bytes_by_source[source.name.lower()] += len(record)
-        self.num_staged += 1
-
-    def _retry_from_host(self, move: Move, record: torch.Tensor, expected: tuple[int, ...]) -> Move:
-        again = replace(move, source=Source.HOST)
-        self.bytes_by_source["rejected"] += len(record)
-        self._transport.preload([(move.layer, move.expert)], self.preload_deadline_s)
-        self._transport.pull(again, record)
-        if digest(record) != expected:
-            raise MigrationError(
-                f"layer {move.layer} expert {move.expert}: the bytes from "
-                f"{move.source.name.lower()} and from the host have another digest than the expert "
-                "had at the start"
-            )
-        return again
-
-    def _wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+    def _wait_for_end(
+        self, box: PhaseBox, plan_id: int, *, is_quiet: bool
+    ) -> Generator[Wait, None, None]:
+        while True:
+            with box.changed:
+                if not box.is_live(plan_id):
+                    break
+            yield Wait("the vote that ends the plan", self._clock() + WAIT_S)
         with box.changed:
-            while _is_live(box, plan_id):
-                box.changed.wait(WAIT_S)
             if box.state.phase is Phase.ABORTED:
-                # Only this thread writes what is staged, and it is here: nothing is in flight.
-                self.ring.release_all()
+                # Only this generator has staging entries written, and all it ordered has ended.
+                if is_quiet:
+                    self.ring.release_all()
                 box.update(phases.aborted)
-
-
-def _is_live(box: PhaseBox, plan_id: int) -> bool:
-    """Say whether a verdict on a plan may still come."""
-    state = box.state
-    is_current = state.plan is not None and state.plan.plan_id == plan_id
-    return is_current and state.phase is not Phase.ABORTED and not box.is_closing
-
-
-def _is_wanted(box: PhaseBox, plan_id: int) -> bool:
-    return _is_live(box, plan_id) and not box.state.abort_reason

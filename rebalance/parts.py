@@ -10,6 +10,7 @@ import torch
 
 from eplb.load import Phase as LoadPhase
 from eplb.topology import Topology
+from rebalance.stage_settings import StageSettings
 from rebalance.transport import VoteGroup, WeightTransport
 from rebalance.watcher import SampleSink
 from runtime.counters import SlotCounter
@@ -30,6 +31,7 @@ class AgentSettings:
     vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
     vote_deadline_s: float = 30.0
     load_phase: LoadPhase = "mixed"
+    stage: StageSettings = field(default_factory=StageSettings)
 
 
 @dataclass(frozen=True)

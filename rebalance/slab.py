@@ -206,25 +206,37 @@ class SlabReader:
 
     def read(self, record: Record, into: torch.Tensor) -> None:
         """Copy a record that ``load`` has answered for."""
-        span = record_span(record, self._num_experts, self._record_bytes)
+        self.read_part(record, 0, into)
         if into.is_cuda:
-            self._read_to_gpu(record, torch.from_numpy(self._slab[span]), into)
-        else:
-            np.copyto(into.numpy(), self._slab[span])
+            torch.cuda.current_stream().synchronize()
 
-    def _read_to_gpu(self, record: Record, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy by DMA, on this thread's stream; a record's pages are registered when first read."""
-        if record not in self._registered:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            status = runtime.cudaHostRegister(source.data_ptr(), len(source), 0)
-            if int(status) != 0:
-                raise MigrationError(
-                    f"host {self._name}: layer {record[0]} expert {record[1]} cannot be registered "
-                    f"with CUDA (status {status}), expected memory that may be locked"
-                )
-            self._registered.add(record)
-        into.copy_(source, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a record's bytes from ``offset`` on, on this thread's stream.
+
+        On a CPU it is complete on return; on a GPU once the stream has passed it.
+        """
+        start = record_span(record, self._num_experts, self._record_bytes).start + offset
+        part = self._slab[start : start + len(into)]
+        if into.is_cuda:
+            self._register(record)
+            into.copy_(torch.from_numpy(part), non_blocking=True)
+        else:
+            np.copyto(into.numpy(), part)
+
+    def _register(self, record: Record) -> None:
+        """Register a record's pages with CUDA when it is first read, so that DMA can read them."""
+        if record in self._registered:
+            return
+        span = record_span(record, self._num_experts, self._record_bytes)
+        source = torch.from_numpy(self._slab[span])
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(source.data_ptr(), len(source), 0)
+        if int(status) != 0:
+            raise MigrationError(
+                f"host {self._name}: layer {record[0]} expert {record[1]} cannot be registered "
+                f"with CUDA (status {status}), expected memory that may be locked"
+            )
+        self._registered.add(record)
 
     def _answer_to(self, number: int, what: str, deadline_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,15 +19,38 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import RankError
-from eplb.migration import Move
+from eplb.migration import Source
 from rebalance.lifelines import Address, Lifelines
 from rebalance.vote import Outcome
+from runtime.streams import Completion
 
 Record = tuple[int, int]  # (layer, expert)
 
 
+NO_RANK = -1
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a record's bytes lie: a slot of a rank, or the slab of the receiver's host."""
+
+    source: Source  # SAME_RANK, PEER or HOST
+    rank: int = NO_RANK
+    slot: int = -1  # of that rank, from 0 on
+
+    def __str__(self) -> str:
+        return "the host" if self == HOST else f"slot {self.slot} of rank {self.rank}"
+
+
+HOST = Place(Source.HOST)
+
+
 class WeightTransport(Protocol):
     """Moves one rank's bytes. Called from the agent's mover thread only."""
+
+    @property
+    def readable(self) -> frozenset[int]:
+        """Ranks whose live slots can be pulled from, this one included."""
 
     def begin(self) -> None:
         """Make the calling thread the mover's: its device, its stream."""
@@ -34,15 +58,21 @@ class WeightTransport(Protocol):
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host hold these records; return the bytes that came from disk for it.
 
+        The one call that may block, up to ``deadline_s``. Where time is simulated it answers at
+        once.
+
         Raises:
             MigrationError: the host cannot, or not in time.
         """
 
-    def pull(self, move: Move, into: torch.Tensor) -> None:
-        """Copy the bytes of a move from its source into ``into`` [record_bytes].
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
+
+        Returns:
+            What tells when the bytes have landed; on a CPU they have on return.
 
         Raises:
-            MigrationError: the source cannot be read.
+            MigrationError: the place cannot be read.
         """
 
 

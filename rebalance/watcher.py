@@ -17,7 +17,8 @@ from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
 from rebalance import phases
-from rebalance.mover import Mover, PhaseBox
+from rebalance.mover import Mover
+from rebalance.waiting import PhaseBox
 from telemetry.store import Control, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens

@@ -199,6 +199,38 @@ class PeerBank:
         arena = attach(handle, (num_live + mine.num_staging) * size)
         self._live = arena[: num_live * size].reshape(mine.num_layers, num_slots, size)
 
-    def read(self, layer: int, slot: int, into: torch.Tensor) -> None:
-        """Copy the record of one of the peer's slots into ``into``."""
-        np.copyto(into.numpy(), self._live[layer, slot])
+    def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
+        """Copy the record of one of the peer's slots into ``into``, from byte ``offset`` on."""
+        np.copyto(into.numpy(), self._live[layer, slot, offset : offset + len(into)])
+
+
+class PlainArena:
+    """Memory of one device that no other process can read: its ranks feed each other by host."""
+
+    handle = ""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+class PendingDigest:
+    """The digest of a record, worked out on this thread's stream. On a CPU it is there at once."""
+
+    def __init__(self, record: torch.Tensor) -> None:
+        if record.is_cuda:
+            from runtime.kernels.digest import digest_records
+
+            sums = torch.empty((1, 2), dtype=torch.int64, device=record.device)
+            digest_records(record.view(1, -1), sums)
+            # Pinned: a copy into pageable memory would make the host wait for it here.
+            self._sums = torch.empty((1, 2), dtype=torch.int64, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+        else:
+            self._sums = torch.tensor([digest(record)], dtype=torch.int64)
+        self.completion = Completion(is_cuda=record.is_cuda)
+
+    def value(self) -> tuple[int, int]:
+        """The digest, as ``runtime.memory.digest`` gives it; only once it is complete."""
+        assert self.completion.is_complete(), "a digest is read once it is worked out"
+        plain, weighted = self._sums[0].tolist()
+        return plain, weighted

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from eplb.errors import ConfigError
 from eplb.topology import Topology
+from runtime.agreement import first_refusal
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher, Received
 
@@ -148,7 +149,7 @@ def choose_dispatcher(
             wrong = check_dispatcher(made, counter, trial, group)
         except ConfigError as exc:
             wrong = str(exc)
-        wrong = _first_refusal(wrong, group)
+        wrong = first_refusal(wrong, group)
         if not wrong and made is not None:
             made.forget_steps()
             passed = f"{candidate} gives right results on {group.size()} ranks"
@@ -169,11 +170,3 @@ def _makers(
         "deepep_normal": lambda: DeepEPNormal(shape, group, counter),
         "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
     }
-
-
-def _first_refusal(mine: str, group: dist.ProcessGroup) -> str:
-    """What the lowest rank that refuses says; "" if none does. Alike on every rank."""
-    said: list[str] = [""] * group.size()
-    dist.all_gather_object(said, mine, group=group)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    return refusals[0] if refusals else ""

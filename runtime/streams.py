@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     """Make a stream of the lowest priority."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Order on ``stream``; None is for a CPU, which has none."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
 
 
 class Completion:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError, MigrationError
+from runtime.agreement import first_refusal
 from runtime.experts import ExpertBank
 
 
@@ -21,22 +22,23 @@ class SymmetricArena:
     Never freed while serving: freeing one synchronises the device.
 
     Raises:
-        ConfigError: the GPUs cannot map each other's memory, or a peer reads wrong bytes.
+        ConfigError: the GPUs cannot map each other's memory, or a peer reads wrong bytes; on every
+            rank if on one.
     """
 
     def __init__(self, num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self._rank, self._size, self._group = group.rank(), group.size(), group
+        wrong = ""
         try:
             self.bytes: torch.Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
             self._mapping: Any = symmetric.rendezvous(self.bytes, group)
         except RuntimeError as exc:
-            raise ConfigError(
-                f"rank {self._rank}: the GPUs cannot map each other's memory, expected all ranks "
-                f"of a node to: {exc}"
-            ) from exc
-        self._self_test()
+            wrong = f"the GPUs cannot map each other's memory, expected all of a node to: {exc}"
+        # All hear of one rank's refusal: they would wait for it in the next collective.
+        self._refuse_if_any(wrong)
+        self._refuse_if_any(self._self_test())
 
     @property
     def handle(self) -> str:
@@ -49,21 +51,24 @@ class SymmetricArena:
         mapped: torch.Tensor = self._mapping.get_buffer(rank, size, torch.uint8)
         return mapped
 
-    def _self_test(self) -> None:
+    def _refuse_if_any(self, mine: str) -> None:
+        wrong = first_refusal(mine, self._group)
+        if wrong:
+            raise ConfigError(wrong)
+
+    def _self_test(self) -> str:
         """Read a mark from every peer: a mapping that exists may still be wrong."""
-        mark = self.bytes[:8].view(torch.int64)
+        mark, wrong = self.bytes[:8].view(torch.int64), ""
         mark.fill_(0x5EED + self._rank)
         torch.cuda.synchronize()
         dist.barrier(self._group)
         for rank in range(self._size):
             found = int(self.peer(rank)[:8].view(torch.int64).item())
             if found != 0x5EED + rank:
-                raise ConfigError(
-                    f"rank {self._rank} reads {found:#x} from the memory of rank {rank}, "
-                    f"expected {0x5EED + rank:#x}"
-                )
+                wrong = f"reads {found:#x} from rank {rank}, expected {0x5EED + rank:#x}"
         dist.barrier(self._group)
         self.bytes[:8].zero_()
+        return wrong
 
 
 class SymmetricPeer:
@@ -75,15 +80,17 @@ class SymmetricPeer:
         self._rank = rank
         self._live = arena.peer(rank)[: num_live * size].view(mine.num_layers, num_slots, size)
 
-    def read(self, layer: int, slot: int, into: torch.Tensor) -> None:
-        """Copy the record of one of the peer's slots into ``into``, on this thread's stream.
+    def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
+        """Order the copy of one of the peer's slots into ``into``, from byte ``offset`` on.
+
+        It runs on this thread's stream, by copy engine.
 
         Raises:
-            MigrationError: the copy failed.
+            MigrationError: the copy cannot be ordered.
         """
         try:
-            into.copy_(self._live[layer, slot], non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            part = self._live[layer, slot, offset : offset + len(into)]
+            into.copy_(part, non_blocking=True)
         except RuntimeError as exc:
             raise MigrationError(
                 f"layer {layer} slot {slot} of rank {self._rank} cannot be read: {exc}"

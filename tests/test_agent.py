@@ -228,7 +228,7 @@ def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
 
 def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> None:
     for agent in group.agents:
-        agent._mover._digests[2, 2] += 1
+        agent._parts.digests[2, 2] += 1
 
     group.publish(FULL)
     group.step_until(lambda: group.store.published() is None)
@@ -237,6 +237,25 @@ def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> Non
     assert committed is not None
     assert group.serving() == committed.placement.slot_to_expert.tolist()
     assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
+
+
+def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
+    for agent in group.agents:
+        agent.pause_staging()
+    group.publish(FULL)
+    group.step_until(lambda: all(agent.phase == "stage" for agent in group.agents))
+    for _ in range(20):
+        group.step()
+    assert not any("peer" in a.describe().detail["bytes_by_source"] for a in group.agents)
+    assert group.agents[0].describe().detail["stage"]["ring_in_use"] == 4
+
+    for agent in group.agents:
+        agent.resume_staging()
+    group.step_until(lambda: committed_generation(group) == 1)
+
+    detail = group.agents[0].describe().detail["stage"]
+    assert detail["links"]["peer"]["throttled_s"] > 0
+    assert detail["ring_entries"] == 4
 
 
 def test_samples_never_span_a_swap_and_cover_every_step(group: Group) -> None:

@@ -17,17 +17,18 @@ import torch
 
 from eplb.errors import MigrationError
 from eplb.load import LoadSample
-from eplb.migration import Migration, Move, Pace, build_migration
+from eplb.migration import Migration, Pace, build_migration
 from eplb.placement import EMPTY, Placement, check_fits
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
 from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.transport import LocalVotes
+from rebalance.transport import LocalVotes, Place, Record
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry import open_store
 from telemetry.memory import MemoryStore
 from telemetry.store import Control, LoadStore, RankState
@@ -67,17 +68,17 @@ class WatchedTransport(LocalTransport):
     """Looks, at each pull, whether a slot that some rank routes to is written."""
 
     group: Group
-    rank: int
     is_torn = False  # leaves half of a record behind, and fails
 
-    def pull(self, move: Move, into: torch.Tensor) -> None:
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy, and look before and after."""
-        self.group.check_is_empty(move)
+        self.group.check_is_empty(self._rank, into)
         if self.is_torn:
             into[: len(into) // 2].fill_(255)
             raise MigrationError("the link broke in the middle of a record")
-        super().pull(move, into)
-        self.group.check_is_empty(move)
+        landed = super().pull(record, place, offset, into)
+        self.group.check_is_empty(self._rank, into)
+        return landed
 
 
 @dataclass
@@ -88,12 +89,16 @@ class Group:
     clocks: list[Clockwork]
     transports: list[WatchedTransport]
     tables: list[RoutingTable]
-    routed_when_written: list[Move]
+    routed_when_written: list[tuple[int, int]]
 
-    def check_is_empty(self, move: Move) -> None:
+    def check_is_empty(self, rank: int, into: torch.Tensor) -> None:
+        """Find the slot that ``into`` lies in, and whether any rank routes to it."""
+        bank, first_slot = self.banks[rank], int(TOPOLOGY.first_slot[rank])
+        from_start = into.data_ptr() - bank.live(0, 0).data_ptr()
+        layer, slot = divmod(from_start // SCHEMA.record_bytes, bank.num_slots)
         for agent in self.agents:
-            if agent.placement.slot_to_expert[move.layer, move.dst_slot] != EMPTY:
-                self.routed_when_written.append(move)
+            if agent.placement.slot_to_expert[layer, first_slot + slot] != EMPTY:
+                self.routed_when_written.append((layer, first_slot + slot))
 
     def step(self) -> None:
         for agent in self.agents:

@@ -22,16 +22,18 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import MigrationError, RankError
-from eplb.migration import Move, Source
+from eplb.migration import Source
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
-from rebalance.links import LocalTransport, SharedMemoryTransport
+from rebalance.links import LocalTransport, PullTransport, RankMemory, SharedPeers
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
 from rebalance.transport import (
+    HOST,
     GlooVotes,
     LocalVotes,
     PendingVote,
+    Place,
     Record,
     VoteGroup,
     WeightTransport,
@@ -243,9 +245,12 @@ class Pulling:
     bank: ExpertBank
     write_at_peer: Callable[[int, int, int], object]  # layer, slot, the byte to fill it with
 
-    def pull(self, move: Move) -> torch.Tensor:
+    def pull(self, record: Record, place: Place) -> torch.Tensor:
+        """A whole record, in three chunks."""
         into = torch.zeros(self.bank.schema.record_bytes, dtype=torch.uint8)
-        self.transport.pull(move, into)
+        for offset in range(0, len(into), 2000):
+            part = into[offset : offset + 2000]
+            assert self.transport.pull(record, place, offset, part).is_complete()
         return into
 
 
@@ -293,7 +298,8 @@ def pulling(
     with peer_process(small_schema) as (handle, write):
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
-        yield Pulling(SharedMemoryTransport(0, TOPOLOGY, mine, reader, handles), mine, write)
+        shared = SharedPeers(0, TOPOLOGY, mine, handles)
+        yield Pulling(PullTransport(RankMemory(0, mine, reader), shared), mine, write)
     reader.close()
     slab.close()
 
@@ -307,21 +313,23 @@ def cooked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torc
 def test_a_slot_of_the_same_rank_is_copied(pulling: Pulling) -> None:
     pulling.bank.live(1, 1).fill_(9)
 
-    assert (pulling.pull(Move(1, 0, 0, Source.SAME_RANK, 1)) == 9).all()
+    assert (pulling.pull((1, 0), Place(Source.SAME_RANK, 0, 1)) == 9).all()
 
 
 def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
-    to_read = Move(0, 3, 1, Source.PEER, 4)  # slot 4 is the last of rank 1's three
+    last_of_three = Place(Source.PEER, 1, 2)
     for byte in (7, 8):
         pulling.write_at_peer(0, 2, byte)
-        assert (pulling.pull(to_read) == byte).all()
+        assert (pulling.pull((0, 3), last_of_three) == byte).all()
 
-    assert not pulling.pull(Move(1, 3, 1, Source.PEER, 4)).any()  # another layer
+    assert not pulling.pull((1, 3), last_of_three).any()  # another layer
 
 
 def test_a_peer_on_another_host_is_refused_in_words(pulling: Pulling) -> None:
-    with pytest.raises(MigrationError, match="layer 0 expert 3: rank 2 is on another host"):
-        pulling.pull(Move(0, 3, 1, Source.PEER, 5))
+    assert pulling.transport.readable == {0, 1}
+
+    with pytest.raises(MigrationError, match="layer 0 expert 3: rank 2 cannot be read by rank 0"):
+        pulling.pull((0, 3), Place(Source.PEER, 2, 0))
 
 
 def test_a_record_is_preloaded_from_disk_once_and_then_copied(
@@ -330,9 +338,7 @@ def test_a_record_is_preloaded_from_disk_once_and_then_copied(
     loaded = [pulling.transport.preload([(1, 6)], DEADLINE_S) for _ in range(2)]
 
     assert loaded == [small_schema.record_bytes, 0]
-    for source in (Source.HOST, Source.DISK):
-        pulled = pulling.pull(Move(1, 6, 0, source))
-        assert torch.equal(pulled, cooked(small_checkpoint, small_schema, (1, 6)))
+    assert torch.equal(pulling.pull((1, 6), HOST), cooked(small_checkpoint, small_schema, (1, 6)))
 
 
 def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:

@@ -1,0 +1,126 @@
+"""The start-up proof of the transport: every rank pulls a known record from everywhere it may.
+
+Memory that is mapped may still be the wrong memory. What a rank cannot read, no rank relies on: all
+of them take the same way, so that a rank's speed does not depend on luck, and they say why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from eplb.errors import ConfigError, MigrationError
+from eplb.migration import Source
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+from rebalance.links import NoPeers, Peers, PullTransport, RankMemory
+from rebalance.transport import HOST, Place, Record
+from runtime.agreement import first_refusal
+from runtime.memory import digest
+from runtime.streams import Completion
+
+PROOF_DEADLINE_S = 60.0
+POLL_S = 0.001
+
+
+@dataclass(frozen=True)
+class KnownRecords:
+    """What every rank holds before it serves, and what that must digest to."""
+
+    placement: Placement
+    topology: Topology
+    digests: torch.Tensor  # [L, E, 2]
+
+    def held_by(self, rank: int) -> list[tuple[Record, int]]:
+        """(record, slot of that rank) of the first and the last slot that it holds an expert in."""
+        held = self.placement.slot_to_expert[:, self.topology.slots_on(rank)]
+        found = [
+            ((layer, expert), slot)
+            for layer, slots in enumerate(held.tolist())
+            for slot, expert in enumerate(slots)
+            if expert != EMPTY
+        ]
+        return found[:1] + found[-1:]
+
+
+def choose_transport(
+    memory: RankMemory,
+    open_peers: Callable[[], Peers],
+    known: KnownRecords,
+    group: dist.ProcessGroup,
+) -> tuple[PullTransport, str]:
+    """Make the transport that every rank has proved; collective, and alike on every rank.
+
+    Args:
+        memory: this rank's.
+        open_peers: attaches the peers of this rank's host.
+        known: what the live slots of all ranks hold now.
+        group: every rank, at start-up.
+
+    Returns:
+        The transport, and one sentence that says why it was picked.
+
+    Raises:
+        MigrationError: some rank reads wrong bytes from its own slots or the slab of its host.
+    """
+    wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
+    if wrong:
+        raise MigrationError(f"a rank reads wrong bytes from its own slots or its host: {wrong}")
+    made: PullTransport | None = None
+    try:
+        made = PullTransport(memory, open_peers())
+        wrong = _wrong_with(made, known, memory)
+    except (ConfigError, MigrationError) as exc:
+        wrong = str(exc)
+    wrong = first_refusal(wrong, group)
+    if made is None or wrong:
+        why = f"all weights come through the host, because peers cannot be read: {wrong}"
+        return PullTransport(memory, NoPeers()), why
+    return made, f"peers' slots and the host's slab give right bytes on {group.size()} ranks"
+
+
+def _places(
+    transport: PullTransport, known: KnownRecords, rank: int
+) -> Iterator[tuple[Record, Place]]:
+    """Every kind of place, once or twice."""
+    for record, slot in known.held_by(rank):
+        yield record, Place(Source.SAME_RANK, rank, slot)
+        yield record, HOST
+    for peer in sorted(transport.readable - {rank}):
+        for record, slot in known.held_by(peer):
+            yield record, Place(Source.PEER, peer, slot)
+
+
+def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemory) -> str:
+    """What is wrong first; "" if nothing is. Nothing serves yet, so this may wait."""
+    size, device = memory.bank.schema.record_bytes, memory.bank.device
+    into = torch.empty(size, dtype=torch.uint8, device=device)
+    for record, place in _places(transport, known, memory.rank):
+        where = f"layer {record[0]} expert {record[1]} from {place}"
+        try:
+            if place == HOST:
+                transport.preload([record], PROOF_DEADLINE_S)
+            into.zero_()
+            Completion(is_cuda=into.is_cuda).wait()  # zeros on this stream, the pull on another
+            half = size // 2  # an offset other than 0 is to be right too
+            landed = [transport.pull(record, place, at, into[at:][:half]) for at in (0, half)]
+            if not all(_is_complete_in_time(completion) for completion in landed):
+                return f"{where} has not landed in {PROOF_DEADLINE_S:.0f} s"
+        except MigrationError as exc:
+            return f"{where}: {exc}"
+        if digest(into) != tuple(known.digests[record].tolist()):
+            return f"{where} has another digest than the expert"
+    return ""
+
+
+def _is_complete_in_time(completion: Completion) -> bool:
+    deadline = time.monotonic() + PROOF_DEADLINE_S
+    while not completion.is_complete():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)  # a device's event can be asked, or waited for without end
+    return True

@@ -1,0 +1,176 @@
+"""A kind of link as staging sees it: records in line, chunks under way, and when more may go."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.errors import MigrationError
+from eplb.migration import Move
+from rebalance.figures import Link, StageMeter
+from rebalance.stage_settings import BURST_CHUNKS, LinkSettings, StageSettings
+from rebalance.throttle import Hold, TokenBucket
+from rebalance.transport import Place, Record
+from runtime.streams import Completion
+
+
+@dataclass(eq=False)
+class Pull:
+    """One move's bytes on their way."""
+
+    move: Move
+    into: torch.Tensor  # [record_bytes]
+    held: NDArray[np.int32]  # [L, S] experts in the slots that may be read, EMPTY in others
+    places: tuple[Place, ...] = ()  # of this attempt; chunks come from them in turn
+    offset: int = 0  # bytes ordered in this attempt
+    num_chunks: int = 0  # ordered in this attempt
+    num_flying: int = 0
+    has_failed: bool = False  # this attempt: begun anew once its chunks have landed
+    num_tried: int = 0
+    suspected: tuple[Place, ...] = ()  # gave wrong bytes together
+    failed: dict[Place, str] = field(default_factory=dict)  # and why
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"layer {self.move.layer} expert {self.move.expert}"
+
+    @property
+    def record(self) -> Record:
+        """(layer, expert)."""
+        return self.move.layer, self.move.expert
+
+    def begin(self, places: tuple[Place, ...]) -> None:
+        """Start an attempt from its first byte."""
+        self.places, self.num_tried = places, self.num_tried + 1
+        self.offset, self.num_chunks, self.has_failed = 0, 0, False
+
+    def next_place(self, is_alive: Callable[[Place], bool]) -> Place | None:
+        """The next of the attempt's places in turn; None when none is left alive."""
+        for place in self.places:
+            if place not in self.failed and not is_alive(place):
+                self.failed[place] = f"rank {place.rank} is dead"
+        left = [place for place in self.places if place not in self.failed]
+        return left[self.num_chunks % len(left)] if left else None
+
+
+@dataclass
+class Chunk:
+    """A part of a record that was ordered."""
+
+    pull: Pull
+    completion: Completion
+    num_bytes: int
+    deadline: float
+
+
+class Lane:
+    """One kind of link of one rank."""
+
+    def __init__(self, link: Link, settings: StageSettings, meter: StageMeter, hold: Hold) -> None:
+        own: LinkSettings = getattr(settings, link.value)
+        self.link, self.chunk_bytes = link, own.chunk_bytes
+        self.flying: deque[Chunk] = deque()
+        self._queue: deque[Pull] = deque()
+        self._in_flight, self._deadline_s = settings.in_flight, settings.pull_deadline_s
+        self._meter, self._hold, self._clock = meter, hold, hold.clock
+        burst_bytes = BURST_CHUNKS * own.chunk_bytes
+        self._bucket = TokenBucket(own.bytes_per_second, burst_bytes, hold.clock)
+        self._active_since: float | None = None
+        self._held_since: float | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Say whether something is in line or under way."""
+        return bool(self._queue or self.flying)
+
+    def add(self, pull: Pull) -> None:
+        """Put a record in line."""
+        self._queue.append(pull)
+        if self._active_since is None:
+            self._active_since = self._clock()
+
+    def next(self) -> Pull | None:
+        """The record whose next chunk may go now, if there is one."""
+        if not self._queue or len(self.flying) >= self._in_flight:
+            return None
+        now = self._clock()
+        if self.ready_at() > now:
+            if self._held_since is None:
+                self._held_since = now
+            return None
+        if self._held_since is not None:
+            self._meter.spent(self.link, throttled_s=now - self._held_since)
+            self._held_since = None
+        return self._queue[0]
+
+    def ready_at(self) -> float:
+        """When the next chunk may go, by the budget and the engine's hold; never for none."""
+        if not self._queue or len(self.flying) >= self._in_flight:
+            return math.inf
+        pull = self._queue[0]
+        num_bytes = min(self.chunk_bytes, len(pull.into) - pull.offset)
+        return max(self._bucket.ready_at(num_bytes), self._hold.ready_at())
+
+    def ordered(self, pull: Pull, num_bytes: int, completion: Completion) -> None:
+        """Note that the next chunk of a record, the first in line, is under way."""
+        self._bucket.take(num_bytes)
+        deadline = self._clock() + self._deadline_s
+        self.flying.append(Chunk(pull, completion, num_bytes, deadline))
+        pull.offset += num_bytes
+        pull.num_chunks, pull.num_flying = pull.num_chunks + 1, pull.num_flying + 1
+        if pull.offset == len(pull.into):
+            self._queue.popleft()
+
+    def give_up(self, pull: Pull) -> None:
+        """Take a record, the first in line, out again."""
+        assert self._queue[0] is pull, "only the record whose turn it is can fail"
+        self._queue.popleft()
+        self.rest()
+
+    def land(self) -> Pull | None:
+        """Take note of the oldest chunk if it has landed, and return its record.
+
+        Raises:
+            MigrationError: it has not, and is overdue.
+        """
+        if not self.flying:
+            return None
+        chunk = self.flying[0]
+        if not chunk.completion.is_complete():
+            if self._clock() < chunk.deadline:
+                return None
+            raise MigrationError(
+                f"{chunk.pull.name}: {chunk.num_bytes} bytes from "
+                f"{' or '.join(map(str, chunk.pull.places))} have not landed in "
+                f"{self._deadline_s:.3g} s"
+            )
+        self.flying.popleft()
+        chunk.pull.num_flying -= 1
+        self._meter.landed(self.link, chunk.num_bytes)
+        return chunk.pull
+
+    def clear(self) -> None:
+        """Forget everything; nothing may be under way any more."""
+        self._queue.clear()
+        self.flying.clear()
+        self.rest()
+
+    def stop(self) -> None:
+        """Order nothing more."""
+        self._queue.clear()
+
+    def rest(self) -> None:
+        """Stop the watch if there is nothing left to do."""
+        if self.is_active or self._active_since is None:
+            return
+        now = self._clock()
+        held_s = 0.0 if self._held_since is None else now - self._held_since
+        self._meter.spent(self.link, active_s=now - self._active_since, throttled_s=held_s)
+        self._active_since = self._held_since = None

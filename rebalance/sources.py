@@ -1,0 +1,132 @@
+"""Where a rank may take a record from, best first, and what it must not use again.
+
+Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
+host's slab, which disk fills. A move that was planned from the host takes that first. A slot or a
+host record that gave wrong bytes is not used again by this rank in this run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.migration import Move, Source
+from eplb.topology import Topology
+from rebalance.transport import HOST, Place
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # the first, and two from elsewhere
+Key = tuple[int, int, int]  # (layer, rank, slot), or (layer, NO_RANK, expert) of a host's record
+
+
+class Sources:
+    """What one rank may read.
+
+    Args:
+        rank: the receiver.
+        topology: says which slots a rank has.
+        readable: ranks whose live slots can be read from here, this one included.
+        dead: ranks that are known to be gone by now.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        readable: frozenset[int],
+        dead: Callable[[], frozenset[int]],
+    ) -> None:
+        self._rank, self._topology = rank, topology
+        self._readable, self._dead = readable, dead
+        self._quarantined: set[Key] = set()
+        self._suspects: set[Key] = set()  # one of several that gave wrong bytes together
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots and host records that are not used any more."""
+        return len(self._quarantined)
+
+    def is_alive(self, place: Place) -> bool:
+        """Say whether a place can still be read; a dead peer's memory may vanish at any moment."""
+        return place.rank not in self._dead()
+
+    def choose(
+        self, move: Move, held: NDArray[np.int32], failed: Sequence[Place], num_tried: int
+    ) -> tuple[Place, ...]:
+        """Return the places to pull from next, in turn; () when there is none left.
+
+        Args:
+            move: what is to be brought.
+            held: [L, S] experts in the slots that may be read for it, EMPTY in others.
+            failed: places that have already failed for this move.
+            num_tried: attempts so far.
+        """
+
+        def is_usable(place: Place) -> bool:
+            is_known_bad = place in failed or _key(move, place) in self._quarantined
+            return not is_known_bad and self.is_alive(place)
+
+        if num_tried >= MAX_ATTEMPTS:
+            return ()
+        is_last = num_tried == MAX_ATTEMPTS - 1
+        for places in self._in_order(move, held, host_first=is_last):
+            usable = tuple(place for place in places if is_usable(place))
+            if usable:
+                return usable
+        return ()
+
+    def _in_order(
+        self, move: Move, held: NDArray[np.int32], *, host_first: bool
+    ) -> Iterator[tuple[Place, ...]]:
+        holders = self.holders(move, held)
+        is_from_host = move.source in (Source.HOST, Source.DISK)
+        if is_from_host or host_first:
+            yield (HOST,)
+        yield from ((place,) for place in holders if place.source is Source.SAME_RANK)
+        peers = [place for place in holders if place.source is Source.PEER]
+        yield tuple(place for place in peers if _key(move, place) not in self._suspects)
+        yield from ((place,) for place in peers)
+        yield (HOST,)
+
+    def holders(self, move: Move, held: NDArray[np.int32]) -> list[Place]:
+        """Slots in reach that hold a move's expert, by ``held`` [L, S]; the planned one first."""
+        slots = np.flatnonzero(held[move.layer] == move.expert).tolist()
+        places = [self._place(slot) for slot in sorted(slots, key=lambda s: s != move.src_slot)]
+        alive = self._topology.alive
+        return [place for place in places if place.rank in self._readable and alive[place.rank]]
+
+    def _place(self, slot: int) -> Place:
+        owner = int(self._topology.rank_of_slot[slot])
+        source = Source.SAME_RANK if owner == self._rank else Source.PEER
+        return Place(source, owner, slot - int(self._topology.first_slot[owner]))
+
+    def wrong(self, move: Move, places: Sequence[Place]) -> None:
+        """Note that the bytes from ``places`` together were not the expert's."""
+        if len(places) > 1:
+            # Any of them may be to blame: none is read together with others any more.
+            self._suspects |= {_key(move, place) for place in places}
+            return
+        self._quarantined.add(_key(move, places[0]))
+        log.warning(
+            "layer %d expert %d: %s gave wrong bytes and is not read again by rank %d",
+            move.layer,
+            move.expert,
+            places[0],
+            self._rank,
+        )
+
+    def right(self, move: Move, place: Place, suspected: Sequence[Place]) -> None:
+        """Note that ``place`` alone gave right bytes, after ``suspected`` together had not."""
+        self._suspects.discard(_key(move, place))
+        others = [other for other in suspected if other != place]
+        left = [other for other in others if _key(move, other) not in self._quarantined]
+        if len(others) < len(suspected) and len(left) == len(others) == 1:
+            self.wrong(move, left)
+
+
+def _key(move: Move, place: Place) -> Key:
+    return move.layer, place.rank, move.expert if place == HOST else place.slot

@@ -1,0 +1,248 @@
+"""Phase two, stage: brings records in chunks, within budgets, and proves each before it counts.
+
+    in line -> chunks under way -> landed -> digest under way -> right: done
+       ^                                          | wrong, or a source failed
+       +------------ from the next source --------+
+
+``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when only time or
+the device can bring it further. Records follow one another without a gap: while one is digested the
+next is pulled. Nothing is written but the destinations that the caller gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.errors import MigrationError
+from eplb.migration import Move
+from rebalance.figures import Link, StageMeter
+from rebalance.lanes import Lane, Pull
+from rebalance.sources import Sources
+from rebalance.stage_settings import StageSettings
+from rebalance.throttle import Hold
+from rebalance.transport import HOST, Record, WeightTransport
+from rebalance.waiting import Wait
+from runtime.experts import PendingDigest
+from runtime.streams import Completion
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A record that has landed and is being digested."""
+
+    digest: PendingDigest
+    pull: Pull
+    deadline: float
+
+
+class Stager:
+    """Brings records for one rank; used by one thread."""
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        sources: Sources,
+        digests: torch.Tensor,
+        settings: StageSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport, self._sources, self._digests = transport, sources, digests
+        self._settings, self._clock = settings, clock
+        self.meter, self.hold = StageMeter(), Hold(clock)
+        self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
+        self._checking: deque[_Check] = deque()
+        self._on_host: set[Record] = set()  # records that preload has answered for
+
+    # -- preload
+
+    def preload(self, records: Sequence[Record]) -> None:
+        """Have the host hold records. May block; see WeightTransport.preload.
+
+        Raises:
+            MigrationError: the host cannot, or not in time.
+        """
+        missing = [record for record in records if record not in self._on_host]
+        if missing:
+            deadline_s = self._settings.preload_deadline_s
+            self.meter.add_bytes("disk", self._transport.preload(missing, deadline_s))
+            self._on_host.update(missing)
+
+    def forget_preloaded(self) -> None:
+        """Ask the host again from now on: it need not hold the last migration's records."""
+        self._on_host.clear()
+
+    def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
+        """Say whether the host's slab is where a move's bytes are taken from first."""
+        return self._sources.choose(move, held, (), 0) == (HOST,)
+
+    # -- stage
+
+    def stage(
+        self, pulls: Iterable[Pull], is_wanted: Callable[[], bool]
+    ) -> Generator[Wait, None, bool]:
+        """Bring and prove all of ``pulls``; return False if that is not wanted any more.
+
+        Whatever ends it early, ``drain`` must follow before the destinations are used again.
+
+        Raises:
+            MigrationError: a record has no source left, or a chunk does not land.
+        """
+        for pull in pulls:
+            self._begin(pull)
+        while self._checking or any(lane.is_active for lane in self._lanes.values()):
+            if not is_wanted():
+                return False
+            has_moved = [self._order(lane) for lane in self._lanes.values()]
+            has_moved += [self._land(lane) for lane in self._lanes.values()]
+            if not (self._prove() or any(has_moved)):
+                yield self._wait()
+        return True
+
+    def drain(self) -> Generator[Wait, None, None]:
+        """Order nothing more, and yield until nothing that was ordered writes any more.
+
+        Raises:
+            MigrationError: it does not end.
+        """
+        deadline = self._clock() + self._settings.pull_deadline_s
+        for lane in self._lanes.values():
+            lane.stop()
+        while left := [done for done in self._completions() if not done.is_complete()]:
+            if self._clock() >= deadline:
+                raise MigrationError(
+                    f"{len(left)} copies into staging have not ended "
+                    f"{self._settings.pull_deadline_s:.3g} s after they were given up"
+                )
+            yield Wait("copies that were given up", deadline, (left[-1],))
+        for lane in self._lanes.values():
+            lane.clear()
+        self._checking.clear()
+
+    def _completions(self) -> list[Completion]:
+        flying = [chunk.completion for lane in self._lanes.values() for chunk in lane.flying]
+        return flying + [check.digest.completion for check in self._checking]
+
+    def _begin(self, pull: Pull) -> None:
+        """Put a record in line for its next source.
+
+        Raises:
+            MigrationError: there is none left.
+        """
+        while True:
+            failed, tried = tuple(pull.failed), pull.num_tried
+            places = self._sources.choose(pull.move, pull.held, failed, tried)
+            if not places:
+                reasons = "; ".join(f"{place}: {why}" for place, why in pull.failed.items())
+                raise MigrationError(f"{pull.name}: no source is left ({reasons or 'none known'})")
+            pull.begin(places)
+            try:
+                if places == (HOST,):
+                    self.preload([pull.record])
+                break
+            except MigrationError as exc:
+                pull.failed[HOST] = str(exc)
+        self._lanes[Link.HOST if places == (HOST,) else Link.PEER].add(pull)
+
+    def _again(self, pull: Pull) -> None:
+        self.meter.add("num_retries")
+        self._begin(pull)
+
+    def _order(self, lane: Lane) -> bool:
+        """Order one chunk, if there is one and it may go now."""
+        pull = lane.next()
+        if pull is None:
+            return False
+        place = pull.next_place(self._sources.is_alive)
+        if place is None:
+            self._fail(lane, pull)
+            return True
+        part = pull.into[pull.offset : pull.offset + lane.chunk_bytes]
+        try:
+            completion = self._transport.pull(pull.record, place, pull.offset, part)
+        except MigrationError as exc:
+            pull.failed[place] = str(exc)
+            self._fail(lane, pull)
+        else:
+            lane.ordered(pull, len(part), completion)
+        return True
+
+    def _fail(self, lane: Lane, pull: Pull) -> None:
+        """Give this attempt up; the next must not write before its last chunk has landed."""
+        lane.give_up(pull)
+        pull.has_failed = True
+        if not pull.num_flying:
+            self._again(pull)
+
+    def _land(self, lane: Lane) -> bool:
+        """Take note of the oldest chunk, if it has landed."""
+        pull = lane.land()
+        if pull is None:
+            return False
+        if not pull.num_flying and pull.has_failed:
+            self._again(pull)
+        elif not pull.num_flying and pull.offset == len(pull.into):
+            deadline = self._clock() + self._settings.pull_deadline_s
+            self._checking.append(_Check(PendingDigest(pull.into), pull, deadline))
+        lane.rest()
+        return True
+
+    def _prove(self) -> bool:
+        """Judge the oldest digest, if it is there."""
+        if not self._checking:
+            return False
+        check = self._checking[0]
+        if not check.digest.completion.is_complete():
+            if self._clock() < check.deadline:
+                return False
+            raise MigrationError(f"{check.pull.name}: its digest is not worked out in time")
+        self._checking.popleft()
+        pull = check.pull
+        if check.digest.value() == tuple(self._digests[pull.record].tolist()):
+            self._accept(pull)
+        else:
+            self._reject(pull)
+        return True
+
+    def _accept(self, pull: Pull) -> None:
+        place = pull.places[0]
+        if len(pull.places) == 1:
+            self._sources.right(pull.move, place, pull.suspected)
+        self.meter.add_bytes(place.source.name.lower(), len(pull.into))
+        self.meter.add("num_staged")
+
+    def _reject(self, pull: Pull) -> None:
+        self._sources.wrong(pull.move, pull.places)
+        if len(pull.places) == 1:
+            pull.failed[pull.places[0]] = "wrong digest"
+        else:
+            pull.suspected = pull.places
+        self.meter.add_bytes("rejected", len(pull.into))
+        self.meter.add("num_wrong_digests")
+        self._again(pull)
+
+    def _wait(self) -> Wait:
+        """What can bring it further: a landing where no chunk may be ordered before it, or time.
+
+        While it is the budget that holds a link back, its landings are seen at the next chunk:
+        asking the device more often would only take the interpreter from the step.
+        """
+        lanes = [lane for lane in self._lanes.values() if lane.is_active]
+        times = [lane.ready_at() for lane in lanes]
+        oldest = [
+            lane.flying[0].completion
+            for lane, ready_at in zip(lanes, times, strict=True)
+            if lane.flying and ready_at == math.inf
+        ]
+        if self._checking:
+            oldest.append(self._checking[0].digest.completion)
+            times.append(self._checking[0].deadline)
+        times += [lane.flying[0].deadline for lane in lanes if lane.flying]
+        what = "chunks to land, or the budget of a link"
+        return Wait(what, min(times, default=math.inf), tuple(oldest))

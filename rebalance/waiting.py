@@ -1,0 +1,103 @@
+"""What a generator that must not block says instead: look again when this has happened.
+
+A wait is over at the earliest of three things: one of its completions is there, its time has come,
+or there is news (the phase machine's state changed). Resuming too early is harmless: the generator
+looks, and waits again. So whoever drives it may take its steps in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rebalance.phases import Phase, RankPhase
+from runtime.streams import Completion
+
+WAIT_S = 1.0  # news that got lost would cost this long, not for ever
+FIRST_POLL_S, LONGEST_POLL_S = 50e-6, 1e-3
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What to wait for before the next step."""
+
+    what: str  # for people
+    until: float  # of the generator's clock: look again then at the latest
+    completions: tuple[Completion, ...] = ()  # of the device; any of them ends the wait
+
+    def is_over(self, now: float) -> bool:
+        """Say whether to look again, news apart."""
+        return now >= self.until or any(done.is_complete() for done in self.completions)
+
+
+class PhaseBox:
+    """The phase machine's state, shared by the threads of one rank."""
+
+    def __init__(self, state: RankPhase) -> None:
+        self.changed = threading.Condition()
+        self.is_closing = False  # the rank halts: what was not swapped yet never will be
+        self.version = 0  # grows with each piece of news
+        self._state = state
+
+    @property
+    def state(self) -> RankPhase:
+        """Where the rank stands."""
+        return self._state
+
+    @state.setter
+    def state(self, state: RankPhase) -> None:
+        self._state = state
+        self.version += 1
+
+    def is_live(self, plan_id: int) -> bool:
+        """Say whether a verdict on a plan may still come."""
+        state = self._state
+        is_current = state.plan is not None and state.plan.plan_id == plan_id
+        return is_current and state.phase is not Phase.ABORTED and not self.is_closing
+
+    def is_wanted(self, plan_id: int) -> bool:
+        """Say whether work on a plan is still of use."""
+        return self.is_live(plan_id) and not self._state.abort_reason
+
+    def close(self) -> None:
+        """End every wait for news: no step follows that could bring any."""
+        with self.changed:
+            self.is_closing = True
+            self.wake()
+
+    def wake(self) -> None:
+        """Have whoever waits look again."""
+        with self.changed:
+            self.version += 1
+            self.changed.notify_all()
+
+    def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
+        """Apply a transition of ``rebalance.phases`` and wake whoever waits."""
+        with self.changed:
+            self.state = transition(self.state, *news)
+            self.changed.notify_all()
+            return self.state
+
+
+def drive(work: Iterator[Wait], box: PhaseBox, clock: Callable[[], float]) -> None:
+    """Run a generator to its end on this thread, resting where it waits."""
+    while True:
+        seen = box.version  # before it looks: what happens meanwhile is news to it
+        wait = next(work, None)
+        if wait is None:
+            return
+        _rest(wait, box, seen, clock)
+
+
+def _rest(wait: Wait, box: PhaseBox, seen: int, clock: Callable[[], float]) -> None:
+    # A device's event tells nobody: it has to be asked, ever less often, lest asking takes the
+    # interpreter from the step.
+    poll_s = FIRST_POLL_S if wait.completions else WAIT_S
+    while not wait.is_over(now := clock()):
+        with box.changed:
+            if box.version != seen:
+                return
+            box.changed.wait(min(poll_s, wait.until - now))
+        if wait.completions:
+            poll_s = min(2 * poll_s, LONGEST_POLL_S)

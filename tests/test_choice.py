@@ -1,0 +1,136 @@
+"""The start-up proof of the transport: one way for all ranks, and a sentence that says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb.errors import MigrationError
+from eplb.model import ModelShape
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+from rebalance.choice import KnownRecords, choose_transport
+from rebalance.digests import agree_on_digests
+from rebalance.links import RankMemory, SharedPeers, fill_bank
+from rebalance.slab import HostSlab, SlabAddress, SlabReader
+from rebalance.transport import HOST, Place
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertBank, ExpertSchema
+
+DEADLINE_S = 30.0
+RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
+# Ranks 0 and 1 share a host, rank 2 has one of its own.
+TOPOLOGY = Topology(np.array([0, 0, 1]), np.array([3, 4, 3]))
+HELD = [[0, 1, 2, EMPTY, 3, 4, 5, 6, 7, 0], [7, 6, 5, 4, 3, 2, EMPTY, 1, 0, 7]]
+Spoil = Callable[[int, ExpertBank, list[str]], object]
+
+
+@pytest.fixture
+def slab(
+    small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
+) -> Iterator[SlabAddress]:
+    address = SlabAddress(f"test-{os.getpid()}-choice", os.urandom(16))
+    made = HostSlab(address, small_checkpoint, small_model, small_schema)
+    yield address
+    made.close()
+
+
+def nothing(rank: int, bank: ExpertBank, handles: list[str]) -> None:
+    """All is well."""
+
+
+def choose(rank: int, slab: SlabAddress, schema: ExpertSchema, spoil: Spoil) -> tuple[str, Any]:
+    """Pick a transport as a rank does at its start; (why, which ranks it reads) or the refusal."""
+    placement = Placement(np.array(HELD), num_experts=8)
+    bank = ExpertBank(schema, 2, int(TOPOLOGY.slots_of_rank[rank]), num_staging=1)
+    reader = SlabReader(slab, 8, schema.record_bytes, deadline_s=DEADLINE_S)
+    held = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
+    group = dist.group.WORLD
+    assert group is not None
+    mine = fill_bank(bank, held, reader, deadline_s=DEADLINE_S)
+    digests = agree_on_digests(mine, 2, 8, group)
+    handles = [""] * 3
+    dist.all_gather_object(handles, bank.handle)
+    spoil(rank, bank, handles)
+    dist.barrier()
+    try:
+        made, why = choose_transport(
+            RankMemory(rank, bank, reader),
+            lambda: SharedPeers(rank, TOPOLOGY, bank, dict(enumerate(handles))),
+            KnownRecords(placement, TOPOLOGY, digests),
+            group,
+        )
+    except MigrationError as exc:
+        return str(exc), None
+    into = torch.zeros(schema.record_bytes, dtype=torch.uint8)
+    made.preload([(0, 5)], DEADLINE_S)
+    assert made.pull((0, 5), HOST, 0, into).is_complete()
+    dist.barrier()  # nobody leaves while another may still attach
+    return why, sorted(made.readable)
+
+
+def test_ranks_that_read_right_bytes_everywhere_use_their_peers(
+    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+) -> None:
+    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, nothing))
+
+    why = "peers' slots and the host's slab give right bytes on 3 ranks"
+    assert said == [(why, [0, 1]), (why, [0, 1]), (why, [2])]
+
+
+def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
+    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+) -> None:
+    def forbid(rank: int, bank: ExpertBank, handles: list[str]) -> None:
+        if rank == 1:
+            handles[0] = "/proc/1/fd/none"
+
+    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, forbid))
+
+    assert [readable for _, readable in said] == [[0], [1], [2]]
+    assert len({why for why, _ in said}) == 1
+    assert said[0][0] == (
+        "all weights come through the host, because peers cannot be read: rank 1: arena "
+        "/proc/1/fd/none cannot be attached, is its owner alive?"
+    )
+
+
+def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
+    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+) -> None:
+    def spoil(rank: int, bank: ExpertBank, handles: list[str]) -> None:
+        if rank == 1:
+            twin = ExpertBank(small_schema, 2, 3, num_staging=1)  # the right size, and empty
+            handles[0] = twin.handle
+            bank.twin = twin  # type: ignore[attr-defined]  # it lives as long as the rank does
+
+    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, spoil))
+
+    assert [readable for _, readable in said] == [[0], [1], [2]]
+    assert "layer 0 expert 0 from slot 0 of rank 0 has another digest" in said[2][0]
+
+
+def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
+    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+) -> None:
+    def rot(rank: int, bank: ExpertBank, handles: list[str]) -> None:
+        if rank == 2:
+            bank.live(1, 2)[3] ^= 255  # its own last slot: nothing that it reads can be trusted
+
+    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, rot))
+
+    refusal = (
+        "a rank reads wrong bytes from its own slots or its host: rank 2: layer 1 expert 7 from"
+    )
+    assert all(why.startswith(refusal) for why, _ in said)
+
+
+def test_a_place_on_another_host_names_itself() -> None:
+    assert str(HOST) == "the host"
+    assert str(Place(HOST.source, 3, 1)) == "slot 1 of rank 3"

@@ -1,0 +1,320 @@
+"""The mover as a generator: driven step by step over a simulated clock, and by a thread."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import MigrationError
+from eplb.migration import Migration, Pace, build_migration
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+from rebalance import phases
+from rebalance.mover import Mover, MoverParts
+from rebalance.phases import Phase, PlanRef, RankPhase
+from rebalance.stage_settings import LinkSettings, StageSettings
+from rebalance.transport import HOST, Place, Record
+from rebalance.waiting import PhaseBox, Wait, drive
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from runtime.streams import Completion
+
+DEADLINE_S = 20.0
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+SIZE = SCHEMA.record_bytes  # one page
+# Ranks 0 and 1 share a host, rank 2 has its own. Rank 0 is to get expert 1 from rank 1 and expert
+# 2 from its host, in both layers.
+TOPOLOGY = Topology(np.array([0, 0, 1]), np.array([3, 1, 1]))
+BASE = Placement(np.array([[0, EMPTY, EMPTY, 1, 2]] * 2), num_experts=3)
+TARGET = Placement(np.array([[0, 1, 2, 1, 2]] * 2), num_experts=3)
+SETTINGS = StageSettings(
+    peer=LinkSettings(SIZE // 4), host=LinkSettings(SIZE // 2), in_flight=2, preload_records=1
+)
+
+
+def record_of(record: Record) -> torch.Tensor:
+    filled = torch.zeros(SIZE, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + 10 * record[0] + record[1])
+    return filled
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Landing(Completion):
+    """Bytes that land at a time of the clock."""
+
+    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
+        super().__init__(is_cuda=False)
+        self.due, self._clock, self._write = due, clock, write
+        self.has_landed = False
+
+    def is_complete(self) -> bool:
+        if not self.has_landed and self._clock() >= self.due:
+            self.has_landed = True
+            self._write()
+        return self.has_landed
+
+
+@dataclass
+class Simulated:
+    clock: Clock
+    latency_s: float = 1.0
+    readable: frozenset[int] = frozenset([0, 1])
+    landings: list[Landing] = field(default_factory=list)
+    preloaded: list[list[Record]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        pass
+
+    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+        self.preloaded.append(list(records))
+        return 0
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        assert place in (HOST, Place(place.source, 1, 0)), "rank 2 is out of reach"
+        part = record_of(record)[offset : offset + len(into)]
+        due = self.clock() + self.latency_s
+        self.landings.append(Landing(self.clock, due, lambda: into.copy_(part)))
+        return self.landings[-1]
+
+    @property
+    def num_flying(self) -> int:
+        return sum(not landing.has_landed for landing in self.landings)
+
+
+@dataclass
+class Bench:
+    clock: Clock
+    transport: Simulated
+    bank: ExpertBank
+    mover: Mover
+    box: PhaseBox
+    migration: Migration
+    over_at: float = 0.0  # when the present wait is over
+
+    def run(self, work: Iterator[Wait], is_reached: Callable[[], bool]) -> None:
+        """Take steps until ``is_reached``; time passes only where the mover waits for it."""
+        while not is_reached():
+            self.clock.now = max(self.clock.now, self.over_at)
+            self.look(next(work))
+
+    def end(self, work: Iterator[Wait]) -> None:
+        """Take steps to the end of the work."""
+        for wait in work:
+            self.look(wait)
+            self.clock.now = max(self.clock.now, self.over_at)
+
+    def look(self, wait: Wait) -> None:
+        dues = [done.due for done in wait.completions if isinstance(done, Landing)]
+        self.over_at = min([wait.until, *dues])
+
+    def adopt(self) -> None:
+        """What a vote does that shows every rank at work on the plan."""
+        state = self.box.state
+        self.box.state = phases._settle(phases.replace(state, is_adopted=True))
+
+    def drop(self) -> None:
+        """What a vote does that drops the plan."""
+        self.box.state = phases._drop(self.box.state, 1, "a test")
+
+
+def bench(latency_s: float = 1.0, staging: int = 4) -> Bench:
+    clock = Clock()
+    transport = Simulated(clock, latency_s)
+    bank = ExpertBank(SCHEMA, 2, 3, num_staging=staging)
+    digests = torch.tensor(
+        [[digest(record_of((layer, expert))) for expert in range(3)] for layer in range(2)]
+    )
+    parts = MoverParts(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
+    mover = Mover(parts, transport, SETTINGS, clock=clock)
+    migration = build_migration(
+        BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)
+    )
+    plan = PlanRef(1, migration.vote_hash, 0, len(migration.transactions), 1)
+    box = PhaseBox(phases.see_plan(RankPhase(generation=0), plan))
+    return Bench(clock, transport, bank, mover, box, migration)
+
+
+def test_nothing_is_pulled_before_every_rank_works_on_the_plan() -> None:
+    made = bench()
+    work = made.mover.work(made.migration, made.box)
+
+    made.run(work, lambda: made.clock.now > 10.0)
+
+    assert made.transport.preloaded == [[(0, 2)], [(1, 2)]]  # one at a time, as the settings say
+    assert made.transport.landings == []
+    assert made.box.state.is_preloaded
+
+
+def test_a_whole_migration_is_staged_and_told_transaction_by_transaction() -> None:
+    made = bench(staging=2)  # two moves a layer: each layer is a transaction
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+
+    made.run(work, lambda: made.box.state.prepared == 1)
+    for move in made.mover.own_moves(made.migration.transactions[0]):
+        staged = made.mover.destination(move, "copy")
+        assert torch.equal(staged, record_of((move.layer, move.expert)))
+    figures = made.mover.figures()
+    assert (figures.num_staged, figures.ring_in_use, figures.ring_entries) == (2, 2, 2)
+
+    # The ring is full: the second layer waits until the first was swapped.
+    pulled = len(made.transport.landings)
+    made.run(work, lambda: made.clock.now > 50.0)
+    assert len(made.transport.landings) == pulled
+
+    moves = made.mover.own_moves(made.migration.transactions[0])
+    made.mover.ring.release(moves, Completion(is_cuda=False))
+    made.run(work, lambda: made.box.state.prepared == 2)
+    assert made.mover.figures().bytes_by_source == {"disk": 0, "peer": 2 * SIZE, "host": 2 * SIZE}
+
+
+def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_landed() -> None:
+    made = bench()
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.transport.num_flying == 4)
+    made.drop()
+
+    pulled = len(made.transport.landings)
+    assert next(work).what == "copies that were given up"
+    assert made.box.state.phase is Phase.ABORTED
+    assert made.mover.ring.num_free == 0
+    made.end(work)
+
+    assert made.box.state.phase is Phase.IDLE
+    assert made.mover.ring.num_free == 4
+    assert made.transport.num_flying == 0
+    assert len(made.transport.landings) == pulled
+
+
+def test_a_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> None:
+    made = bench()
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.transport.num_flying > 0)
+    started = made.clock.now
+
+    made.box.close()
+    made.end(work)
+
+    assert made.transport.num_flying == 0
+    assert made.clock.now - started <= made.transport.latency_s
+
+
+def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
+    made = bench(latency_s=math.inf)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: bool(made.box.state.abort_reason))
+    assert "have not landed in 30 s" in made.box.state.abort_reason
+    made.run(work, lambda: bool(made.box.state.frozen_reason))
+    made.drop()
+    made.end(work)
+
+    assert made.box.state.phase is Phase.IDLE
+    assert "copies cannot be ended" in made.box.state.frozen_reason
+    assert made.mover.ring.num_free == 0  # what is still being written is never used again
+
+
+def test_a_swap_whose_copies_never_end_is_named() -> None:
+    made = bench(staging=2)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.box.state.prepared == 1)
+    stuck = Landing(made.clock, math.inf, lambda: None)
+    moves = made.mover.own_moves(made.migration.transactions[0])
+    made.mover.ring.release(moves, stuck)
+
+    made.run(work, lambda: bool(made.box.state.abort_reason))
+
+    assert "a swap's copies have not ended 30 s after" in made.box.state.abort_reason
+
+
+def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
+    made = bench()
+
+    def fail(records: Sequence[Record], deadline_s: float) -> int:
+        raise MigrationError("the disk is gone")
+
+    made.transport.preload = fail  # type: ignore[method-assign]
+    work = made.mover.work(made.migration, made.box)
+
+    made.run(work, lambda: bool(made.box.state.abort_reason))
+
+    assert made.box.state.abort_reason == "rank 0: the disk is gone"
+
+
+# -- the thread that drives it
+
+
+def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
+    box = PhaseBox(RankPhase(generation=0))
+    is_waiting, steps = threading.Event(), []
+
+    def work() -> Iterator[Wait]:
+        steps.append("looked")
+        is_waiting.set()
+        yield Wait("a time that is far off", math.inf)
+        steps.append("looked again")
+
+    thread = threading.Thread(target=drive, args=(work(), box, time.monotonic))
+    thread.start()
+    assert is_waiting.wait(DEADLINE_S)
+    box.wake()
+    thread.join(DEADLINE_S)
+
+    assert steps == ["looked", "looked again"]
+    assert not thread.is_alive()
+
+
+def test_news_that_come_while_the_generator_looks_are_not_lost() -> None:
+    box = PhaseBox(RankPhase(generation=0))
+
+    def work() -> Iterator[Wait]:
+        box.update(phases.freeze, "a test")  # as another thread might, right after the look
+        yield Wait("a time that is far off", math.inf)
+
+    started = time.monotonic()
+    drive(work(), box, time.monotonic)
+
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02])
+def test_a_driver_goes_on_when_a_completion_is_there_or_time_has_come(after_s: float) -> None:
+    box, real = PhaseBox(RankPhase(generation=0)), Clock()
+    started = time.monotonic()
+
+    def elapsed() -> float:
+        return time.monotonic() - started
+
+    def work() -> Iterator[Wait]:
+        yield Wait("a time", after_s)
+        assert elapsed() >= after_s
+        real.now = 1.0
+        landing = Landing(real, 1.0, lambda: None)
+        yield Wait("bytes", math.inf, (Landing(real, math.inf, lambda: None), landing))
+
+    drive(work(), box, elapsed)
+
+    assert elapsed() < DEADLINE_S

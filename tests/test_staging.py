@@ -1,0 +1,431 @@
+"""Records in chunks, over a simulated transport and clock: sources, budgets, failures."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import MigrationError
+from eplb.migration import Move, Source
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance.lanes import Pull
+from rebalance.sources import Sources
+from rebalance.stage_settings import LinkSettings, StageSettings
+from rebalance.staging import Stager
+from rebalance.transport import HOST, Place, Record
+from rebalance.waiting import Wait
+from runtime.memory import digest
+from runtime.streams import Completion
+
+SIZE, CHUNK = 80, 20  # bytes of a record, and of a chunk: four chunks each
+# One host of four ranks, two slots each. Expert 0 is on ranks 0, 1 and 2; expert 1 on rank 3.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
+PLACEMENT = Placement(np.array([[0, 2, 0, 3, 2, 0, 1, 3]]), num_experts=4)
+ON_1, ON_2, ON_3 = Place(Source.PEER, 1, 0), Place(Source.PEER, 2, 1), Place(Source.PEER, 3, 0)
+CHUNKED = StageSettings(
+    peer=LinkSettings(CHUNK), host=LinkSettings(CHUNK), in_flight=2, pull_deadline_s=5.0
+)
+FROM_3 = Move(0, 1, 0, Source.PEER, 6)  # expert 1 to rank 0, which has it from rank 3 alone
+FROM_2 = Move(0, 0, 7, Source.PEER, 5)  # expert 0 to rank 3, planned from rank 2
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Landing(Completion):
+    """Bytes that land at a time of the clock."""
+
+    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
+        super().__init__(is_cuda=False)
+        self.due, self._clock, self._write = due, clock, write
+        self._has_landed = False
+
+    def is_complete(self) -> bool:
+        if not self._has_landed and self._clock() >= self.due:
+            self._has_landed = True
+            self._write()
+        return self._has_landed
+
+
+def record_of(record: Record) -> torch.Tensor:
+    """Bytes that name the expert."""
+    return torch.arange(SIZE, dtype=torch.uint8) + 100 * record[1]
+
+
+@dataclass
+class Simulated:
+    """A transport whose chunks take ``latency_s``; what is ``rotten`` gives wrong bytes."""
+
+    clock: Clock
+    latency_s: float = 0.0
+    jitter: Callable[[], float] = float  # added to the latency of each chunk
+    readable: frozenset[int] = frozenset(range(4))
+    rotten: set[Place] = field(default_factory=set)
+    refusing: set[Place] = field(default_factory=set)
+    ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
+    preloaded: list[list[Record]] = field(default_factory=list)
+
+    @property
+    def pulled(self) -> list[tuple[Place, int]]:
+        return [what for what, _ in self.ordered]
+
+    @property
+    def flying(self) -> list[Landing]:
+        return [landing for _, landing in self.ordered if not landing._has_landed]
+
+    def begin(self) -> None:
+        pass
+
+    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+        self.preloaded.append(list(records))
+        return SIZE * len(records)
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        if place in self.refusing:
+            raise MigrationError(f"{place} is out of reach")
+        part = record_of(record)[offset : offset + len(into)] + (place in self.rotten)
+        # Chunks of one kind of link land in order, as on a stream.
+        earlier = [left.due for (at, _), left in self.ordered if (at == HOST) == (place == HOST)]
+        due = max([self.clock() + self.latency_s + self.jitter(), *earlier[-1:]])
+        landing = Landing(self.clock, due, lambda: into.copy_(part))
+        self.ordered.append(((place, offset), landing))
+        return landing
+
+
+@dataclass
+class Bench:
+    """A stager of one rank, and what surrounds it."""
+
+    clock: Clock
+    transport: Simulated
+    sources: Sources
+    stager: Stager
+    dead: set[int]
+
+    def run(self, work: Generator[Wait, None, Any], until: float = math.inf) -> Any:
+        """Run a generator by the clock; None when it has not ended by ``until``."""
+        while True:
+            try:
+                wait = next(work)
+            except StopIteration as end:
+                return end.value
+            times = [wait.until, *(c.due for c in wait.completions if isinstance(c, Landing))]
+            if min(times) > until:
+                self.clock.now = until
+                return None
+            self.clock.now = max(self.clock.now, min(times))
+
+    def stage(self, *moves: Move) -> list[torch.Tensor]:
+        pulls = [pull_of(move) for move in moves]
+        assert self.run(self.stager.stage(pulls, lambda: True)) is True
+        return [pull.into for pull in pulls]
+
+    def figures(self) -> Any:
+        return self.stager.meter.snapshot(
+            num_quarantined=self.sources.num_quarantined, ring_in_use=0, ring_entries=0
+        )
+
+    def places(self) -> list[Place]:
+        """Where chunks came from, repeats left out."""
+        return [place for place, _ in groupby(place for place, _ in self.transport.pulled)]
+
+
+def pull_of(move: Move) -> Pull:
+    return Pull(move, torch.zeros(SIZE, dtype=torch.uint8), PLACEMENT.slot_to_expert)
+
+
+def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Bench:
+    clock, dead = Clock(), set[int]()
+    simulated = Simulated(clock, **transport)
+    digests = torch.tensor([[digest(record_of((0, expert))) for expert in range(4)]])
+    sources = Sources(rank, TOPOLOGY, simulated.readable, lambda: frozenset(dead))
+    stager = Stager(simulated, sources, digests, settings, clock)
+    return Bench(clock, simulated, sources, stager, dead)
+
+
+def test_a_record_comes_in_chunks_and_counts_once_its_digest_is_right() -> None:
+    made = bench(0)
+
+    (into,) = made.stage(FROM_3)
+
+    assert torch.equal(into, record_of((0, 1)))
+    assert made.transport.pulled == [(ON_3, offset) for offset in (0, 20, 40, 60)]
+    assert made.figures().bytes_by_source == {"peer": SIZE}
+    assert made.figures().num_staged == 1
+
+
+def test_chunks_are_ordered_ahead_but_not_without_end() -> None:
+    made = bench(0, latency_s=1.0)
+    most = 0
+    work = made.stager.stage([pull_of(FROM_3)], lambda: True)
+    for wait in work:
+        most = max(most, len(made.transport.flying))
+        assert len(wait.completions) == 1
+        made.clock.now += 1.0
+
+    assert most == CHUNKED.in_flight == 2
+    assert made.clock.now == 2.0  # four chunks, two at a time
+
+
+def test_a_budget_spreads_a_record_over_time_and_leaves_the_other_link_alone() -> None:
+    slow_peers = StageSettings(peer=LinkSettings(CHUNK, 10.0), host=LinkSettings(CHUNK))
+    made = bench(0, slow_peers)
+    from_host = Move(0, 3, 1, Source.HOST)
+    seen = {}
+    work = made.stager.stage([pull_of(FROM_3), pull_of(from_host)], lambda: True)
+    made.run(work, until=1.0)
+    seen["early"] = dict(made.figures().bytes_by_source)
+    made.run(work)
+
+    assert seen["early"] == {"disk": SIZE, "host": SIZE}
+    # Two chunks at once, the burst; the other 40 bytes at 10 bytes a second.
+    assert made.clock.now == pytest.approx(4.0)
+    peer = made.figures().links["peer"]
+    assert (peer.num_bytes, peer.throttled_s) == (SIZE, pytest.approx(4.0))
+    assert peer.bytes_per_second == pytest.approx(SIZE / 4.0)
+
+
+def test_chunks_come_from_all_replicas_in_turn_the_planned_one_first() -> None:
+    made = bench(3)
+
+    made.stage(FROM_2)
+
+    on_0 = Place(Source.PEER, 0, 0)
+    assert [place for place, _ in made.transport.pulled] == [ON_2, on_0, ON_1, ON_2]
+
+
+def test_a_rank_s_own_slot_comes_before_its_peers_and_the_host_where_it_was_planned() -> None:
+    own = bench(2)
+    own.stage(Move(0, 0, 4, Source.SAME_RANK, 5))
+    host = bench(3)
+    host.stage(Move(0, 0, 7, Source.HOST))
+
+    assert own.places() == [Place(Source.SAME_RANK, 2, 1)]
+    assert host.places() == [HOST]
+    assert host.transport.preloaded == [[(0, 0)]]
+
+
+def test_ranks_that_cannot_be_read_are_no_source() -> None:
+    made = bench(0, readable=frozenset([0]))
+
+    made.stage(FROM_3)
+
+    assert made.places() == [HOST]
+    assert made.figures().bytes_by_source == {"disk": SIZE, "host": SIZE}
+
+
+def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again() -> None:
+    made = bench(0, rotten={ON_3})
+    for _ in range(2):
+        (into,) = made.stage(FROM_3)
+        assert torch.equal(into, record_of((0, 1)))
+
+    assert made.places() == [ON_3, HOST]
+    figures = made.figures()
+    assert figures.bytes_by_source == {"rejected": SIZE, "disk": SIZE, "host": 2 * SIZE}
+    assert (figures.num_retries, figures.num_wrong_digests, figures.num_quarantined) == (1, 1, 1)
+
+
+def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
+    made = bench(3, rotten={ON_2})
+    on_0 = Place(Source.PEER, 0, 0)
+
+    # All three at once are wrong; rank 2, asked alone, is wrong too; the host is right.
+    made.stage(FROM_2)
+    assert made.places()[-2:] == [ON_2, HOST]
+    assert made.figures().num_quarantined == 1
+    # The other two stay suspect: each is read alone, and the first that is right is cleared.
+    made.transport.ordered.clear()
+    made.stage(FROM_2)
+
+    assert made.places() == [on_0]
+    assert made.figures().num_wrong_digests == 2
+
+
+def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
+    made = bench(3, rotten={ON_1}, readable=frozenset([1, 2, 3]))
+
+    made.stage(FROM_2)
+
+    assert made.places() == [ON_2, ON_1, ON_2, ON_1, ON_2]
+    assert made.figures().num_quarantined == 1
+
+
+def test_a_source_that_refuses_is_passed_over() -> None:
+    made = bench(0, refusing={ON_3})
+
+    made.stage(FROM_3)
+
+    assert made.places() == [HOST]
+    assert made.figures().num_quarantined == 0
+
+
+def test_when_every_source_is_bad_each_is_named() -> None:
+    made = bench(0, rotten={ON_3}, refusing={HOST})
+
+    with pytest.raises(MigrationError) as refusal:
+        made.stage(FROM_3)
+
+    assert str(refusal.value) == (
+        "layer 0 expert 1: no source is left (slot 0 of rank 3: wrong digest; "
+        "the host: the host is out of reach)"
+    )
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() -> None:
+    made = bench(3, latency_s=1.0)
+    pull = pull_of(FROM_2)
+    work = made.stager.stage([pull], lambda: True)
+    assert made.run(work, until=0.5) is None
+    made.dead.add(2)
+
+    assert made.run(work) is True
+    assert torch.equal(pull.into, record_of((0, 0)))
+    assert Counter(place.rank for place, _ in made.transport.pulled)[2] == 1
+
+
+def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -> None:
+    made = bench(0, latency_s=1.0)
+    pull = pull_of(FROM_3)
+    work = made.stager.stage([pull], lambda: True)
+    assert made.run(work, until=0.5) is None
+    made.dead.add(3)
+
+    assert made.run(work) is True
+    assert [place for place, _ in made.transport.pulled] == [ON_3] * 2 + [HOST] * 4
+    assert made.clock.now == 3.0  # a second for the dead peer's two, then two of the host's
+
+
+def test_a_late_chunk_of_a_dead_peer_never_lands_on_the_bytes_of_the_next_source() -> None:
+    delays = iter([0.0, 3.0])
+    made = bench(0, latency_s=1.0, rotten={ON_3}, jitter=lambda: next(delays, 0.0))
+    pull = pull_of(FROM_3)
+    work = made.stager.stage([pull], lambda: True)
+    assert made.run(work, until=0.5) is None
+    made.dead.add(3)
+
+    assert made.run(work) is True
+    assert torch.equal(pull.into, record_of((0, 1)))
+    assert made.figures().num_wrong_digests == 0
+    assert made.clock.now == 6.0  # the late one at 4, then two of the host's at a time
+
+
+def test_what_is_not_wanted_any_more_ends_within_a_chunk_and_drains() -> None:
+    made = bench(0, latency_s=1.0)
+    wanted = [True]
+    work = made.stager.stage([pull_of(FROM_3)], lambda: wanted[0])
+    assert made.run(work, until=0.5) is None
+    wanted[0] = False
+
+    assert made.run(work) is False
+    assert made.clock.now == 0.5
+    made.run(made.stager.drain())
+    assert len(made.transport.pulled) == 2
+    assert made.transport.flying == []
+
+
+def test_the_stager_works_on_after_it_was_drained() -> None:
+    made = bench(0, latency_s=1.0)
+    work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock() < 0.5)
+    made.clock.now = 0.4
+    next(work)
+    made.clock.now = 0.6
+    assert made.run(work) is False
+    made.run(made.stager.drain())
+
+    (into,) = made.stage(FROM_3)
+
+    assert torch.equal(into, record_of((0, 1)))
+
+
+def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
+    made = bench(0, latency_s=math.inf)
+
+    with pytest.raises(MigrationError, match=r"20 bytes from slot 0 of rank 3 .* landed in 5 s"):
+        made.stage(FROM_3)
+    with pytest.raises(MigrationError, match="2 copies into staging have not ended 5 s after"):
+        made.run(made.stager.drain())
+
+
+def test_a_hold_stops_the_next_chunk_and_counts_as_throttled() -> None:
+    made = bench(0, latency_s=0.1)
+    made.stager.hold.pause(5.0)
+    work = made.stager.stage([pull_of(FROM_3)], lambda: True)
+
+    assert made.run(work, until=2.0) is None
+    assert made.transport.pulled == []
+    made.stager.hold.resume()
+    assert made.run(work) is True
+
+    assert made.figures().links["peer"].throttled_s == pytest.approx(2.0)
+
+
+def test_a_forgotten_hold_delays_a_migration_and_does_not_end_it() -> None:
+    made = bench(0)
+    made.stager.hold.pause(5.0)
+
+    made.stage(FROM_3)
+
+    assert made.clock.now == 5.0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_happens_what_counts_as_staged_is_right_and_stays_so(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    receiver = int(draw.integers(4))
+    made = bench(receiver, latency_s=float(draw.choice([0.0, 0.3, 1.0])))
+    made.transport.jitter = lambda: float(draw.choice([0.0, 0.0, 1.5]))
+    slots = [Place(Source.PEER, rank, slot) for rank in range(4) for slot in range(2)]
+    spoilt = [HOST, *(place for place in slots if place.rank != receiver)]
+    made.transport.rotten = {place for place in spoilt if draw.random() < 0.25}
+    made.transport.refusing = {place for place in spoilt if draw.random() < 0.15}
+    dies_at = float(draw.uniform(0, 3))
+    unwanted_at = float(draw.choice([math.inf, draw.uniform(0, 4)]))
+    deaths = {(receiver + 1) % 4} if draw.random() < 0.5 else set()
+    moves = moves_into(receiver, draw)
+    pulls = [pull_of(move) for move in moves]
+
+    def is_wanted() -> bool:
+        if made.clock.now >= dies_at:
+            made.dead.update(deaths)
+        return made.clock.now < unwanted_at
+
+    refusal = ""
+    try:
+        is_done = made.run(made.stager.stage(pulls, is_wanted))
+    except MigrationError as exc:
+        is_done, refusal = False, str(exc)
+    made.run(made.stager.drain())
+
+    assert made.transport.flying == []
+    assert is_done or made.clock.now >= unwanted_at or "no source is left" in refusal
+    if is_done:
+        assert all(torch.equal(pull.into, record_of(pull.record)) for pull in pulls)
+        assert made.figures().num_staged == len(pulls)
+
+
+def moves_into(receiver: int, draw: np.random.Generator) -> list[Move]:
+    """Every expert that is not on the receiver, planned from one of its slots or the host."""
+    held = PLACEMENT.slot_to_expert[0].tolist()
+    span = TOPOLOGY.slots_on(receiver)
+    moves = []
+    for expert in sorted(set(range(4)) - set(held[span])):
+        holders = [slot for slot, found in enumerate(held) if found == expert]
+        source = draw.choice([Source.PEER, Source.HOST])
+        planned = int(draw.choice(holders)) if source == Source.PEER else -1
+        moves.append(Move(0, expert, span.start, Source(int(source)), planned))
+    return moves

@@ -1,0 +1,102 @@
+"""Budgets and holds say when staging may go on; nothing in them waits."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from eplb.errors import ConfigError
+from rebalance.stage_settings import LinkSettings, StageSettings
+from rebalance.throttle import Hold, TokenBucket
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_full_bucket_lets_a_burst_go_and_then_the_rate() -> None:
+    clock = Clock()
+    bucket = TokenBucket(100.0, 50, clock)
+
+    assert bucket.ready_at(50) <= clock.now
+    bucket.take(50)
+    assert bucket.ready_at(50) == 10.5
+    clock.now = 10.5
+    assert bucket.ready_at(50) <= clock.now
+
+
+def test_silence_saves_up_no_more_than_the_burst() -> None:
+    clock = Clock()
+    bucket = TokenBucket(100.0, 50, clock)
+    bucket.take(50)
+
+    clock.now += 1000.0
+    bucket.take(50)
+
+    assert bucket.ready_at(20) == pytest.approx(clock.now + 0.2)
+
+
+def test_more_than_the_burst_is_paid_for_afterwards() -> None:
+    clock = Clock()
+    bucket = TokenBucket(100.0, 50, clock)
+    assert bucket.ready_at(150) <= clock.now
+
+    bucket.take(150)
+
+    assert bucket.ready_at(10) == pytest.approx(clock.now + 1.1)
+
+
+def test_a_bucket_without_a_rate_never_holds_back() -> None:
+    clock = Clock()
+    bucket = TokenBucket(math.inf, 50, clock)
+    for _ in range(3):
+        bucket.take(1000)
+
+    assert bucket.ready_at(1000) <= clock.now
+
+
+def test_a_hold_lasts_until_it_is_taken_back() -> None:
+    clock = Clock()
+    hold = Hold(clock)
+    assert hold.ready_at() <= clock.now
+
+    hold.pause(5.0)
+    assert hold.ready_at() == 15.0
+    hold.resume()
+
+    assert hold.ready_at() <= clock.now
+
+
+def test_a_forgotten_hold_ends_by_itself_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    hold = Hold(clock)
+    hold.pause(5.0)
+    clock.now = 15.0
+
+    with caplog.at_level(logging.WARNING):
+        assert [hold.ready_at() <= clock.now for _ in range(2)] == [True, True]
+
+    assert [record.message for record in caplog.records] == [
+        "staging was paused and not resumed before its deadline: it goes on"
+    ]
+
+
+@pytest.mark.parametrize(("chunk_bytes", "rate"), [(0, 1.0), (1, 0.0), (1, math.nan)])
+def test_a_link_that_carries_nothing_is_refused(chunk_bytes: int, rate: float) -> None:
+    with pytest.raises(ConfigError, match="expected more than 0 of both"):
+        LinkSettings(chunk_bytes, rate)
+
+
+def test_settings_that_never_end_are_refused() -> None:
+    with pytest.raises(ConfigError, match="in_flight is 0, expected 1 or more"):
+        StageSettings(in_flight=0)
+    with pytest.raises(ConfigError, match=r"pull_deadline_s is 0\.0, expected more than 0 s"):
+        StageSettings(pull_deadline_s=0.0)
