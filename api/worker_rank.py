@@ -31,7 +31,7 @@ from eplb.placement import Placement
 from rebalance.agent import RankAgent
 from rebalance.choice import KnownRecords
 from rebalance.digests import agree_on_digests
-from rebalance.links import RankMemory, fill_bank
+from rebalance.links import RankMemory, fill_bank, ranks_beside
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
@@ -137,7 +137,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     handles: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(handles, bank.handle, group=start_up)
     known = KnownRecords(placement, topology, digests)
-    memory = RankMemory(rank, bank, slab)
+    memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)))
     transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
     log.info("rank %d: transport: %s", rank, why)
     counter = SlotCounter(model.num_layers, bank.num_slots, place.device)

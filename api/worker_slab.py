@@ -6,15 +6,18 @@ import threading
 
 from api.processes import Parent
 from api.worker_plan import WorkerPlan
-from rebalance.slab import HostSlab
+from rebalance.slab import HostSlab, SlabSettings
 from runtime.checkpoint import Checkpoint
 
 
-def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
+def run_slab(
+    parent: Parent, plan: WorkerPlan, host: int, settings: SlabSettings | None = None
+) -> None:
     """Serve records to the ranks of a host until told to stop."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
-    slab = HostSlab(plan.slabs[host], Checkpoint(plan.weights), plan.model, plan.schema)
+    checkpoint = Checkpoint(plan.weights)
+    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
     parent.tell("ready")
     is_stopping.wait()
     slab.close()

@@ -170,6 +170,9 @@ class RankAgent:
             deadline_s=self._settings.vote_deadline_s,
         )
         self._parts.digests.copy_(digests)
+        version, deadline_s = self._fence.next_version, self._settings.vote_deadline_s
+        assert version is not None, "an update ends that has begun"
+        self._links.transport.serve_weights(version, deadline_s)
         with self._box.changed:
             self._fence.end()
             self._box.state = phases.serve_weights(self._box.state, self._fence.version)

@@ -34,6 +34,7 @@ class Pull:
     has_failed: bool = False  # this attempt: begun anew once its chunks have landed
     num_tried: int = 0
     suspected: tuple[Place, ...] = ()  # gave wrong bytes together
+    is_reloaded: bool = False  # the host has read it again, once
     failed: dict[Place, str] = field(default_factory=dict)  # and why
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from rebalance.slab import Digest, SlabReader
 from rebalance.transport import HOST, Place, Record
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, new_stream, on_stream
+
+FILL_RECORDS = 64  # a rank's first experts are leased so many at a time
 
 
 class Peers(Protocol):
@@ -82,6 +85,7 @@ class RankMemory:
     rank: int
     bank: ExpertBank
     slab: SlabReader
+    ranks_on_host: int = 1  # that share the slab
 
 
 class PullTransport:
@@ -94,7 +98,8 @@ class PullTransport:
     def __init__(self, memory: RankMemory, peers: Peers) -> None:
         self._rank, self._bank, self._slab = memory.rank, memory.bank, memory.slab
         self._peers, self._device = peers, memory.bank.device
-        self._is_cuda = self._device.type == "cuda"
+        self._ranks_on_host = memory.ranks_on_host
+        self._is_cuda, self._weights_version = self._device.type == "cuda", 0
         self._from_peers = new_stream(self._device) if self._is_cuda else None
         self._from_host = new_stream(self._device) if self._is_cuda else None
         self.readable = peers.ranks | {memory.rank}
@@ -110,8 +115,35 @@ class PullTransport:
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host's slab hold these records; return the bytes that came from disk."""
-        _, from_disk = self._slab.load(records, deadline_s=deadline_s)
+        _, from_disk = self._slab.load(
+            records, deadline_s=deadline_s, weights_version=self._weights_version
+        )
+        if self._is_cuda:
+            # Here, not at the first pull: locking 44 MB takes longer than copying it.
+            self._slab.prepare_for_gpu(records)
         return from_disk
+
+    @property
+    def host_room(self) -> int:
+        """An even part of the slab's entries: as if every rank of the host were at it too."""
+        return max(1, self._slab.num_entries // self._ranks_on_host)
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Name what is asked for next."""
+        self._slab.hint(records, weights_version=self._weights_version)
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        """Have the slab check its bytes, and read them again."""
+        self._slab.reload(record, deadline_s=deadline_s)
+
+    def release(self, records: Sequence[Record]) -> None:
+        """End the leases."""
+        self._slab.release(records)
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        """Have the slab forget the records of older weights."""
+        self._slab.invalidate(version, deadline_s=deadline_s)
+        self._weights_version = version
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a part of a record."""
@@ -146,6 +178,8 @@ class LocalTransport:
     ) -> None:
         self._rank, self._banks = rank, banks
         self._on_disk, self._on_host = records, dict[Record, torch.Tensor]()
+        self._weights_version = 0
+        self.host_room = len(records)
         self.readable = frozenset([rank, *ranks_beside(rank, topology)])
 
     def begin(self) -> None:
@@ -155,12 +189,33 @@ class LocalTransport:
         """Have the host hold these records; return the bytes that came from disk."""
         from_disk = 0
         for record in records:
+            if self._weights_version:
+                raise MigrationError(
+                    f"weights version {self._weights_version} is not in the host's slab"
+                )
             if record not in self._on_disk:
                 raise MigrationError(f"layer {record[0]} expert {record[1]} is not on disk")
             if record not in self._on_host:
                 self._on_host[record] = self._on_disk[record]
                 from_disk += len(self._on_disk[record])
         return from_disk
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Nothing to do: reading takes no time."""
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        """Read a record again."""
+        self._on_host[record] = self._on_disk[record]
+
+    def release(self, records: Sequence[Record]) -> None:
+        """Forget records."""
+        for record in records:
+            self._on_host.pop(record, None)
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        """Have no records any more."""
+        self._on_host.clear()
+        self._weights_version = version
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy a part of a record."""
@@ -194,10 +249,21 @@ def fill_bank(
         for slot, expert in enumerate(slots)
         if expert >= 0
     }
-    digests, _ = slab.load(list(places), deadline_s=deadline_s)
-    for (record, slot), expected in zip(places.items(), digests, strict=True):
-        layer, expert = record
-        slab.read(record, bank.live(layer, slot))
-        if bank.digest(layer, slot) != expected:
-            raise MigrationError(f"layer {layer} slot {slot} does not hold expert {expert} as read")
-    return dict(zip(places, digests, strict=True))
+    deadline = time.monotonic() + deadline_s
+    # Not all at once: a small slab has no room for them, and reading goes on while one is copied.
+    size = max(1, min(FILL_RECORDS, slab.num_entries // 4))
+    records, digests = list(places), dict[Record, Digest]()
+    for first in range(0, len(records), size):
+        batch, following = records[first : first + size], records[first + size : first + 2 * size]
+        found, _ = slab.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
+        slab.hint(following)
+        for record, expected in zip(batch, found, strict=True):
+            layer, slot = record[0], places[record]
+            slab.read(record, bank.live(layer, slot))
+            if bank.digest(layer, slot) != expected:
+                raise MigrationError(
+                    f"layer {layer} slot {slot} does not hold expert {record[1]} as read"
+                )
+            digests[record] = expected
+        slab.release(batch)
+    return digests

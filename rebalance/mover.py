@@ -129,7 +129,6 @@ class Mover:
         """
         plan_id = migration.plan_id
         self._stager.meter.restart()
-        self._stager.forget_preloaded()
         try:
             yield from self._bring(migration, box)
         except (MigrationError, PlacementError) as exc:
@@ -155,6 +154,7 @@ class Mover:
             pulls = [Pull(move, self.destination(move, mode), held) for move in moves]
             if not (yield from self._stager.stage(pulls, lambda: box.is_wanted(plan_id))):
                 return
+            self._stager.release((move.layer, move.expert) for move in moves)
             box.update(phases.staged, plan_id, number + 1)
 
     def _prepare_serving(self, migration: Migration) -> None:
@@ -173,6 +173,12 @@ class Mover:
             for move in self.own_moves(transaction)
             if self._stager.starts_on_host(move, self._readable(migration, number))
         ]
+        if len(records) > self._transport.host_room:
+            # They do not fit together: the first now, the others as they are wanted.
+            first_moves = self.own_moves(migration.transactions[0])
+            wanted_first = {(move.layer, move.expert) for move in first_moves}
+            self._transport.hint([record for record in records if record not in wanted_first])
+            records = [record for record in records if record in wanted_first]
         at_once = self._settings.preload_records
         for first in range(0, len(records), at_once):
             if not box.is_wanted(migration.plan_id):
@@ -242,6 +248,7 @@ class Mover:
         """Wait until nothing writes; False if that cannot be had, and then no plan is adopted."""
         try:
             yield from self._stager.drain()
+            self._stager.release()
         except Exception as exc:
             # Too late or a broken device: what may still be written must not be used again.
             log.exception("rank %d: copies cannot be ended", self._parts.rank)

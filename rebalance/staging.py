@@ -11,6 +11,7 @@ next is pulled. Nothing is written but the destinations that the caller gives.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -31,6 +32,8 @@ from rebalance.transport import HOST, Record, WeightTransport
 from rebalance.waiting import Wait
 from runtime.experts import PendingDigest
 from runtime.streams import Completion
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,16 @@ class Stager:
             self.meter.add_bytes("disk", self._transport.preload(missing, deadline_s))
             self._on_host.update(missing)
 
-    def forget_preloaded(self) -> None:
-        """Ask the host again from now on: it need not hold the last migration's records."""
-        self._on_host.clear()
+    def release(self, records: Iterable[Record] | None = None) -> None:
+        """Let the host forget records, or all that it holds for this rank.
+
+        Raises:
+            MigrationError: the host is gone.
+        """
+        held = self._on_host if records is None else self._on_host.intersection(records)
+        if held:
+            self._transport.release(sorted(held))
+            self._on_host = self._on_host - held
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Say whether the host's slab is where a move's bytes are taken from first."""
@@ -218,14 +228,28 @@ class Stager:
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        self._sources.wrong(pull.move, pull.places)
-        if len(pull.places) == 1:
+        is_mended = pull.places == (HOST,) and not pull.is_reloaded and self._reload(pull)
+        if not is_mended:
+            self._sources.wrong(pull.move, pull.places)
+        if is_mended:
+            pull.is_reloaded = True
+        elif len(pull.places) == 1:
             pull.failed[pull.places[0]] = "wrong digest"
         else:
             pull.suspected = pull.places
         self.meter.add_bytes("rejected", len(pull.into))
         self.meter.add("num_wrong_digests")
         self._again(pull)
+
+    def _reload(self, pull: Pull) -> bool:
+        """Have the host mend a record whose bytes were wrong; its disk is a second try."""
+        try:
+            self._transport.reload(pull.record, self._settings.preload_deadline_s)
+        except MigrationError as exc:
+            log.warning("%s: %s", pull.name, exc)
+            self._on_host.discard(pull.record)
+            return False
+        return True
 
     def _wait(self) -> Wait:
         """What can bring it further: a landing where no chunk may be ordered before it, or time.

@@ -56,13 +56,47 @@ class WeightTransport(Protocol):
         """Make the calling thread the mover's: its device, its stream."""
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
-        """Have the host hold these records; return the bytes that came from disk for it.
+        """Have the host hold these records until ``release``; return the bytes read for it.
 
         The one call that may block, up to ``deadline_s``. Where time is simulated it answers at
         once.
 
         Raises:
-            MigrationError: the host cannot, or not in time.
+            MigrationError: the host cannot, or not in time, or it has no records of these weights.
+        """
+
+    @property
+    def host_room(self) -> int:
+        """Records that the host has room for at a time, for this rank, whatever others hold."""
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Say what will be preloaded next; the host may read ahead when it has time and room.
+
+        Raises:
+            MigrationError: the host is gone.
+        """
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        """Have the host look at a record that it holds, and read it again if it is damaged.
+
+        Raises:
+            MigrationError: it cannot be mended, or not in time.
+        """
+
+    def release(self, records: Sequence[Record]) -> None:
+        """Let the host forget these records if it needs the room.
+
+        Raises:
+            MigrationError: the host is gone.
+        """
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        """Note that other weights serve: no record of older ones may come from the host any more.
+
+        Called while nothing moves.
+
+        Raises:
+            MigrationError: the host is gone or late.
         """
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,21 +18,56 @@ from numpy.typing import NDArray
 from eplb.errors import MigrationError
 
 PAGE_BYTES = 4096
+LANES_AT_ONCE = 2**16  # of a digest: as 64-bit numbers they still fit a core's second-level cache
+_POSITIONS = np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64)
 
 
 class SharedArena:
-    """Bytes that this process owns and others on the host may read."""
+    """Bytes that this process owns and others on the host may read.
 
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self._descriptor = os.memfd_create(name)
-        os.ftruncate(self._descriptor, num_bytes)
-        self._mapping = mmap.mmap(self._descriptor, num_bytes)
+    Pages that nobody has touched take no memory. ``folder`` puts the arena into a nameless file of
+    a tmpfs instead, whose own size then limits it.
+
+    Raises:
+        MigrationError: the system gives no such memory.
+    """
+
+    def __init__(self, name: str, num_bytes: int, *, folder: Path | None = None) -> None:
+        try:
+            self._descriptor = (
+                os.memfd_create(name)
+                if folder is None
+                else os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+            )
+            os.ftruncate(self._descriptor, num_bytes)
+            self._mapping = mmap.mmap(self._descriptor, num_bytes)
+        except OSError as exc:
+            raise MigrationError(f"no arena {name} of {num_bytes} bytes: {exc}") from exc
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Have the system find the pages of a span now.
+
+        Without this a page that cannot be found is a SIGBUS in whoever touches it first.
+
+        Raises:
+            MigrationError: there is no memory for them.
+        """
+        try:
+            os.posix_fallocate(self._descriptor, start, num_bytes)
+        except OSError as exc:
+            raise MigrationError(
+                f"no shared memory for {num_bytes} bytes at {start} of the arena: {exc}"
+            ) from exc
 
     @property
     def handle(self) -> str:
         """Path by which other processes of this host attach."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Let nobody attach any more; the memory is given back with its last mapping."""
+        os.close(self._descriptor)
 
 
 def attach(handle: str, num_bytes: int, *, for_gpu: bool = False) -> NDArray[np.uint8]:
@@ -57,6 +93,33 @@ def attach(handle: str, num_bytes: int, *, for_gpu: bool = False) -> NDArray[np.
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
+class RunningDigest:
+    """The digest of bytes that come piece by piece."""
+
+    def __init__(self) -> None:
+        self._plain = self._weighted = self._num_lanes = 0
+
+    def add(self, piece: NDArray[np.uint8]) -> None:
+        """Take in the next bytes, a whole number of 32-bit lanes."""
+        lanes = piece.view(np.int32)
+        for first in range(0, len(lanes), LANES_AT_ONCE):
+            block = lanes[first : first + LANES_AT_ONCE].astype(np.int64)
+            plain = int(block.sum())
+            weighted = int(np.dot(block, _POSITIONS[: len(block)]))
+            self._plain += plain
+            self._weighted += weighted + plain * self._num_lanes
+            self._num_lanes += len(block)
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """The two sums so far, as signed 64-bit numbers."""
+        return _signed(self._plain), _signed(self._weighted)
+
+
+def _signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def digest(record: torch.Tensor) -> tuple[int, int]:
     """Two sums over the 32-bit lanes of a record, plain and weighted by position, modulo 2**64.
 
@@ -70,6 +133,7 @@ def digest(record: torch.Tensor) -> tuple[int, int]:
         digest_records(record.view(1, -1), sums)
         plain, weighted = sums[0].tolist()
         return plain, weighted
-    lanes = record.view(torch.int32).to(torch.int64)
-    positions = torch.arange(1, len(lanes) + 1, dtype=torch.int64, device=lanes.device)
-    return int(lanes.sum()), int((lanes * positions).sum())
+    # Block by block: whole records of 64-bit numbers would go through main memory four times.
+    running = RunningDigest()
+    running.add(record.view(torch.uint8).numpy())
+    return running.value

@@ -19,7 +19,7 @@ from rebalance.choice import KnownRecords, choose_transport
 from rebalance.digests import agree_on_digests
 from rebalance.links import RankMemory, SharedPeers, fill_bank
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.transport import HOST, Place
+from rebalance.transport import HOST, GlooVotes, Place
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 
@@ -54,7 +54,8 @@ def choose(rank: int, slab: SlabAddress, schema: ExpertSchema, spoil: Spoil) -> 
     group = dist.group.WORLD
     assert group is not None
     mine = fill_bank(bank, held, reader, deadline_s=DEADLINE_S)
-    digests = agree_on_digests(mine, 2, 8, group)
+    votes = GlooVotes(group)
+    digests = agree_on_digests(mine, 2, 8, votes, deadline_s=DEADLINE_S)
     handles = [""] * 3
     dist.all_gather_object(handles, bank.handle)
     spoil(rank, bank, handles)

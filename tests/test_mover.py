@@ -76,6 +76,9 @@ class Simulated:
     readable: frozenset[int] = frozenset([0, 1])
     landings: list[Landing] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
+    released: list[list[Record]] = field(default_factory=list)
+    reloaded: list[Record] = field(default_factory=list)
+    host_room: int = 100
 
     def begin(self) -> None:
         pass
@@ -83,6 +86,18 @@ class Simulated:
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         self.preloaded.append(list(records))
         return 0
+
+    def hint(self, records: Sequence[Record]) -> None:
+        pass
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        self.reloaded.append(record)
+
+    def release(self, records: Sequence[Record]) -> None:
+        self.released.append(list(records))
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        pass
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         assert place in (HOST, Place(place.source, 1, 0)), "rank 2 is out of reach"
@@ -182,6 +197,34 @@ def test_a_whole_migration_is_staged_and_told_transaction_by_transaction() -> No
     made.mover.ring.release(moves, Completion(is_cuda=False))
     made.run(work, lambda: made.box.state.prepared == 2)
     assert made.mover.figures().bytes_by_source == {"disk": 0, "peer": 2 * SIZE, "host": 2 * SIZE}
+
+
+def test_the_host_may_forget_a_record_once_its_transaction_is_staged() -> None:
+    made = bench(staging=2)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+
+    made.run(work, lambda: made.box.state.prepared == 1)
+
+    assert made.transport.released == [[(0, 2)]]
+
+
+def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> None:
+    made = bench(staging=2)
+    made.transport.host_room = 1
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    assert made.transport.preloaded == [[(0, 2)]]
+    made.adopt()
+
+    made.run(work, lambda: made.box.state.prepared == 1)
+    moves = made.mover.own_moves(made.migration.transactions[0])
+    made.mover.ring.release(moves, Completion(is_cuda=False))
+    made.run(work, lambda: made.box.state.prepared == 2)
+
+    assert made.transport.preloaded == [[(0, 2)], [(1, 2)]]
+    assert made.transport.released == [[(0, 2)], [(1, 2)]]
 
 
 def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_landed() -> None:

@@ -78,6 +78,10 @@ class Simulated:
     refusing: set[Place] = field(default_factory=set)
     ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
+    released: list[list[Record]] = field(default_factory=list)
+    reloaded: list[Record] = field(default_factory=list)
+    host_room: int = 100
+    is_beyond_repair: bool = False
 
     @property
     def pulled(self) -> list[tuple[Place, int]]:
@@ -93,6 +97,21 @@ class Simulated:
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         self.preloaded.append(list(records))
         return SIZE * len(records)
+
+    def hint(self, records: Sequence[Record]) -> None:
+        pass
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        self.reloaded.append(record)
+        if self.is_beyond_repair:
+            raise MigrationError("the disk has other bytes too")
+        self.rotten.discard(HOST)
+
+    def release(self, records: Sequence[Record]) -> None:
+        self.released.append(list(records))
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        pass
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         if place in self.refusing:
@@ -238,6 +257,27 @@ def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again
     figures = made.figures()
     assert figures.bytes_by_source == {"rejected": SIZE, "disk": SIZE, "host": 2 * SIZE}
     assert (figures.num_retries, figures.num_wrong_digests, figures.num_quarantined) == (1, 1, 1)
+
+
+def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
+    made = bench(0, readable=frozenset([0]), rotten={HOST})
+
+    (into,) = made.stage(FROM_3)
+
+    assert torch.equal(into, record_of((0, 1)))
+    assert made.transport.reloaded == [(0, 1)]
+    figures = made.figures()
+    assert (figures.num_wrong_digests, figures.num_quarantined) == (1, 0)
+
+
+def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
+    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made.transport.is_beyond_repair = True
+
+    with pytest.raises(MigrationError, match=r"no source is left \(the host: wrong digest\)"):
+        made.stage(FROM_3)
+
+    assert made.figures().num_quarantined == 1
 
 
 def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:

@@ -1,0 +1,177 @@
+"""Phase one, preload, measured: disk -> host memory against plain reads of the same file.
+
+    python benchmarks/preload.py FOLDER [--records 24] [--runs 5]
+
+Writes a checkpoint of DeepSeek-V3's experts (7168 x 2048, FP8: 44 MB) and its record file under
+FOLDER, 2.2 GB with 24 records, and removes both. Every run reads cold: past the page cache, which
+is dropped before. The plain reads and the preload take turns, so that a drifting disk meets all.
+Prints one table. Seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import save_file
+
+from eplb.model import ModelShape
+from rebalance.preload import make_all
+from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name
+from runtime.experts import ExpertSchema
+from runtime.memory import SharedArena, digest
+
+HIDDEN, INTERMEDIATE = 7168, 2048
+DEADLINE_S = 600.0
+DD_BLOCK = "16M"
+
+NUM_FILLS = 4  # of a slab that is to be measured in use
+
+Row = tuple[str, str, str]
+
+
+def write_experts(folder: Path, num_experts: int, schema: ExpertSchema) -> None:
+    """One layer of random experts, one shard: nothing else of a model is needed here."""
+    generator = torch.Generator().manual_seed(7)
+    shard = {}
+    for expert in range(num_experts):
+        for spec in schema.tensors:
+            shape = schema.part_shape(spec)
+            for part in spec.parts:
+                size = spec.num_bytes // len(spec.parts)
+                raw = torch.randint(0, 100, (size,), generator=generator, dtype=torch.uint8)
+                shard[f"{expert_name(0, expert)}.{part}"] = raw.view(spec.dtype).view(shape)
+    folder.mkdir(parents=True)
+    save_file(shard, folder / "experts.safetensors")
+    names = ", ".join(f'"{name}": "experts.safetensors"' for name in shard)
+    (folder / INDEX_FILE).write_text('{"weight_map": {' + names + "}}")
+
+
+def drop_cache(path: Path) -> None:
+    """Have the kernel forget a file's pages."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time of a call."""
+    started = time.monotonic()
+    run()
+    return time.monotonic() - started
+
+
+def read_with_dd(path: Path) -> float:
+    command = ["dd", f"if={path}", "of=/dev/null", f"bs={DD_BLOCK}", "iflag=direct"]
+    return seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What is preloaded, and into how many entries: fewer than records means used ones."""
+
+    weights: Path
+    model: ModelShape
+    schema: ExpertSchema
+    record_file: Path | None
+    num_entries: int
+
+    def rate(self) -> float:
+        """GB/s that a rank sees that asks for a slab's fill at a time.
+
+        With fewer entries than records the first fill is not timed: it is the system that finds
+        memory then. The rest goes into entries that held other records.
+        """
+        address = SlabAddress(f"bench-{os.getpid()}", os.urandom(16))
+        settings = SlabSettings("ring", None, self.num_entries, self.record_file)
+        size, num_experts = self.schema.record_bytes, self.model.num_experts
+        checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped
+        taken_s, num_timed = 0.0, 0
+        with (
+            closing(HostSlab(address, checkpoint, self.model, self.schema, settings)),
+            closing(SlabReader(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
+        ):
+            for first in range(0, num_experts, self.num_entries):
+                fill = [(0, e) for e in range(first, min(first + self.num_entries, num_experts))]
+                fill_s = seconds(partial(reader.load, fill, deadline_s=DEADLINE_S))
+                if first or self.num_entries == num_experts:
+                    taken_s, num_timed = taken_s + fill_s, num_timed + len(fill)
+                reader.release(fill)
+        return num_timed * size / taken_s / 1e9
+
+
+def measure(folder: Path, *, num_records: int = 24, num_runs: int = 5) -> list[Row]:
+    """Rows (what, GB/s, share of dd) of a scratch folder's disk; leaves nothing behind."""
+    scratch = Path(tempfile.mkdtemp(prefix="preload-", dir=folder))
+    try:
+        return _measure(scratch, num_records, num_runs)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _measure(scratch: Path, num_records: int, num_runs: int) -> list[Row]:
+    schema = ExpertSchema.swiglu_fp8(HIDDEN, INTERMEDIATE)
+    model = ModelShape((0,), num_records, 8, hidden=HIDDEN, intermediate=INTERMEDIATE)
+    weights, records = scratch / "weights", scratch / "records"
+    shard = weights / "experts.safetensors"
+    write_experts(weights, num_records, schema)
+    total_gb = num_records * schema.record_bytes / 1e9
+    making_s = seconds(lambda: make_all(Checkpoint(weights), model, schema, records))
+    slab = partial(Slab, weights, model, schema)
+    ways: dict[str, Callable[[], float]] = {
+        f"dd iflag=direct bs={DD_BLOCK}": lambda: total_gb / read_with_dd(records),
+        "preload from the record file": slab(records, num_records // NUM_FILLS).rate,
+        "  the same into memory never used before": slab(records, num_records).rate,
+        "preload by cooking": slab(None, num_records // NUM_FILLS).rate,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(num_runs):
+        for name, way in ways.items():
+            drop_cache(records)
+            drop_cache(shard)
+            rates[name].append(way())
+    plain = median(next(iter(rates.values())))
+    return [
+        *((name, _spread(found), f"{median(found) / plain:.0%}") for name, found in rates.items()),
+        ("make_all: cook and write", f"{total_gb / making_s:.2f}", ""),
+        ("digest of a record, one core", f"{_digest_rate(schema):.2f}", ""),
+    ]
+
+
+def _spread(rates: list[float]) -> str:
+    return f"{median(rates):.2f} ({min(rates):.2f}..{max(rates):.2f})"
+
+
+def _digest_rate(schema: ExpertSchema) -> float:
+    record = SharedArena("bench", schema.record_bytes).bytes.fill_(3)
+    return schema.record_bytes / median(seconds(lambda: digest(record)) for _ in range(5)) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(tempfile.gettempdir()))
+    parser.add_argument("--records", type=int, default=24)
+    parser.add_argument("--runs", type=int, default=5)
+    given = parser.parse_args()
+    print(f"{'disk -> host, 44 MB records, cold cache':44} {'GB/s (range)':>20} {'of dd':>6}")
+    for what, rate, share in measure(given.folder, num_records=given.records, num_runs=given.runs):
+        print(f"{what:44} {rate:>20} {share:>6}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Bring one expert's record from disk into memory: from the record file, else cooked.
+
+What is cooked is added to the record file. A record's digest is known from its first cooking on,
+and what comes later must digest to the same. Bytes of the record file that do not are cooked again,
+once, from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eplb.errors import CheckpointError
+from eplb.model import ModelShape
+from rebalance.record_file import RecordFile
+from rebalance.record_origin import RecordOrigin, ShardGuard
+from rebalance.slab_wire import Digest
+from rebalance.transport import Record
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+from runtime.memory import PAGE_BYTES, SharedArena, digest
+
+CLOSE_DEADLINE_S = 30.0  # to write one record to a busy disk, and the marks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A record that is in memory now."""
+
+    digest: Digest
+    is_cooked: bool  # else it came from the record file
+
+
+class RecordLoader:
+    """Reads records of one checkpoint. Any thread may call ``load``."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: ModelShape,
+        schema: ExpertSchema,
+        record_file: Path | None = None,
+    ) -> None:
+        self._checkpoint, self._schema = checkpoint, schema
+        self.origin = RecordOrigin.of(checkpoint, model, schema)
+        self._guard = ShardGuard(checkpoint.path)
+        self._digests: dict[Record, Digest] = {}
+        self.file = self._open(record_file)
+        self.num_damaged = 0  # records of the file, or cooked ones, that had another digest
+
+    def _open(self, path: Path | None) -> RecordFile | None:
+        if path is None:
+            return None
+        try:
+            file = RecordFile.open_or_make(path, self.origin)
+        except CheckpointError as exc:
+            log.error("preload goes on without a record file: %s", exc)
+            return None
+        log.info(
+            "record file %s: %d of %d records, %s",
+            path,
+            file.num_complete,
+            self.origin.num_records,
+            "cooked ones are added" if file.may_write else "another process writes it",
+        )
+        return file
+
+    def load(self, record: Record, into: torch.Tensor) -> Loaded:
+        """Fill ``into`` [record_bytes], page-aligned.
+
+        Raises:
+            CheckpointError: a weight file is damaged or truncated, or other bytes are on the disk
+                than before.
+        """
+        expected = self._digests.get(record)
+        in_file = self.file.digest_of(record) if self.file is not None else None
+        if in_file is not None and expected in (None, in_file):
+            expected = in_file
+            if self._is_read(record, into, expected):
+                self._digests[record] = expected
+                return Loaded(expected, is_cooked=False)
+        found = self._cook(record, into)
+        if expected is not None and found != expected and in_file is None:
+            self.num_damaged += 1
+            found = self._cook(record, into)  # memory or disk may have erred once
+        if expected is not None and found != expected:
+            raise CheckpointError(
+                f"layer {record[0]} expert {record[1]}: the checkpoint's bytes have digest {found},"
+                f" expected {expected} as before"
+            )
+        self._digests[record] = found
+        return Loaded(found, is_cooked=True)
+
+    def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:
+        """Read from the record file; False when its bytes are not those that were written."""
+        assert self.file is not None, "the caller has found the record there"
+        layer, expert = record
+        try:
+            found = self.file.read(record, into)
+            if found == expected:
+                return True
+            what = f"digest {found}, expected {expected}"
+        except OSError as exc:
+            what = str(exc)
+        self.num_damaged += 1
+        log.error("%s: layer %d expert %d: %s; cooked again", self.file.path, layer, expert, what)
+        return False
+
+    def _cook(self, record: Record, into: torch.Tensor) -> Digest:
+        self._guard.check()
+        layer, expert = record
+        self._checkpoint.cook(layer, expert, self._schema, into)
+        # Cooking leaves the last page's rest as it was, and the digest is over all of it.
+        into[sum(spec.num_bytes for spec in self._schema.tensors) :].zero_()
+        return digest(into)
+
+    def close(self) -> None:
+        """Mark what was written, and let go of the files. No thread may be loading."""
+        self._guard.close()
+        if self.file is not None:
+            try:
+                self.file.close()
+            except OSError as exc:
+                log.error("record file %s: the last records are not kept: %s", self.file.path, exc)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A cooked record that waits to be written; ``done`` lets go of its memory."""
+
+    record: Record
+    data: torch.Tensor
+    digest: Digest
+    done: Callable[[], None]
+
+
+class WriteBehind:
+    """Adds cooked records to the file while ranks already use them.
+
+    Ranks never wait for it: with ``room`` records waiting, a further one is left out.
+    """
+
+    def __init__(self, file: RecordFile, room: int) -> None:
+        self._file = file
+        self._queue: queue.Queue[Written | None] = queue.Queue(room)
+        self._is_stopping = False
+        self.num_left_out = 0
+        self.is_failed = False
+        self._thread = threading.Thread(target=self._run, name="preload-write", daemon=True)
+        self._thread.start()
+
+    def offer(self, written: Written) -> bool:
+        """Queue a record; False when it is left out."""
+        try:
+            if self.is_failed:
+                return False
+            self._queue.put_nowait(written)
+        except queue.Full:
+            self.num_left_out += 1
+            return False
+        return True
+
+    def _run(self) -> None:
+        while (written := self._queue.get()) is not None:
+            try:
+                if not (self.is_failed or self._is_stopping):
+                    self._file.write(written.record, written.data, written.digest)
+                    if self._queue.empty():
+                        self._file.flush()
+            except OSError as exc:
+                self.is_failed = True
+                log.error(
+                    "record file %s: no more records are added, cooking goes on without: %s",
+                    self._file.path,
+                    exc,
+                )
+            finally:
+                written.done()
+
+    def close(self) -> None:
+        """Finish the record that is being written; those behind it are left out."""
+        self._is_stopping = True
+        try:
+            self._queue.put(None, timeout=CLOSE_DEADLINE_S)
+        except queue.Full:
+            log.error("record file %s: its disk does not answer", self._file.path)
+            return
+        self._thread.join(CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            log.error("record file %s: its disk does not answer", self._file.path)
+
+
+def make_all(
+    checkpoint: Checkpoint,
+    model: ModelShape,
+    schema: ExpertSchema,
+    path: Path,
+    *,
+    num_threads: int = 2,
+) -> int:
+    """Cook every record that the file lacks; return how many.
+
+    Raises:
+        CheckpointError: a record cannot be cooked or written, or another process writes the file.
+            What was complete stays.
+    """
+    loader = RecordLoader(checkpoint, model, schema)
+    file = RecordFile.open_or_make(path, loader.origin)
+    try:
+        if not file.may_write:
+            raise CheckpointError(f"record file {path} is being written by another process")
+        everything = [
+            (layer, expert)
+            for layer in range(model.num_layers)
+            for expert in range(model.num_experts)
+        ]
+        missing = [record for record in everything if file.digest_of(record) is None]
+        shares = [missing[first::num_threads] for first in range(num_threads)]
+        with ThreadPoolExecutor(num_threads) as pool:
+            for made in [pool.submit(_make_some, loader, file, share) for share in shares]:
+                made.result()
+    except OSError as exc:
+        raise CheckpointError(f"record file {path}: {exc}") from exc
+    finally:
+        loader.close()
+        file.close()
+    return len(missing)
+
+
+def _make_some(loader: RecordLoader, file: RecordFile, records: list[Record]) -> None:
+    scratch = SharedArena("eplb-cook", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
+    for record in records:
+        file.write(record, scratch, loader.load(record, scratch).digest)

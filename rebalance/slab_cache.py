@@ -1,0 +1,304 @@
+"""Which records the slab holds, who reads them, and what is loaded next: decisions, no I/O.
+
+The slab has a fixed number of entries, each with room for one record. A rank's request leases all
+of its records at once, or waits until it can, so that no two ranks each hold half of what they
+need. A leased entry is never given to another record.
+
+A record is hinted by whoever may need it: loaded when no rank waits, and never in place of a
+leased record or of one hinted in the same breath.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+
+from rebalance.slab_places import Entry, Places, State
+from rebalance.slab_requests import Request, no_room, refusal_of
+from rebalance.slab_wire import Digest
+from rebalance.transport import Record
+
+WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
+WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1
+
+
+class SlabCache:
+    """The slab's book. Any thread may call any method; none of them waits but ``take``."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.weights_version = 0
+        self._changed = threading.Condition()
+        self._places = Places(num_entries)
+        self._waiting: list[Request] = []  # for room, in order of arrival
+        self._loading: dict[Entry, list[Request]] = {}  # who waits for an entry to be READY
+        self._queued: OrderedDict[Entry, None] = OrderedDict()
+        self._hinted: OrderedDict[Record, int] = OrderedDict()  # and in which hint
+        self._num_hints = 0
+        self._is_closed = False
+
+    # -- ranks
+
+    def ask(self, request: Request) -> None:
+        """Lease a request's records, now or when there is room, and have them loaded."""
+        with self._changed:
+            if refusal := refusal_of(request, self._places, self.weights_version):
+                self._end(request, refusal)
+                return
+            self._waiting.append(request)
+            self._admit()
+            if request in self._waiting:
+                self.counts["waits"] += 1
+                # All who could let go wait themselves: the one who came last gives way.
+                if self._is_stuck():
+                    self._end(
+                        request, f"{no_room(request, self._places)}, and all who hold them wait too"
+                    )
+
+    def release(self, holder: int, records: Collection[Record]) -> None:
+        """End a rank's leases on records; those that it does not hold are no harm."""
+        with self._changed:
+            for entry in self._places.held_by(holder, frozenset(records)):
+                self._let_go(entry, holder)
+            self._admit()
+
+    def withdraw(self, request: Request) -> None:
+        """End a request whose rank has given up, answered or not, and the leases it brought."""
+        with self._changed:
+            if request.is_ended:
+                self._undo(request)
+            else:
+                self._end(request, "its rank has given up")
+            self._admit()
+
+    def expire(self, request: Request) -> None:
+        """End a request that is late."""
+        with self._changed:
+            if not request.is_ended:
+                late = f"{len(request.missing)} records are still being read"
+                self._end(
+                    request, no_room(request, self._places) if request in self._waiting else late
+                )
+                self._admit()
+
+    def drop(self, holder: int) -> None:
+        """End everything that a rank that is gone has asked for."""
+        with self._changed:
+            asked = [*self._waiting, *(r for rs in self._loading.values() for r in rs)]
+            for request in asked:
+                if request.holder == holder and not request.is_ended:
+                    self._end(request, "its rank is gone")
+            for entry in self._places.held_by(holder):
+                self._let_go(entry, holder)
+            self._admit()
+
+    def hint(self, records: Sequence[Record], weights_version: int) -> None:
+        """Have records loaded when nothing else is to be done, if there is room for them."""
+        with self._changed:
+            if weights_version or self.weights_version:
+                self.counts["hints_dropped"] += len(records)
+                return
+            self._num_hints += 1
+            self._hinted |= dict.fromkeys(records, self._num_hints)
+            self._changed.notify_all()
+
+    def reload(self, request: Request) -> None:
+        """Have a leased record read again from disk: its bytes are not what they were."""
+        with self._changed:
+            (record,) = request.records
+            held = self._places.held_by(request.holder, [record])
+            if not held or held[0].is_void:
+                self._end(request, f"layer {record[0]} expert {record[1]} is not leased")
+                return
+            if held[0].state is State.READY:
+                held[0].state, self._queued[held[0]] = State.QUEUED, None
+            request.num_from_disk = 1
+            self._await(request, held[0])
+            self._changed.notify_all()
+
+    def held(self, holder: int, record: Record) -> tuple[Digest, int] | None:
+        """Return digest and place of a record that a rank holds and that is READY."""
+        with self._changed:
+            for entry in self._places.held_by(holder, frozenset([record])):
+                if entry.state is State.READY and not entry.is_void and entry.digest is not None:
+                    return entry.digest, entry.place
+            return None
+
+    def invalidate(self, version: int) -> None:
+        """Void every record of weights older than ``version``: none is handed out again."""
+        with self._changed:
+            if version <= self.weights_version:
+                return
+            self.weights_version = version
+            self._hinted.clear()
+            for request in list(self._waiting):
+                self._end(request, refusal_of(request, self._places, self.weights_version))
+            for entry in list(self._places.entries.values()):
+                self._void(entry, f"weights version 0 is void since version {version}")
+
+    # -- readers of the disk
+
+    def take(self) -> Entry | None:
+        """Wait for an entry to load and return it; None once the slab is closed."""
+        with self._changed:
+            while not self._is_closed:
+                entry = self._next()
+                if entry is not None:
+                    entry.state = State.LOADING
+                    return entry
+                self._changed.wait(WAIT_S)
+            return None
+
+    def _next(self) -> Entry | None:
+        if self._queued:
+            return self._queued.popitem(last=False)[0]
+        while self._hinted:
+            record, hint = self._hinted.popitem(last=False)
+            if record in self._places.entries:
+                continue
+            entry = self._places.occupy_for_hint(record, hint)
+            if entry is not None:
+                return entry
+            self.counts["hints_dropped"] += 1
+        return None
+
+    def is_backed(self, entry: Entry) -> bool:
+        """Say whether the memory of an entry was found before."""
+        with self._changed:
+            return self._places.is_backed(entry)
+
+    def loaded(
+        self, entry: Entry, digest: Digest, *, is_cooked: bool, for_writer: bool = False
+    ) -> None:
+        """Hand a loaded entry out to all who wait for it, and keep it for the writer."""
+        with self._changed:
+            self.counts["cooked" if is_cooked else "from_record_file"] += 1
+            self._places.back(entry)
+            entry.state, entry.digest = State.READY, digest
+            if for_writer:
+                self._places.lease(entry, WRITER)
+            for request in self._loading.pop(entry, []):
+                request.missing.discard(entry.record)
+                request.found[entry.record] = digest, entry.place
+                if not request.missing and not request.is_ended:
+                    self._end(request, None)
+            self._places.rest(entry)
+            self._admit()
+
+    def failed(self, entry: Entry, error: str) -> None:
+        """Refuse an entry's record to all who wait for it; a later request tries again."""
+        with self._changed:
+            entry.state = State.READY
+            if entry.is_void:
+                self._places.rest(entry)
+            else:
+                self._void(entry, error)
+            self._admit()
+
+    def out_of_memory(self, entry: Entry, error: str) -> None:
+        """Make do with the entries whose memory was found so far."""
+        with self._changed:
+            self._places.shrink(entry)
+            self.failed(entry, f"{error}; the slab goes on with {self._places.num_places} records")
+            for request in list(self._waiting):
+                if refusal := refusal_of(request, self._places, self.weights_version):
+                    self._end(request, refusal)
+
+    def close(self) -> None:
+        """Let the readers of the disk go."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def figures(self) -> dict[str, int]:
+        """Count what was done so far, and what is held now."""
+        with self._changed:
+            ready = sum(e.state is State.READY for e in self._places.entries.values())
+            held = sum(bool(e.holders) for e in self._places.entries.values())
+            return self.counts | {
+                "evictions": self._places.num_evicted,
+                "resident": ready,
+                "leased": held,
+                "room": self._places.num_places,
+            }
+
+    # -- with the lock held
+
+    def _is_stuck(self) -> bool:
+        holders_that_wait = {request.holder for request in self._waiting}
+        return not self._places.has_unheld_load() and self._places.holders() <= holders_that_wait
+
+    def _admit(self) -> None:
+        """Grant what fits, in order; a rank that holds leases may overtake: it lets go later."""
+        is_blocked = False
+        for request in list(self._waiting):
+            if is_blocked and not self._places.num_leases[request.holder]:
+                continue
+            asked = set(request.records)
+            num_new = len(asked - self._places.entries.keys())
+            if num_new <= self._places.room_beside(asked):
+                self._grant(request)
+            else:
+                is_blocked = True
+        self._changed.notify_all()
+
+    def _grant(self, request: Request) -> None:
+        self._waiting.remove(request)
+        records = list(dict.fromkeys(request.records))
+        # First those that are here, so that none of them makes room for another.
+        here = [self._places.entries[r] for r in records if r in self._places.entries]
+        for entry in here:
+            self._lease(request, entry)
+        for record in records:
+            if record not in self._places.entries:
+                entry = self._places.occupy(record)
+                self._queued[entry] = None
+                self._lease(request, entry)
+                request.num_from_disk += 1
+        self.counts["hits"] += len(here)
+        self.counts["misses"] += request.num_from_disk
+        if not request.missing:
+            self._end(request, None)
+
+    def _lease(self, request: Request, entry: Entry) -> None:
+        entry.hint = 0
+        if self._places.lease(entry, request.holder):
+            request.added.append(entry)
+        if entry.state is State.READY:
+            assert entry.digest is not None, "what is ready was digested"
+            request.found[entry.record] = entry.digest, entry.place
+        else:
+            self._await(request, entry)
+
+    def _await(self, request: Request, entry: Entry) -> None:
+        request.missing.add(entry.record)
+        self._loading.setdefault(entry, []).append(request)
+
+    def _end(self, request: Request, error: str | None) -> None:
+        request.is_ended, request.error = True, error
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if error is not None:
+            self.counts["refusals"] += 1
+            self._undo(request)
+        request.ended(request)
+
+    def _undo(self, request: Request) -> None:
+        added, request.added = request.added, []
+        for entry in added:
+            self._let_go(entry, request.holder)
+
+    def _let_go(self, entry: Entry, holder: int) -> None:
+        self._places.let_go(entry, holder)
+        if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
+            self._void(entry, "its rank has released it before it came")  # nobody wants it now
+
+    def _void(self, entry: Entry, error: str) -> None:
+        if entry in self._queued:
+            del self._queued[entry]
+            entry.state = State.READY
+        self._places.void(entry)
+        for request in self._loading.pop(entry, []):
+            if not request.is_ended:
+                self._end(request, error)

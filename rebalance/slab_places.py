@@ -1,0 +1,159 @@
+"""The slab's entries: places of one record each, who holds them, and which may be given away.
+
+QUEUED --> LOADING --> READY --> given to another record, least recently used first
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+
+from rebalance.slab_wire import Digest
+from rebalance.transport import Record
+
+
+class State(Enum):
+    """How far an entry's record is."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    READY = "ready"
+
+
+@dataclass(eq=False)
+class Entry:
+    """A place in the slab, and the record that it is for."""
+
+    place: int
+    record: Record
+    state: State = State.QUEUED
+    digest: Digest | None = None
+    hint: int = 0  # which hint brought it; 0 once a rank has asked for it
+    is_void: bool = False  # of older weights, or damaged: never handed out again
+    holders: set[int] = field(default_factory=set)
+
+
+class Places:
+    """All entries. Guarded by its owner's lock.
+
+    An entry without holders is given away only when READY: before that the disk writes it.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self.entries: dict[Record, Entry] = {}  # those that may be handed out
+        self.num_leases: Counter[int] = Counter()  # by holder
+        self.num_evicted = 0
+        self._free = list(range(num_places - 1, -1, -1))
+        self._backed: set[int] = set()
+        self._idle: OrderedDict[Record, Entry] = OrderedDict()  # READY, no holder; oldest first
+        self._void: list[Entry] = []  # of which holders may still read
+
+    def room_beside(self, records: Collection[Record]) -> int:
+        """Places that can be had without giving away any of these records."""
+        return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
+
+    def occupy(self, record: Record) -> Entry:
+        """Give a place to a record that has none; there must be room."""
+        if not self._free:
+            _, oldest = self._idle.popitem(last=False)
+            self._give_away(oldest)
+        entry = self.entries[record] = Entry(self._free.pop(), record)
+        return entry
+
+    def occupy_for_hint(self, record: Record, hint: int) -> Entry | None:
+        """Give a place to a hinted record, but none of this or a later hint; None without one."""
+        if not self._free:
+            older = (entry for entry in self._idle.values() if entry.hint < hint)
+            oldest = next(older, None)
+            if oldest is None:
+                return None
+            del self._idle[oldest.record]
+            self._give_away(oldest)
+        entry = self.entries[record] = Entry(self._free.pop(), record, hint=hint)
+        return entry
+
+    def _give_away(self, entry: Entry) -> None:
+        del self.entries[entry.record]
+        self._free.append(entry.place)
+        self.num_evicted += 1
+
+    def lease(self, entry: Entry, holder: int) -> bool:
+        """Keep an entry for a holder; say whether it was not kept for it before."""
+        self._idle.pop(entry.record, None)
+        if holder in entry.holders:
+            return False
+        entry.holders.add(holder)
+        self.num_leases[holder] += 1
+        return True
+
+    def let_go(self, entry: Entry, holder: int) -> None:
+        """End a holder's lease, if it has one."""
+        if holder in entry.holders:
+            entry.holders.remove(holder)
+            self.num_leases[holder] -= 1
+            self.rest(entry)
+
+    def rest(self, entry: Entry) -> None:
+        """Let an entry that nobody holds or writes be given away."""
+        if entry.holders or entry.state is not State.READY:
+            return
+        if not entry.is_void:
+            self._idle[entry.record] = entry
+            return
+        if entry in self._void:
+            self._void.remove(entry)
+            if entry.place >= 0:
+                self._free.append(entry.place)
+
+    def void(self, entry: Entry) -> None:
+        """Never hand an entry out again; its place is free when nobody reads or writes it."""
+        assert not entry.is_void, "an entry becomes void once"
+        entry.is_void = True
+        del self.entries[entry.record]
+        self._idle.pop(entry.record, None)
+        self._void.append(entry)
+        self.rest(entry)
+
+    def held_by(self, holder: int, records: Collection[Record] | None = None) -> list[Entry]:
+        """Entries that a holder has leases on, of all or of some records."""
+        return [
+            entry
+            for entry in self._all(records)
+            if holder in entry.holders and (records is None or entry.record in records)
+        ]
+
+    def _all(self, records: Collection[Record] | None) -> Iterator[Entry]:
+        if records is None:
+            return chain(self.entries.values(), self._void)
+        found = (self.entries[record] for record in records if record in self.entries)
+        return chain(found, self._void)
+
+    def holders(self) -> set[int]:
+        """Everyone who has a lease."""
+        return {holder for holder, count in self.num_leases.items() if count}
+
+    def has_unheld_load(self) -> bool:
+        """Say whether an entry will be free without anybody letting go."""
+        return any(
+            not entry.holders and entry.state is not State.READY
+            for entry in chain(self.entries.values(), self._void)
+        )
+
+    def is_backed(self, entry: Entry) -> bool:
+        """Say whether the memory of an entry was found."""
+        return entry.place in self._backed
+
+    def back(self, entry: Entry) -> None:
+        """Note that the memory of an entry was found."""
+        self._backed.add(entry.place)
+
+    def shrink(self, entry: Entry) -> None:
+        """Do without the places whose memory was not found yet, this entry's among them."""
+        backed = [place for place in self._free if place in self._backed]
+        self.num_places -= len(self._free) - len(backed) + 1
+        self._free = backed
+        entry.place = -1

@@ -1,0 +1,239 @@
+"""A rank's view of its host's slab: lease records, read them through a mapping, let them go."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Sequence
+from multiprocessing import AuthenticationError
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb.errors import MigrationError
+from rebalance.slab_stats import SlabStats
+from rebalance.slab_wire import Digest, SlabAddress, call
+from rebalance.transport import Record
+from runtime.memory import attach
+
+ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
+
+
+class SlabReader:
+    """A rank's connection. Used by one thread; ``hint`` may come from another."""
+
+    def __init__(
+        self,
+        address: SlabAddress,
+        num_experts: int,
+        record_bytes: int,
+        *,
+        deadline_s: float,
+        for_gpu: bool = False,
+    ) -> None:
+        self._record_bytes, self._name = record_bytes, address.name
+        self._num_asked = 0
+        self._sending = threading.Lock()
+        try:
+            self._connection = call(address, deadline_s)
+        except (AuthenticationError, EOFError, OSError) as exc:
+            raise MigrationError(
+                f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
+            ) from exc
+        hello = json.loads(self._receive("its greeting", deadline_s))
+        found = hello["num_experts"], hello["record_bytes"]
+        if found != (num_experts, record_bytes):
+            raise MigrationError(
+                f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
+                f"expected {num_experts} of {record_bytes}"
+            )
+        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=for_gpu)
+        self._places: dict[Record, int] = {}  # of the records that are leased
+        self._registered: set[int] = set()  # places; their addresses never change
+
+    @property
+    def num_entries(self) -> int:
+        """Records that the slab has room for."""
+        return len(self._slab) // self._record_bytes
+
+    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
+        """Register leased records with CUDA now, so that no pull has to.
+
+        Raises:
+            MigrationError: the memory cannot be registered.
+        """
+        for record in records:
+            self._register(self._places[record])
+
+    def load(
+        self, records: Sequence[Record], *, deadline_s: float, weights_version: int = 0
+    ) -> tuple[list[Digest], int]:
+        """Lease ``records``; return their digests and the bytes that are read from disk for it.
+
+        The slab keeps them until ``release``, or until this process ends.
+
+        Raises:
+            MigrationError: a record cannot be read, or not in time; or the slab has no room for
+                all of them. None of ``records`` is leased then that was not before.
+        """
+        if not records:
+            return [], 0
+        message = {
+            "records": list(records),
+            "weights_version": weights_version,
+            "deadline_s": deadline_s - min(ANSWER_MARGIN_S, deadline_s / 10),
+        }
+        answer = self._ask("load", f"{len(records)} records", deadline_s, message)
+        self._places |= zip(records, answer["places"], strict=True)
+        return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
+
+    def reload(self, record: Record, *, deadline_s: float) -> Digest:
+        """Have the host look at the bytes of a leased record, and read them again if damaged.
+
+        Raises:
+            MigrationError: the record is not leased, or what is on the disk is not it either; the
+                lease is then over.
+        """
+        message = {"records": [record], "weights_version": 0, "deadline_s": deadline_s}
+        try:
+            answer = self._ask("reload", "a record again", deadline_s, message)
+        except MigrationError:
+            self.release([record])
+            raise
+        ((plain, weighted),) = answer["digests"]
+        return plain, weighted
+
+    def read(self, record: Record, into: torch.Tensor) -> None:
+        """Copy a record that is leased into ``into`` [record_bytes].
+
+        Raises:
+            MigrationError: it is not leased, or its memory cannot be registered with CUDA.
+        """
+        self.read_part(record, 0, into)
+        if into.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a leased record's bytes from ``offset`` on, on this thread's stream.
+
+        On a CPU it is complete on return; on a GPU once the stream has passed it.
+
+        Raises:
+            MigrationError: it is not leased, or its memory cannot be registered with CUDA.
+        """
+        place = self._places.get(record)
+        if place is None:
+            raise MigrationError(
+                f"host {self._name}: layer {record[0]} expert {record[1]} is read without a lease, "
+                "expected a load before"
+            )
+        start = place * self._record_bytes + offset
+        part = self._slab[start : start + len(into)]
+        if into.is_cuda:
+            self._register(place)
+            into.copy_(torch.from_numpy(part), non_blocking=True)
+        else:
+            np.copyto(into.numpy(), part)
+
+    def _register(self, place: int) -> None:
+        """Register an entry's pages with CUDA when they are first read, so that DMA can read them.
+
+        Whole, and kept: an entry's address never changes.
+        """
+        if place in self._registered:
+            return
+        entry = self._slab[place * self._record_bytes : (place + 1) * self._record_bytes]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(entry.ctypes.data, len(entry), 0)
+        if int(status) != 0:
+            raise MigrationError(
+                f"host {self._name}: entry {place} of the slab cannot be registered with CUDA "
+                f"(status {status}), expected memory that may be locked"
+            )
+        self._registered.add(place)
+
+    def release(self, records: Collection[Record]) -> None:
+        """End the leases on records; those that are not leased are no harm. Waits for nothing.
+
+        Raises:
+            MigrationError: the preload process is gone.
+        """
+        for record in records:
+            self._places.pop(record, None)
+        self._send({"ask": "release", "records": list(records)})
+
+    def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
+        """Say what may be asked for next, so that it is read when the disk has nothing to do.
+
+        Raises:
+            MigrationError: the preload process is gone.
+        """
+        self._send({"ask": "hint", "records": list(records), "weights_version": weights_version})
+
+    def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
+        """Have the host hand out no record of older weights, for anyone, from now on.
+
+        Raises:
+            MigrationError: the preload process is gone, or late.
+        """
+        if weights_version > 0:
+            self.release(list(self._places))
+        what = f"word that weights version {weights_version} is known"
+        self._ask("invalidate", what, deadline_s, {"weights_version": weights_version})
+
+    def stats(self, *, deadline_s: float) -> SlabStats:
+        """Return the host's counters.
+
+        Raises:
+            MigrationError: the preload process is gone, or late.
+        """
+        return SlabStats(**self._ask("stats", "its figures", deadline_s, {})["figures"])
+
+    def _ask(
+        self, ask: str, what: str, deadline_s: float, message: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._num_asked += 1
+        self._send({"ask": ask, "number": self._num_asked} | message)
+        try:
+            answer = self._answer_to(self._num_asked, what, deadline_s)
+        except _Late as exc:
+            self._send({"ask": "give up", "number": self._num_asked})
+            raise MigrationError(str(exc)) from exc
+        if "error" in answer:
+            raise MigrationError(f"preload on host {self._name} failed: {answer['error']}")
+        return answer
+
+    def _answer_to(self, number: int, what: str, deadline_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + deadline_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            answer: dict[str, Any] = json.loads(self._receive(what, left_s))
+            if answer["number"] == number:  # else to a request that was given up as late
+                return answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(json.dumps(message).encode())
+        except OSError as exc:
+            raise MigrationError(f"the preload process of host {self._name} is gone") from exc
+
+    def _receive(self, what: str, deadline_s: float) -> bytes:
+        try:
+            if self._connection.poll(deadline_s):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError) as exc:
+            raise MigrationError(f"the preload process of host {self._name} is gone") from exc
+        raise _Late(
+            f"the preload process of host {self._name} has not sent {what} in {deadline_s:.3g} s"
+        )
+
+    def close(self) -> None:
+        """Let go of the slab."""
+        self._connection.close()
+
+
+class _Late(MigrationError):
+    """No answer yet; one may still come."""

@@ -1,0 +1,60 @@
+"""What ranks ask of the slab, and why they may be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rebalance.slab_places import Entry, Places
+from rebalance.slab_wire import Digest
+from rebalance.transport import Record
+
+
+@dataclass(eq=False)
+class Request:
+    """Records that one rank wants to read. ``ended`` is called once; it must not block."""
+
+    holder: int
+    number: int
+    records: Sequence[Record]
+    ended: Callable[[Request], None]
+    weights_version: int = 0
+    num_from_disk: int = 0
+    added: list[Entry] = field(default_factory=list)  # leases that this request brought
+    missing: set[Record] = field(default_factory=set)
+    found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place
+    error: str | None = None
+    is_ended: bool = False
+
+
+def refusal_of(request: Request, places: Places, weights_version: int) -> str | None:
+    """Say why a request can never be granted, if so.
+
+    Records come from the checkpoint, whose weights are version 0.
+    """
+    if request.weights_version < weights_version:
+        return f"weights version {request.weights_version} is void since version {weights_version}"
+    if request.weights_version > 0:
+        return (
+            f"weights version {request.weights_version} is not in the host's slab, "
+            "which is filled from the checkpoint, version 0"
+        )
+    asked, room = set(request.records), places.num_places
+    if len(asked) + places.num_leases[request.holder] <= room:
+        return None
+    beside = {entry.record for entry in places.held_by(request.holder)} - asked
+    if len(asked) + len(beside) <= room:
+        return None
+    return (
+        f"{len(asked)} records asked for beside {len(beside)} that this rank holds, "
+        f"expected at most {room}, the slab's room"
+    )
+
+
+def no_room(request: Request, places: Places) -> str:
+    """Say what keeps a request waiting."""
+    held = sum(bool(entry.holders) for entry in places.entries.values())
+    return (
+        f"no room for {len(set(request.records))} records: {held} of {places.num_places} entries "
+        f"are held, by {len(places.holders())} ranks"
+    )

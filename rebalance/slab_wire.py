@@ -1,0 +1,53 @@
+"""How ranks and their host's preload process find and greet each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+HANDSHAKE_DEADLINE_S = 10.0
+MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
+Digest = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SlabAddress:
+    """How ranks find their host's slab. Abstract socket: no file is left behind by a kill."""
+
+    name: str
+    key: bytes = field(repr=False)  # keeps other users of the machine out
+
+    @property
+    def socket(self) -> str:
+        """Address in Linux's abstract namespace."""
+        return f"\0eplb-slab-{self.name}"
+
+
+def call(address: SlabAddress, deadline_s: float) -> Connection:
+    """Reach the preload process, which proves that it knows the key, as does the caller."""
+    with socket.socket(socket.AF_UNIX) as calling:
+        _limit_waits(calling, deadline_s)
+        calling.connect(address.socket)
+        connection = Connection(calling.detach())
+    answer_challenge(connection, address.key)
+    deliver_challenge(connection, address.key)
+    return connection
+
+
+def welcome(connection: Connection, key: bytes) -> None:
+    """Let the caller prove that it knows the key, and prove the same to it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        _limit_waits(end, HANDSHAKE_DEADLINE_S)
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        _limit_waits(end, MESSAGE_DEADLINE_S)
+
+
+def _limit_waits(end: socket.socket, seconds: float) -> None:
+    """Let no single read or write take longer."""
+    timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
