@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from api.journal import journal
 from api.settings import load_settings
 from api.simulate import simulate
 from eplb.errors import EplbError
@@ -29,6 +30,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.command()(simulate)
+app.command()(journal)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 StoreFile = Annotated[Path, typer.Option(help="The store's file.")]

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from api.app import create_app
-from api.demo_setup import begin, prepare
+from api.demo_setup import begin, begin_again, prepare
 from api.demo_summary import RankReport, is_right, render_summary, summarise
 from api.live import LiveView
 from api.monitor import Monitor
@@ -39,8 +39,10 @@ from telemetry.store import LoadStore
 READY_DEADLINE_S = 120.0
 HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
+RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
 GRACE_S = 2.0  # after a first failure, for the others to say what they saw
 MAX_CONTROLLER_RESTARTS = 20
+CHECKER = "the reference checker"
 POLL_S = 0.25
 WORKER_MODULES = (
     "api.worker_rank",
@@ -79,6 +81,14 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     return summary
 
 
+class DeadRank(RankError):
+    """A rank ended that should not have. All ranks may be started again."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"{how}, the demo cannot go on without it")
+        self.how = how
+
+
 class Demo:
     """The demo's processes, and what they told."""
 
@@ -96,6 +106,11 @@ class Demo:
         self._done: set[str] = set()
         self._reports: dict[str, RankReport] = {}
         self._checks: list[CheckedStep] = []
+        self._serving: set[str] = set()  # ranks that have answered since the last start
+        self._deaths: list[str] = []
+        self._unserved_since: float | None = None
+        self._unserved_s = 0.0
+        self._are_ranks_ending = False  # after a death: that they end is no news
 
     # -- start and end
 
@@ -106,27 +121,37 @@ class Demo:
             EplbError: one of them could not start.
         """
         # Imported here: torch takes seconds, and every refusal before this needs none of it.
-        from torch._C._distributed_c10d import TCPStore
-
-        from api.worker_checker import run_checker
         from api.worker_controller import run_controller
-        from api.worker_rank import run_rank
         from api.worker_slab import run_slab
 
         preload_modules(*WORKER_MODULES)
+        for host in range(len(self._plan.slabs)):
+            child = Child(f"the preload process of host {host}", run_slab, self._plan, host)
+            self._add(child)
+        self._wait_until_ready()
+        self._start_controller(run_controller)
+        self._start_ranks()
+        self._started = time.monotonic()
+        self._let_ranks_serve()
+
+    def _start_ranks(self) -> None:
+        """Start the checker and all ranks, up to where they can serve."""
+        from torch._C._distributed_c10d import TCPStore
+
+        from api.worker_checker import run_checker
+        from api.worker_rank import run_rank
+
         deadline = timedelta(seconds=READY_DEADLINE_S)
+        # Here and not in rank 0, which is as mortal as any other; new for each start, because what
+        # ranks of an earlier one have left there would be taken for these ranks' words.
         self._rendezvous = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline
         )
         self._plan = plan = replace(self._plan, rendezvous_port=self._rendezvous.port)
         context = get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(plan.topology.num_ranks)]
-        for host in range(len(plan.slabs)):
-            self._add(Child(f"the preload process of host {host}", run_slab, plan, host))
-        self._wait_for("ready", lambda: len(self._ready) == len(plan.slabs), READY_DEADLINE_S)
         readers = [reader for reader, _ in pipes]
-        self._add(Child("the reference checker", run_checker, plan, readers))
-        self._start_controller(run_controller)
+        self._add(Child(CHECKER, run_checker, plan, readers))
         for rank, (_, writer) in enumerate(pipes):
             child = Child(f"rank {rank}", run_rank, plan, rank, writer)
             self._ranks.append(child)
@@ -134,9 +159,13 @@ class Demo:
         for reader, writer in pipes:
             reader.close()
             writer.close()
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
         everyone = len(self._children)
         self._wait_for("ready", lambda: len(self._ready) == everyone, READY_DEADLINE_S)
-        self._started = time.monotonic()
+
+    def _let_ranks_serve(self) -> None:
         for child in self._ranks:
             child.command("start", self._started)
 
@@ -164,9 +193,9 @@ class Demo:
         until = self._started + self._settings.seconds
         with LiveView(self._monitor, view=self._settings.view, console=self._console):
             try:
-                self._wait_until(lambda: time.monotonic() >= until)
+                self._serve_until(lambda: time.monotonic() >= until)
                 if self._settings.serve:
-                    self._wait_until(lambda: False)
+                    self._serve_until(lambda: False)
             except KeyboardInterrupt:
                 self._console.print("interrupted: halting the ranks", highlight=False)
             for child in self._ranks:
@@ -176,7 +205,7 @@ class Demo:
             )
             self._wait_for(
                 "finished checking",
-                lambda: "the reference checker" in self._done,
+                lambda: CHECKER in self._done,
                 CHECKS_DEADLINE_S,
             )
         summary = self._summary()
@@ -191,7 +220,70 @@ class Demo:
             [self._reports[child.name] for child in self._ranks],
             self._store.sample_counts(self._plan.run),
             self._checks,
-        ) | {"controller_restarts": self._controller_restarts}
+        ) | {
+            "controller_restarts": self._controller_restarts,
+            "deaths": len(self._deaths),
+            "unserved_s": round(self._unserved_s, 2),
+        }
+
+    # -- deaths of ranks
+
+    def _serve_until(self, is_reached: Callable[[], bool]) -> None:
+        """Serve; a rank's death ends all ranks, and they are started again from the store.
+
+        Raises:
+            DeadRank: one death more than the settings allow for.
+        """
+        while True:
+            try:
+                if self._unserved_since is not None:
+                    self._start_again()
+                self._wait_until(is_reached)
+                return
+            except DeadRank as death:
+                if len(self._deaths) == self._settings.restart_after_death:
+                    raise
+                self._deaths.append(death.how)
+                self._unserved_since = self._unserved_since or time.monotonic()
+                self._note("ranks", f"{death.how}; all ranks start again")
+
+    def _start_again(self) -> None:
+        assert self._unserved_since is not None, "somebody died"
+        try:
+            self._end_ranks()
+            self._plan = begin_again(self._plan, self._store)
+            self._start_ranks()
+            self._let_ranks_serve()
+            self._wait_for(
+                "serving again",
+                lambda: len(self._serving) == len(self._ranks),
+                READY_DEADLINE_S,
+            )
+        except KeyboardInterrupt as exc:
+            raise RankError("interrupted while the ranks were started again") from exc
+        self._unserved_s += time.monotonic() - self._unserved_since
+        self._unserved_since = None
+
+    def _end_ranks(self) -> None:
+        """Let survivors agree and end, and the checker check what it was given; then end them."""
+        ending = [
+            child for child in self._children if child in self._ranks or child.name == CHECKER
+        ]
+        names = {child.name for child in ending}
+        self._are_ranks_ending = True
+        # Ranks that had not served yet have nothing to agree on, and would only wait for the dead.
+        deadline = time.monotonic() + (RECOVERY_DEADLINE_S if self._serving else 0.0)
+        while not names <= self._done and time.monotonic() < deadline:
+            self._listen()
+        self._are_ranks_ending = False
+        for child in ending:
+            child.stop(deadline_s=0.0)
+            self._children.remove(child)
+        self._ranks.clear()
+        self._serving.clear()
+        self._reports.clear()
+        self._ready -= names
+        self._done -= names
 
     # -- listening to the processes
 
@@ -235,15 +327,27 @@ class Demo:
             self._done.add(child.name)
         elif kind == "done":
             self._done.add(child.name)
+        elif kind == "serving":
+            self._serving.add(child.name)
+        elif kind == "recovered":
+            log.info("%s: generation %d, %s", child.name, body.generation, body.reason)
         elif kind == "warning":
             self._note(child.name, body)
+        elif kind == "failed" and self._is_ending(child):
+            self._done.add(child.name)
         elif kind == "failed":
             raise self._cause(refusal(child.name, body))
         else:
             raise AssertionError(f"{child.name} sent {kind!r}, which nobody expects")
 
+    def _is_ending(self, child: Child) -> bool:
+        return self._are_ranks_ending and (child in self._ranks or child.name == CHECKER)
+
     def _mourn(self, child: Child) -> None:
         child.process.join(GRACE_S)
+        if self._is_ending(child):
+            self._done.add(child.name)
+            return
         if child is self._controller:
             self._controller_restarts += 1
             if self._controller_restarts > MAX_CONTROLLER_RESTARTS:
@@ -253,7 +357,12 @@ class Demo:
             child.stop(deadline_s=0.0)
             self._start_controller(self._run_controller)
             return
-        raise self._cause(RankError(f"{child.how_it_ended()}, the demo cannot go on without it"))
+        raise self._cause(self._loss_of(child))
+
+    def _loss_of(self, child: Child) -> RankError:
+        if child in self._ranks:
+            return DeadRank(child.how_it_ended())
+        return RankError(f"{child.how_it_ended()}, the demo cannot go on without it")
 
     def _cause(self, first: EplbError) -> EplbError:
         """Find what really happened: peers of a dead rank fail too, and may be heard first."""
@@ -261,7 +370,7 @@ class Demo:
         while time.monotonic() < deadline:
             killed = [child for child in self._children if (child.process.exitcode or 0) < 0]
             if killed:
-                return RankError(f"{killed[0].how_it_ended()}, the demo cannot go on without it")
+                return self._loss_of(killed[0])
             wait([child.process.sentinel for child in self._children], POLL_S)
         return first
 

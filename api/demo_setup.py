@@ -51,7 +51,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
     tokens_per_step = settings.ranks * settings.tokens_per_rank
     sample_steps = max(1, round(settings.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW))
     window_steps = sample_steps * math.ceil(settings.window_tokens / tokens_per_step / sample_steps)
-    run = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+    run = new_run_name()
     text = None if trace is not None else _text(settings, state)
     return WorkerPlan(
         run=run,
@@ -114,6 +114,26 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
         start = make_plan(idle, plan.topology, policy="contiguous").base
         start = start.with_generation(0 if generation is None else generation + 1)
         store.commit(start, expected=generation, reason="start of the demo: contiguous")
+    _record_start(plan, store)
+    return start
+
+
+def begin_again(plan: WorkerPlan, store: LoadStore) -> WorkerPlan:
+    """Record another start after a death, from what is committed; return the plan for it.
+
+    Under a name of its own: samples count from zero, and would pass for repeats of the last run's.
+    """
+    plan = replace(plan, run=new_run_name())
+    _record_start(plan, store)
+    return plan
+
+
+def new_run_name() -> str:
+    """Name a start of the serving processes; sorts by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
     open_migration = store.published()
     if open_migration is not None:
         store.withdraw(
@@ -128,7 +148,6 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
             plan.window_steps,
         )
     )
-    return start
 
 
 def _pace(settings: DemoSettings) -> Pace:

@@ -169,7 +169,16 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"largest error {_text(error, '{:.1e}')}",
         ),
         ("samples", f"{summary['samples_written']} written, {summary['samples_lost']} lost"),
+        *_deaths(summary),
     ]
+
+
+def _deaths(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Nothing is said of deaths when there was none."""
+    if not summary.get("deaths"):
+        return []
+    said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens until all "
+    return [("deaths", f"{said}ranks served again (steps and samples: since then)")]
 
 
 def _text(value: float | None, form: str) -> str:

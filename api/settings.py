@@ -95,6 +95,9 @@ class DemoSettings(BaseModel):
     min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
     plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
+    restart_after_death: Whole = Field(
+        3, ge=0, description="restarts after a rank's death; 0: the first one ends the demo"
+    )
     check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
     view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
 

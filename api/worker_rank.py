@@ -26,13 +26,15 @@ from api.processes import Parent
 from api.rank_device import Device, Model, device_of, to_device
 from api.worker_checker import SampledStep
 from api.worker_plan import DEPLOYMENT, WorkerPlan
-from eplb.errors import RankError, StoreError
+from eplb.errors import EplbError, RankError, StoreError
 from eplb.placement import Placement
 from rebalance.agent import RankAgent
 from rebalance.choice import KnownRecords
 from rebalance.digests import agree_on_digests
+from rebalance.journal import JOURNAL_FOLDER, Journal
 from rebalance.links import RankMemory, fill_bank, ranks_beside
 from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.recovery import end_together, membership_of_start, recover, rejoin
 from rebalance.slab import SlabReader
 from rebalance.transport import GlooVotes
 from runtime.checkpoint import Checkpoint, Weights, layer_name
@@ -43,12 +45,16 @@ from runtime.routing import RoutingTable
 from runtime.streams import Completion
 from telemetry import open_store
 from telemetry.reporter import Reporter
+from telemetry.store import LoadStore
 
 log = logging.getLogger(__name__)
 
 GROUP_DEADLINE_S = 60.0
 START_DEADLINE_S = 120.0
 FLUSH_DEADLINE_S = 20.0
+DEATH_NEWS_S = 2.0
+DEATH_POLL_S = 0.005
+FIRST_WAITED = 1  # the step at which the first one's answer is complete
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
 
@@ -70,6 +76,8 @@ class Rank:
     reporter: Reporter
     figures: RankFigures
     device: torch.device
+    store: LoadStore
+    journal: Journal
 
 
 def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) -> None:
@@ -99,11 +107,16 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
     feed = CheckFeed(checks)
     built.agent.start()
-    _serve(plan, rank, built, feed, start_at[0])
+    try:
+        _serve(parent, plan, rank, built, feed, start_at[0])
+    except RankError as exc:
+        _survive(parent, plan, rank, built, exc)
+        raise
     feed.close()
     built.agent.close()
     built.reporter.state(built.agent.describe())
     built.reporter.flush(FLUSH_DEADLINE_S)
+    built.journal.close()
     parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
 
@@ -158,18 +171,28 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     serving = place.model(MoEStack(model, dense, layers), dispatcher)
     counter.drain()  # proving and warming up were no load
     reporter = Reporter(store)
+    journal = Journal(plan.store.parent / JOURNAL_FOLDER, plan.run, rank)
     agent = RankAgent(
-        AgentSettings(DEPLOYMENT, plan.run, topology, plan.sample_steps, stage=place.stage),
+        AgentSettings(
+            DEPLOYMENT,
+            plan.run,
+            topology,
+            plan.sample_steps,
+            stage=place.stage,
+            membership=membership_of_start(store),
+        ),
         RankParts(rank, bank, table, counter, dispatcher, digests),
         Links(
             votes,
             transport,
             store,
             reporter,
+            journal=journal,
         ),
         placement,
     )
-    return Rank(agent, serving, dispatcher, reporter, RankFigures(dispatcher=why), place.device)
+    figures = RankFigures(dispatcher=why)
+    return Rank(agent, serving, dispatcher, reporter, figures, place.device, store, journal)
 
 
 def most_replicas(placement: Placement, plan: WorkerPlan) -> int:
@@ -185,8 +208,7 @@ def _join(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve to anything
     timeout = timedelta(seconds=GROUP_DEADLINE_S)
     try:
-        # The rendezvous lives in the demo's own process: rank 0 is as mortal as any other.
-        rendezvous = TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
+        rendezvous = _rendezvous(plan)
         dist.init_process_group(
             place.backend,
             store=rendezvous,
@@ -211,7 +233,47 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
     return gate_up, dense[f"{name}.down_proj.weight"]
 
 
-def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float) -> None:
+def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: RankError) -> None:
+    """After a peer's death: agree with the other survivors on one placement, and end with them.
+
+    What goes wrong here is told and no more: a start of all ranks is right without it, because it
+    loads every slot anew from the placement that the store names.
+    """
+    if not _is_death(built.agent):
+        return
+    try:
+        record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
+        votes = rejoin(record, _rendezvous(plan), rank)
+        end_together(votes, record, built.agent.placement, rank)
+        votes.close()
+        parent.tell("recovered", record)
+    except EplbError as failure:
+        log.warning("rank %d: no recovery after %s: %s", rank, exc, failure)
+        parent.tell("warning", f"no recovery after a death: {failure}")
+    built.agent.close()  # takes its leave: the others must not mourn a rank that only ends
+    built.journal.close()
+
+
+def _is_death(agent: RankAgent) -> bool:
+    """Say whether a rank is gone; an exchange may break a moment before its lifeline does."""
+    deadline = time.monotonic() + DEATH_NEWS_S
+    while not agent.dead() and time.monotonic() < deadline:
+        time.sleep(DEATH_POLL_S)  # the lifelines have no event to wait for
+    return bool(agent.dead())
+
+
+def _rendezvous(plan: WorkerPlan) -> TCPStore:
+    """Reach the rendezvous in the demo's own process: rank 0 is as mortal as any other."""
+    timeout = timedelta(seconds=GROUP_DEADLINE_S)
+    try:
+        return TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
+    except RuntimeError as exc:
+        raise RankError(f"the rendezvous of the ranks cannot be reached: {exc}") from exc
+
+
+def _serve(
+    parent: Parent, plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float
+) -> None:
     batches = Batches(plan, rank, built.device)
     in_flight = Completion(is_cuda=built.device.type == "cuda")
     sample_until = 0
@@ -221,6 +283,8 @@ def _serve(plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: 
         token_ids, forced = batches.at(step, time.monotonic() - start_at)
         answer = built.model.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
         built.agent.wait(in_flight)  # the host may be one step ahead of the device, not more
+        if step == FIRST_WAITED:
+            parent.tell("serving")
         in_flight = Completion(is_cuda=built.device.type == "cuda")
         phase = built.agent.phase
         if phase != "idle":

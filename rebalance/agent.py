@@ -22,12 +22,15 @@ import numpy as np
 from eplb.errors import RankError
 from eplb.migration import Migration, Move
 from eplb.placement import EMPTY, Placement
+from eplb.recovery import LastWords, Recovery
 from rebalance import phases
 from rebalance.digests import agree_on_digests
 from rebalance.fence import Fence
+from rebalance.journal import Diary
 from rebalance.mover import Mover, MoverParts
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.recovery import missed_verdicts
 from rebalance.sampling import SampleLabel, Sampler
 from rebalance.vote import NO_PLAN, Ballot, Verdict
 from rebalance.voter import Voter
@@ -48,7 +51,8 @@ class RankAgent:
         self.figures = StepFigures()
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         self._stepped_at = time.monotonic()
-        self._box = PhaseBox(RankPhase(generation=placement.generation))
+        self._diary = Diary(links.journal, lambda: self._last_step)
+        self._box = PhaseBox(RankPhase(generation=placement.generation), self._diary.note_change)
         self._mover = Mover(
             MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
             links.transport,
@@ -71,6 +75,8 @@ class RankAgent:
         self._last_step = -1
         self._wants_halt = False
         self._halt_at: int | None = None
+        self._closed = (NO_PLAN, 0)  # the migration that made this generation, and how much of it
+        self._is_recovering = False
 
     # -- what the serving process calls
 
@@ -86,6 +92,8 @@ class RankAgent:
         Raises:
             RankError: a peer is dead, or ranks are out of step. Run no further forward pass.
         """
+        if self._is_recovering:
+            raise RankError(f"rank {self._parts.rank}: no step may follow a death in the group")
         step = self._parts.dispatcher.steps
         if step == self._last_step:
             return True
@@ -243,8 +251,11 @@ class RankAgent:
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
                 self._box.state = state
-        ballot = phases.ballot(state, step=step, membership=0, halt=self._wants_halt)
-        self._voter.cast(replace(ballot, weights_version=self._fence.ballot))
+        membership = self._settings.membership
+        ballot = phases.ballot(state, step=step, membership=membership, halt=self._wants_halt)
+        ballot = replace(ballot, weights_version=self._fence.ballot)
+        self._diary.note_ballot(ballot)
+        self._voter.cast(ballot)
 
     def _read_vote(self, step: int, *, must_finish: bool) -> Verdict | None:
         read = self._voter.read(step, swapped=self._box.state.swapped, must_finish=must_finish)
@@ -254,6 +265,7 @@ class RankAgent:
         return read[1]
 
     def _obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+        self._diary.note_verdict(cast, verdict)
         if verdict.halt and self._halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self._halt_at = cast.step + self._settings.vote_every
@@ -300,6 +312,7 @@ class RankAgent:
 
     def _commit(self, migration: Migration) -> None:
         self.placement = migration.target
+        self._closed = (migration.plan_id, len(migration.transactions))
         self._parts.table.generation = migration.target.generation
         self.figures.rebalances += 1
         reason = f"plan {migration.plan_id} serves on every rank"
@@ -310,9 +323,51 @@ class RankAgent:
         migration = self._migration
         assert migration is not None, "a plan that is dropped was seen"
         if state.swapped:
+            self._closed = (migration.plan_id, state.swapped)
             self.placement = self.placement.with_generation(state.generation)
             self._parts.table.generation = state.generation
         self._watcher.commit(migration, self.placement, "aborted", state.abort_reason)
+
+    # -- after a death (rebalance.recovery)
+
+    def dead(self) -> frozenset[int]:
+        """Ranks that are known to be gone."""
+        return self._links.votes.dead()
+
+    def last_words(self) -> LastWords:
+        """Adopt and swap nothing any more, and say how far this rank has come."""
+        with self._box.changed:
+            self._is_recovering = True
+            state = self._box.update(phases.freeze, "a rank died")
+            plan = state.plan if state.phase is not Phase.ABORTED else None
+            words = LastWords(
+                run=self._settings.run,
+                rank=self._parts.rank,
+                membership=self._settings.membership,
+                generation=state.generation,
+                weights_version=state.weights_version,
+                plan_id=plan.plan_id if plan else NO_PLAN,
+                plan_hash=plan.plan_hash if plan else 0,
+                swapped=state.swapped if plan else 0,
+                prepared=state.prepared if plan else 0,
+                closed_plan_id=self._closed[0],
+                closed_applied=self._closed[1],
+                dead=tuple(sorted(self.dead())),
+                time=self._links.clock(),
+            )
+        self._diary.note("death seen", state, dead=list(words.dead))
+        self._diary.note("last words", state, swapped=words.swapped, prepared=words.prepared)
+        return words
+
+    def take_over(self, record: Recovery) -> None:
+        """Swap what the record says and is not swapped here yet, and end the migration."""
+        state = self._box.state
+        self._diary.note("recovery", state, membership=record.membership, reason=record.reason)
+        verdicts = missed_verdicts(state, record)
+        if verdicts:
+            self._box.update(lambda found: replace(found, abort_reason=record.reason))
+        for cast, verdict in verdicts:
+            self._obey(cast, verdict, self._last_step)
 
     # -- what the watcher calls, on its own thread
 

@@ -10,6 +10,7 @@ import torch
 
 from eplb.load import Phase as LoadPhase
 from eplb.topology import Topology
+from rebalance.journal import NoJournal, Notebook
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import VoteGroup, WeightTransport
 from rebalance.watcher import SampleSink
@@ -32,6 +33,7 @@ class AgentSettings:
     vote_deadline_s: float = 30.0
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
+    membership: int = 0  # number of this group of ranks (rebalance.recovery.membership_of_start)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Links:
     store: LoadStore
     reporter: SampleSink
     clock: Callable[[], float] = time.time
+    journal: Notebook = field(default_factory=NoJournal)
 
 
 @dataclass

@@ -32,13 +32,20 @@ class Wait:
 
 
 class PhaseBox:
-    """The phase machine's state, shared by the threads of one rank."""
+    """The phase machine's state, shared by the threads of one rank.
 
-    def __init__(self, state: RankPhase) -> None:
+    Args:
+        state: to begin with.
+        on_change: told (before, after) of every change, under the lock.
+    """
+
+    def __init__(
+        self, state: RankPhase, on_change: Callable[[RankPhase, RankPhase], None] | None = None
+    ) -> None:
         self.changed = threading.Condition()
         self.is_closing = False  # the rank halts: what was not swapped yet never will be
         self.version = 0  # grows with each piece of news
-        self._state = state
+        self._state, self._on_change = state, on_change
 
     @property
     def state(self) -> RankPhase:
@@ -46,9 +53,11 @@ class PhaseBox:
         return self._state
 
     @state.setter
-    def state(self, state: RankPhase) -> None:
-        self._state = state
+    def state(self, after: RankPhase) -> None:
+        before, self._state = self._state, after
         self.version += 1
+        if self._on_change is not None and after is not before:
+            self._on_change(before, after)
 
     def is_live(self, plan_id: int) -> bool:
         """Say whether a verdict on a plan may still come."""

@@ -15,6 +15,7 @@ from eplb.errors import StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry.memory_tables import PlacementTable, SampleTable, TaskTable, as_stored
 from telemetry.store import (
@@ -47,6 +48,8 @@ class MemoryStore:
         self._events: list[Event] = []
         self._tasks = TaskTable()
         self._control = Control()
+        self._words: dict[tuple[str, int, int], LastWords] = {}  # by run, membership, rank
+        self._recovery: Recovery | None = None
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
@@ -160,6 +163,34 @@ class MemoryStore:
             detail = rules.close_detail(plan_id, closing.base.generation, reason)
             self._event(rules.EVENT_OF_OUTCOME[outcome], detail)
             return True
+
+    def last_words(self, words: LastWords) -> None:
+        """Write what a survivor knows."""
+        with self._use():
+            self._words[words.run, words.membership, words.rank] = words
+            self._bump()
+
+    def words(self, run: str, membership: int) -> list[LastWords]:
+        """Return what survivors of a group wrote, by rank."""
+        with self._use():
+            found = [said for key, said in self._words.items() if key[:2] == (run, membership)]
+        return sorted(found, key=lambda said: said.rank)
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+        """Write a record unless one stands; return the one that stands."""
+        with self._use():
+            standing = rules.standing_record(
+                record, expected_membership=expected_membership, latest=self._recovery
+            )
+            if standing is None:
+                standing = self._recovery = record
+                self._event("recovery", vars(record))
+            return standing
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record."""
+        with self._use():
+            return self._recovery
 
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event."""

@@ -10,6 +10,7 @@ from eplb.errors import ConfigError, StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
 from telemetry.store import Control, Details, Outcome, RunInfo, TaskState
 
 EVENT_OF_OUTCOME: dict[Outcome, str] = {
@@ -119,6 +120,52 @@ def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> Non
         raise StoreError(f"task {task_id} cannot be finished: it is {found} already")
     if state not in ("done", "failed"):
         raise StoreError(f"task {task_id} cannot end as {state!r}, expected 'done' or 'failed'")
+
+
+def standing_record(
+    record: Recovery, *, expected_membership: int, latest: Recovery | None
+) -> Recovery | None:
+    """Return the record that was written before for the same group, or None: write ``record``.
+
+    Raises:
+        StaleGeneration: another run recovered, or this group's successor has broken too.
+    """
+    if record.membership <= expected_membership:
+        raise StoreError(
+            f"the record of membership {record.membership} cannot follow membership "
+            f"{expected_membership}, expected a greater one"
+        )
+    if latest is None or latest.membership <= expected_membership:
+        return None
+    if (latest.membership, latest.run) == (record.membership, record.run):
+        return latest
+    raise StaleGeneration(
+        f"membership {record.membership} of run {record.run!r} follows membership "
+        f"{expected_membership}, found membership {latest.membership} of run {latest.run!r} "
+        "recorded"
+    )
+
+
+def words_to_text(words: LastWords) -> str:
+    """Give last words as JSON text."""
+    return details_to_text(vars(words))
+
+
+def words_from_text(text: str) -> LastWords:
+    """Make last words of what ``words_to_text`` gave."""
+    detail = details_from_text(text)
+    return LastWords(**detail | {"dead": tuple(detail["dead"])})
+
+
+def recovery_to_text(record: Recovery) -> str:
+    """Give a recovery record as JSON text."""
+    return details_to_text(vars(record))
+
+
+def recovery_from_text(text: str) -> Recovery:
+    """Make a recovery record of what ``recovery_to_text`` gave."""
+    detail = details_from_text(text)
+    return Recovery(**detail | {"survivors": tuple(detail["survivors"])})
 
 
 def run_detail(info: RunInfo) -> Details:

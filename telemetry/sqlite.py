@@ -18,6 +18,7 @@ from typing import Any
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
 from telemetry.codec import sample_from_bytes
@@ -163,6 +164,25 @@ class SqliteStore:
         assert outcome != "committed", "a migration that was applied is closed by commit"
         with self._change() as change:
             return change.withdraw(plan_id, outcome=outcome, reason=reason)
+
+    def last_words(self, words: LastWords) -> None:
+        """Write what a survivor knows."""
+        with self._change() as change:
+            change.last_words(words)
+
+    def words(self, run: str, membership: int) -> list[LastWords]:
+        """Return what survivors of a group wrote, by rank."""
+        return [rules.words_from_text(text) for (text,) in self._rows(rows.WORDS, run, membership)]
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+        """Write a record unless one stands; return the one that stands."""
+        with self._change() as change:
+            return change.recover(record, expected_membership)
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record."""
+        found = self._rows(rows.RECOVERY)
+        return rules.recovery_from_text(found[0][0]) if found else None
 
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event."""

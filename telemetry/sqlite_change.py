@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.records import migration_to_bytes, placement_to_bytes
+from eplb.recovery import LastWords, Recovery
 from telemetry import rules
+from telemetry import sqlite_rows as rows
 from telemetry.sqlite_file import one
-from telemetry.sqlite_rows import TASK, task_of
 from telemetry.store import Details, Outcome, Task, TaskState
 
 
@@ -128,13 +129,33 @@ class Change:
         self.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
         return True
 
+    def last_words(self, words: LastWords) -> None:
+        """Write what a survivor knows."""
+        key = (self.deployment, words.run, words.membership, words.rank)
+        self.connection.execute(rows.REPLACE_WORDS, (*key, rules.words_to_text(words)))
+        self.bump()
+
+    def recover(self, record: Recovery, expected_membership: int) -> Recovery:
+        """Write a record unless one stands; return the one that stands."""
+        found = one(self.connection, rows.RECOVERY, self.deployment)
+        latest = rules.recovery_from_text(found[0]) if found else None
+        standing = rules.standing_record(
+            record, expected_membership=expected_membership, latest=latest
+        )
+        if standing is not None:
+            return standing
+        row = (self.deployment, record.membership, rules.recovery_to_text(record))
+        self.connection.execute(rows.INSERT_RECOVERY, row)
+        self.add_event("recovery", vars(record))
+        return record
+
     def claim(self) -> Task | None:
         """Set the oldest queued task running."""
-        query = f"{TASK} AND state = 'queued' ORDER BY id LIMIT 1"
+        query = f"{rows.TASK} AND state = 'queued' ORDER BY id LIMIT 1"
         oldest = one(self.connection, query, self.deployment)
         if oldest is None:
             return None
-        task = replace(task_of(oldest), state="running")
+        task = replace(rows.task_of(oldest), state="running")
         self.connection.execute("UPDATE task SET state = 'running' WHERE id = ?", (task.id,))
         self.bump()
         return task

@@ -57,6 +57,12 @@ EVENTS = (
     "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
 )
 TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
+REPLACE_WORDS = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
+WORDS = (
+    "SELECT words FROM last_words WHERE deployment = ? AND run = ? AND membership = ? ORDER BY rank"
+)
+RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"
+INSERT_RECOVERY = "INSERT INTO recovery VALUES (?, ?, ?)"
 RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
 
 

@@ -15,13 +15,13 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 2  # counts up with each change of the tables below
+SCHEMA_VERSION = 3  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
 # Cursors and ids come from AUTOINCREMENT: they are never given out again, even after a prune. One
 # writer at a time commits, so their order is the order in which changes became visible.
-_TABLES = """
+_VERSION_2 = """
 CREATE TABLE deployment (
     name TEXT PRIMARY KEY, version INTEGER NOT NULL, last_plan_id INTEGER NOT NULL);
 CREATE TABLE run (
@@ -61,15 +61,32 @@ CREATE TABLE task (
 CREATE INDEX task_in_state ON task (deployment, state, id);
 CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL);
 """
+# What each later version adds. Never changed once released: files of every version in between
+# take the same steps as a new one.
+_ADDED = {
+    3: """
+CREATE TABLE last_words (
+    deployment TEXT NOT NULL, run TEXT NOT NULL, membership INTEGER NOT NULL,
+    rank INTEGER NOT NULL, words TEXT NOT NULL, PRIMARY KEY (deployment, run, membership, rank));
+CREATE TABLE recovery (
+    deployment TEXT NOT NULL, membership INTEGER NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (deployment, membership));
+""",
+}
+_OLDEST = 2  # the oldest version that can be brought up to date
+_NEW = 0  # version of a file without tables
 
 
 def prepare(
     connection: sqlite3.Connection, path: Path, deployment: str, busy_timeout_s: float
 ) -> None:
-    """Check the file, make the tables when it is new, and register the deployment.
+    """Check the file, make the tables it lacks, and register the deployment.
+
+    A file of an older version is brought up to date: it keeps all that it holds, and programs of
+    that older version cannot open it any more.
 
     Raises:
-        StoreError: the file is another program's, or a store of another version.
+        StoreError: the file is another program's, or a store of a version that is not known here.
     """
     # Looked at before anything is written: a foreign file must stay as it is. In one transaction,
     # so that tables made by another process meanwhile are seen with their version or not at all.
@@ -87,8 +104,7 @@ def prepare(
     connection.execute("BEGIN IMMEDIATE")
     try:
         # Checked again under the lock: another process may have made the tables in between.
-        if _check(connection, path):
-            _create(connection)
+        _bring_up_to_date(connection, _check(connection, path))
         connection.execute(
             "INSERT INTO deployment VALUES (?, 0, 0) ON CONFLICT DO NOTHING", (deployment,)
         )
@@ -99,13 +115,13 @@ def prepare(
         raise
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> bool:
-    """Refuse what is not ours; return whether the file is new."""
+def _check(connection: sqlite3.Connection, path: Path) -> int:
+    """Refuse what is not ours; return the version of the file, _NEW for one without tables."""
     application_id, version = (
         _number(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")
     )
-    if (application_id, version) == (APPLICATION_ID, SCHEMA_VERSION):
-        return False
+    if application_id == APPLICATION_ID and _OLDEST <= version <= SCHEMA_VERSION:
+        return version
     if application_id == APPLICATION_ID:
         raise StoreError(
             f"store {path} has schema version {version}, expected {SCHEMA_VERSION}: "
@@ -113,7 +129,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> bool:
         )
     num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
     if (application_id, version, num_tables) == (0, 0, 0):
-        return True
+        return _NEW
     raise StoreError(
         f"store {path} is the SQLite file of another program: found application id "
         f"{application_id:#x} and {num_tables} tables and indexes, "
@@ -121,12 +137,21 @@ def _check(connection: sqlite3.Connection, path: Path) -> bool:
     )
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    """Make all tables in the open transaction: a process killed meanwhile leaves none."""
-    for statement in _TABLES.strip().removesuffix(";").split(";\n"):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+def _bring_up_to_date(connection: sqlite3.Connection, version: int) -> None:
+    """Make the tables that a version lacks, in the open transaction: all of them or none."""
+    if version == SCHEMA_VERSION:
+        return
+    if version == _NEW:
+        _execute(connection, _VERSION_2)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    for added in range(max(version, _OLDEST) + 1, SCHEMA_VERSION + 1):
+        _execute(connection, _ADDED[added])
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _execute(connection: sqlite3.Connection, tables: str) -> None:
+    for statement in tables.strip().removesuffix(";").split(";\n"):
+        connection.execute(statement)
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection, busy_timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
 
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
@@ -182,6 +183,26 @@ class LoadStore(Protocol):
     def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
         """Close an open migration of which nothing was applied; False when it was not open."""
 
+    # -- after a death
+    def last_words(self, words: LastWords) -> None:
+        """Write what a survivor knows; its words of that run and membership are replaced."""
+
+    def words(self, run: str, membership: int) -> list[LastWords]:
+        """Return what survivors of a group wrote, by rank."""
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+        """Write the record that follows the group ``expected_membership``, unless one stands.
+
+        Returns:
+            The record that stands: the first writer's.
+
+        Raises:
+            StaleGeneration: another run recovered, or this group's successor has broken too.
+        """
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record, or None before the first death."""
+
     # -- events, tasks, switches
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event and return its id."""
@@ -214,7 +235,8 @@ class LoadStore(Protocol):
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, and a claimed task; not a sample, a rank's report or a plan id.
+        That is every event, a claimed task and last words; not a sample, a rank's report or a
+        plan id.
         """
 
     def wait(self, version: int, timeout_s: float) -> int:

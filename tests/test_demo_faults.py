@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from api.cli import app
 from telemetry import open_store
+from telemetry.store import LoadStore
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -221,7 +222,7 @@ def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path
     before = (tmp_path / "store.sqlite").read_bytes()
 
     sentence = refusal(tmp_path)
-    assert "has schema version 99, expected 2: it was written by another version" in sentence
+    assert "has schema version 99, expected 3: it was written by another version" in sentence
     assert (tmp_path / "store.sqlite").read_bytes() == before
 
 
@@ -321,7 +322,7 @@ def test_a_disk_that_stays_full_ends_the_demo_in_words(
 def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
     tmp_path: Path, start_demo: StartDemo, title: str, name: str
 ) -> None:
-    demo = start_demo(tmp_path, *TEXT, seconds=60)
+    demo = start_demo(tmp_path, *TEXT, seconds=60, restart_after_death=0)
     demo.hears("window=1 ")
     demo.kill(title)
     status = demo.ends()
@@ -337,3 +338,65 @@ def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
     summary = again.summary()
     assert summary["reference_checks"] > 0
     assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+
+
+def kill_a_rank(demo: Any, number: int, title: str) -> Any:
+    """Kill a rank once it serves in start ``number``; return the record of the recovery."""
+
+    def serves(store: LoadStore) -> Any:
+        starts = [event for event in store.events(limit=100_000) if event.kind == "run"]
+        if len(starts) != number:
+            return None
+        states = store.rank_states(starts[-1].detail["run"])
+        return len(states) == 4 and min(state.step for state in states) > 20
+
+    demo.sees(f"start {number}", serves)
+    demo.kill(title)
+    return demo.sees(
+        "the record",
+        lambda store: (found := store.recovery()) and found.membership == 2 * number - 1 and found,
+    )
+
+
+def test_ranks_start_again_after_a_death_from_what_the_survivors_agreed_on(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT)
+    record = kill_a_rank(demo, 1, "rank 1")
+    assert (record.survivors, record.reason) == ((0, 2, 3), "rank 1 died")
+    second = kill_a_rank(demo, 2, "rank 0")
+    assert (second.survivors, second.reason) == ((1, 2, 3), "rank 0 died")
+    demo.sees("rebalances after it", lambda store: commits(store) > second.generation)
+    demo.process.send_signal(signal.SIGINT)
+
+    assert demo.ends() == 0, demo.told()
+    assert "Traceback" not in demo.errors
+    summary = demo.summary()
+    assert summary["reference_checks"] > 0
+    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+    assert summary["deaths"] == 2
+    assert 0 < summary["unserved_s"] < 60
+    with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
+        errors = [event.detail["message"] for event in store.events() if event.kind == "error"]
+    assert errors == [
+        "rank 1 was killed by SIGKILL; all ranks start again",
+        "rank 0 was killed by SIGKILL; all ranks start again",
+    ]
+
+
+def commits(store: LoadStore) -> int:
+    committed = store.committed()
+    assert committed is not None
+    return committed.placement.generation
+
+
+def test_one_death_more_than_allowed_ends_the_demo_in_words(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT, restart_after_death=1)
+    kill_a_rank(demo, 1, "rank 3")
+    kill_a_rank(demo, 2, "rank 2")
+
+    sentence = "eplb: rank 2 was killed by SIGKILL, the demo cannot go on without it"
+    assert (demo.ends(), demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
+    assert not (tmp_path / "summary.json").exists()

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.errors import StoreError
+from eplb.errors import StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
 from telemetry.memory import MemoryStore
 from telemetry.sqlite import SqliteStore
 from telemetry.store import Control, LoadStore, RankState, RunInfo
@@ -195,6 +196,93 @@ def test_the_switches_start_as_movement_on_and_are_kept(store: Store) -> None:
     assert store.events()[-1].detail == detail
 
 
+# -- after a death
+
+
+def make_words(rank: int, **changes: Any) -> LastWords:
+    fields: dict[str, Any] = {
+        "run": "run-1",
+        "membership": 0,
+        "generation": 4,
+        "weights_version": 2,
+        "plan_id": 7,
+        "plan_hash": 2**61,
+        "swapped": 1,
+        "prepared": 2,
+        "closed_plan_id": 6,
+        "closed_applied": 3,
+        "dead": (1, 5),
+        "time": 9.5,
+    }
+    return LastWords(rank=rank, **(fields | changes))
+
+
+def make_record(membership: int, **changes: Any) -> Recovery:
+    fields: dict[str, Any] = {
+        "run": "run-1",
+        "survivors": (0, 2),
+        "generation": 5,
+        "plan_id": 7,
+        "applied": 1,
+        "reason": "rank 1 died",
+        "time": 9.5,
+    }
+    return Recovery(membership, **(fields | changes))
+
+
+def test_last_words_are_read_by_run_and_membership(store: Store) -> None:
+    for words in (make_words(2), make_words(0), make_words(2, swapped=2)):
+        store.last_words(words)
+    store.last_words(make_words(1, membership=3))
+    store.last_words(make_words(1, run="run-2"))
+
+    assert store.words("run-1", 0) == [make_words(0), make_words(2, swapped=2)]
+    assert store.words("run-1", 3) == [make_words(1, membership=3)]
+    assert store.words("run-3", 0) == []
+
+
+def test_the_first_record_of_a_death_stands(store: Store) -> None:
+    assert store.recovery() is None
+    first, second = make_record(1), make_record(1, survivors=(0,), applied=0)
+
+    assert store.recover(first, expected_membership=0) == first
+    assert store.recover(second, expected_membership=0) == first
+
+    assert store.recovery() == first
+    assert kinds(store) == ["recovery"]
+    assert store.events()[0].detail == vars(first) | {"survivors": [0, 2]}
+
+
+def test_of_records_written_at_once_one_stands(store: Store) -> None:
+    records = [make_record(1, applied=number) for number in range(8)]
+
+    with ThreadPoolExecutor(8) as pool:
+        stand = list(pool.map(lambda one: store.recover(one, expected_membership=0), records))
+
+    assert len(set(stand)) == 1
+    assert store.recovery() == stand[0]
+    assert kinds(store) == ["recovery"]
+
+
+def test_a_later_group_has_a_record_of_its_own(store: Store) -> None:
+    store.recover(make_record(1), expected_membership=0)
+    later = make_record(3, run="run-2")
+
+    assert store.recover(later, expected_membership=2) == later
+    assert store.recovery() == later
+    with pytest.raises(StaleGeneration, match=r"follows membership 0, found membership 3 of run"):
+        store.recover(make_record(1), expected_membership=0)
+    with pytest.raises(StaleGeneration, match=r"of run 'run-1'.*found membership 3 of run 'run-2'"):
+        store.recover(make_record(3), expected_membership=2)
+
+
+def test_a_record_that_does_not_follow_its_group_is_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="membership 2 cannot follow membership 2"):
+        store.recover(make_record(2), expected_membership=2)
+
+    assert store.recovery() is None
+
+
 # -- waiting
 
 
@@ -204,6 +292,8 @@ CHANGES: list[Callable[[LoadStore], object]] = [
     lambda store: store.add_event("note", {}),
     lambda store: store.submit("rebalance", {}),
     lambda store: store.set_control(Control(), reason="test"),
+    lambda store: store.last_words(make_words(0)),
+    lambda store: store.recover(make_record(1), expected_membership=0),
 ]
 
 

@@ -1,0 +1,106 @@
+"""``eplb journal``: what the ranks of a state folder did, as one table for a post-mortem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eplb.errors import ConfigError, EplbError
+
+if TYPE_CHECKING:
+    from rebalance.journal import Entry
+
+BAD_INPUT = 2
+HASH_FROM = 10**12  # numbers above are hashes
+VOTES = ("vote cast", "verdict")
+STYLES = {
+    "swap ordered": "cyan",
+    "committed": "green",
+    "aborted": "yellow",
+    "wants abort": "yellow",
+    "frozen": "yellow",
+    "death seen": "red",
+    "last words": "red",
+    "recovery": "magenta",
+}
+
+
+def journal(
+    state_dir: Annotated[Path, typer.Argument(help="The state folder of a demo.")] = Path(".eplb"),
+    rank: Annotated[int | None, typer.Option(help="One rank only.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many entries, the latest.")] = 200,
+    votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
+) -> None:
+    """Show what every rank noted, merged by time: plans, votes, swaps, deaths, recoveries."""
+    # Imported here: torch takes seconds, and --help needs none of it.
+    from rebalance.journal import JOURNAL_FOLDER, read_journals
+
+    try:
+        folder = state_dir / JOURNAL_FOLDER
+        if not folder.is_dir():
+            raise ConfigError(f"there is no journal in {folder}, expected one file for each rank")
+        entries, num_torn = read_journals(folder)
+        if rank is not None and rank not in {entry.rank for entry in entries}:
+            raise ConfigError(f"rank {rank} has no entry in {folder}, expected a rank that served")
+    except EplbError as exc:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"eplb: {exc}", markup=False)
+        raise typer.Exit(BAD_INPUT) from exc
+    chosen = [
+        entry
+        for entry in entries
+        if rank in (None, entry.rank) and (votes or entry.what not in VOTES)
+    ]
+    Console(highlight=False).print(render(chosen[-last:]))
+    notes = [f"{len(chosen[-last:])} of {len(chosen)} entries"]
+    notes += [f"{num_dropped(entries)} notes were dropped"] * bool(num_dropped(entries))
+    notes += [f"{num_torn} torn lines were left out"] * bool(num_torn)
+    Console(highlight=False).print(", ".join(notes))
+
+
+def render(entries: Sequence[Entry]) -> Table:
+    """Give entries as a table, a rule between two starts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("time", "rank", "step", "gen", "plan"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("detail", overflow="fold")
+    for number, entry in enumerate(entries):
+        is_new_run = not number or entry.run != entries[number - 1].run
+        if is_new_run:
+            table.add_row("", "", "", "", "", f"[bold]start {entry.run}[/]", "")
+        clock = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S.%f")[:-3]
+        place = (entry.rank, entry.step, entry.generation, entry.plan_id or "")
+        style = STYLES.get(entry.what, "")
+        table.add_row(clock, *map(str, place), entry.what, detail_of(entry), style=style)
+    return table
+
+
+def detail_of(entry: Entry) -> str:
+    """Give what is particular to an entry as words."""
+    said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
+    return escape("  ".join(said))
+
+
+def num_dropped(entries: Sequence[Entry]) -> int:
+    """Count the notes that never reached a file: each rank numbers its notes in a start."""
+    numbers: dict[tuple[str, int], list[int]] = {}
+    for entry in entries:
+        numbers.setdefault((entry.run, entry.rank), []).append(entry.number)
+    return sum(max(found) - min(found) + 1 - len(found) for found in numbers.values())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    # Hashes are for telling two apart, not for reading.
+    is_hash = isinstance(value, int) and abs(value) > HASH_FROM
+    return f"{value:x}"[:8] if is_hash else str(value)

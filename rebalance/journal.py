@@ -1,0 +1,233 @@
+"""What happened on a rank, line by line, for whoever asks after a death why.
+
+One file a rank, of JSON lines, in the state folder; the lines of all starts follow each other. The
+step never waits for it: notes go into a bounded queue, and a thread writes them. When the queue is
+full the oldest note is dropped and counted: what came last matters most after a death.
+
+A line is in the operating system's hands as soon as it is written, so SIGKILL costs only what was
+still queued, and at most the last line of a file is torn (power loss).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rebalance.phases import Phase, RankPhase
+from rebalance.vote import Ballot, Verdict
+
+JOURNAL_FOLDER = "journal"  # in the state folder
+CLOSE_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a journal."""
+
+    run: str
+    rank: int
+    number: int  # counts the notes of a start, those included that were dropped
+    time: float  # seconds since the epoch
+    monotonic: float  # seconds; for distances within one process
+    step: int  # -1 before the first
+    generation: int
+    plan_id: int  # 0: no migration
+    what: str
+    detail: Mapping[str, Any]
+
+
+class Notebook(Protocol):
+    """Takes notes; never blocks, never raises."""
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        """Take a note of what happened at ``where``: (step, generation, plan id)."""
+
+
+class NoJournal:
+    """Takes no notes: for ranks without a state folder."""
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        """Drop it."""
+
+
+class Journal:
+    """A rank's journal file.
+
+    Args:
+        folder: made if it is missing.
+        run: name of this start.
+        rank: whose journal it is.
+        max_bytes: a file that has grown beyond this becomes ``.1``, in place of the one before.
+        capacity: notes that may wait to be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        rank: int,
+        *,
+        max_bytes: int = 4_000_000,
+        capacity: int = 4096,
+    ) -> None:
+        self.path = folder / f"rank-{rank:04d}.jsonl"
+        self._run, self._rank, self._max_bytes = run, rank, max_bytes
+        self.num_dropped = 0  # notes that found the queue full, or no room on the disk
+        self._num_noted = 0
+        self._waiting: deque[Entry] = deque()
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._write, name="eplb-journal", daemon=True)
+        self._thread.start()
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        """Take a note; the oldest that waits gives way when there is no room."""
+        with self._changed:
+            self._num_noted += 1
+            place = (self._run, self._rank, self._num_noted, time.time(), time.monotonic())
+            if len(self._waiting) == self._capacity:
+                self._waiting.popleft()
+                self.num_dropped += 1
+            self._waiting.append(Entry(*place, *where, what, detail))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_DEADLINE_S)
+
+    def _write(self) -> None:
+        while entries := self._next():
+            lines = "".join(json.dumps(asdict(entry), default=str) + "\n" for entry in entries)
+            try:
+                self._append(lines.encode())
+            except OSError as exc:  # serving goes on without a journal, and says so
+                self.num_dropped += len(entries)
+                log.warning("%s: %d notes are lost: %s", self.path, len(entries), exc)
+
+    def _next(self) -> list[Entry]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            taken = list(self._waiting)
+            self._waiting.clear()
+            return taken
+
+    def _append(self, lines: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size > self._max_bytes:
+            self.path.replace(self.path.with_suffix(".jsonl.1"))
+        with self.path.open("ab+", buffering=0) as file:
+            if file.tell() and not _ends_whole(self.path):
+                lines = b"\n" + lines  # a torn line must not spoil the next
+            file.write(lines)
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def read_journals(folder: Path) -> tuple[list[Entry], int]:
+    """Return the entries of all ranks in the order of their time, and the number of torn lines."""
+    entries, num_torn = [], 0
+    for path in sorted(folder.glob("rank-*.jsonl*")):
+        for line in path.read_bytes().split(b"\n"):
+            if line:
+                entry = _entry_of(line)
+                entries += [entry] if entry else []
+                num_torn += entry is None
+    return sorted(entries, key=lambda one: (one.time, one.rank, one.number)), num_torn
+
+
+def _entry_of(line: bytes) -> Entry | None:
+    try:
+        return Entry(**json.loads(line))
+    except (ValueError, TypeError):  # torn: the process or the power went while it was written
+        return None
+
+
+class Diary:
+    """What of a rank agent's life is worth a note. Votes are, only when they change something."""
+
+    def __init__(self, notebook: Notebook, step: Callable[[], int]) -> None:
+        self._notebook, self._step = notebook, step
+        self._last_ballot: Ballot | None = None
+        self._last_verdict: Verdict | None = None
+
+    def note(self, what: str, state: RankPhase, **detail: Any) -> None:
+        """Note something that happened in this state."""
+        plan_id = state.plan.plan_id if state.plan else 0
+        self._notebook.note(what, (self._step(), state.generation, plan_id), detail)
+
+    def note_change(self, before: RankPhase, after: RankPhase) -> None:
+        """Note what a change of the phase machine means."""
+        for what, detail in changes(before, after):
+            self.note(what, after if after.plan else before, **detail)
+
+    def note_ballot(self, ballot: Ballot) -> None:
+        """Note a vote that differs from the last one."""
+        news = _differences(self._last_ballot, ballot)
+        self._last_ballot = ballot
+        if news:
+            self._note_vote("vote cast", ballot, ballot.generation, news)
+
+    def note_verdict(self, cast: Ballot, verdict: Verdict) -> None:
+        """Note a verdict that differs from the last one."""
+        news = _differences(self._last_verdict, verdict)
+        self._last_verdict = verdict
+        if news:
+            self._note_vote("verdict", cast, cast.generation, {"of_step": cast.step} | news)
+
+    def _note_vote(
+        self, what: str, ballot: Ballot, generation: int, news: Mapping[str, Any]
+    ) -> None:
+        self._notebook.note(what, (self._step(), generation, ballot.plan_id), news)
+
+
+def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Say in words what is new in a state of the phase machine."""
+    plan = after.plan or before.plan
+    if before.plan is None and after.plan is not None:
+        yield "plan seen", {"transactions": after.plan.num_transactions}
+    if after.is_preloaded > before.is_preloaded:
+        yield "preloaded", {}
+    if after.is_adopted > before.is_adopted:
+        yield "adopted by all", {}
+    if after.prepared > before.prepared:
+        yield "staged", {"transactions": after.prepared}
+    if after.swapped > before.swapped:
+        yield "swap ordered", {"first": before.swapped, "last": after.swapped}
+    if after.applied > before.applied:
+        yield "applied", {"transactions": after.applied}
+    if after.abort_reason and not before.abort_reason and after.phase is not Phase.ABORTED:
+        yield "wants abort", {"reason": after.abort_reason}
+    if after.phase is Phase.ABORTED and before.phase is not Phase.ABORTED:
+        yield "aborted", {"reason": after.abort_reason, "kept": after.swapped}
+    if before.phase is Phase.ABORTED and after.phase is Phase.IDLE:
+        yield "drained", {}
+    if plan is not None and after.plan is None and before.phase is not Phase.ABORTED:
+        yield "committed", {"generation": after.generation}
+    if after.frozen_reason and not before.frozen_reason:
+        yield "frozen", {"reason": after.frozen_reason}
+
+
+def _differences(before: Ballot | Verdict | None, after: Ballot | Verdict) -> dict[str, Any]:
+    """Fields that changed; the step alone is no news."""
+    found = asdict(after)
+    known = asdict(replace(before)) if before is not None else {}
+    return {
+        name: value for name, value in found.items() if name != "step" and known.get(name) != value
+    }

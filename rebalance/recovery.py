@@ -1,0 +1,278 @@
+"""What survivors of a death do: agree on one placement, write it down, and end together.
+
+    words ----> decide ----> record (first writer wins) ----> roll forward ----> commit
+    each to                  compare and set,                 what the others
+    the store                in the store                     swapped already
+
+The group that broke is never used again: after a death every vote on it fails. A new one is made
+from the record, through a rendezvous that lives in no rank. Survivors never serve in it here; they
+prove that they hold one placement, and end. A start of all ranks then loads what is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from eplb.errors import RankError, StaleGeneration, StoreError
+from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery, decide
+from rebalance import phases
+from rebalance.phases import Phase, RankPhase
+from rebalance.transport import GlooVotes, PendingVote, VoteGroup
+from rebalance.vote import Ballot, Outcome, Verdict
+from telemetry.store import LoadStore
+
+RETRY_S = 0.05  # from one try of a store that fails to the next
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Survivor(Protocol):
+    """A rank agent, as its recovery sees it."""
+
+    placement: Placement
+
+    def last_words(self) -> LastWords:
+        """Adopt and swap nothing any more, and say how far this rank has come."""
+
+    def dead(self) -> frozenset[int]:
+        """Ranks that are known to be gone."""
+
+    def take_over(self, record: Recovery) -> None:
+        """Swap what the record says and is not swapped here yet, and end the migration."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a survivor waits."""
+
+    words_s: float = 10.0  # for the others' words; who is silent for longer counts as dead
+    store_s: float = 20.0  # for a store that fails, in all
+    group_s: float = 20.0  # for the new group, and for its vote
+
+
+def membership_of_start(store: LoadStore) -> int:
+    """Number of the group of all ranks that starts now: greater than any before."""
+    latest = store.recovery()
+    return 0 if latest is None else latest.membership + 1
+
+
+def recover(
+    survivor: Survivor, store: LoadStore, *, num_ranks: int, deadlines: Deadlines | None = None
+) -> Recovery:
+    """Agree with the other survivors. Called by each of them after a RankError, once.
+
+    Afterwards every survivor holds one placement, and the store names it as committed.
+
+    Raises:
+        RankError: there was no agreement in time, or this rank counts as dead. What the store says
+            is committed is still right for a start, because a start loads every slot anew.
+    """
+    deadlines = deadlines or Deadlines()
+    words = survivor.last_words()
+    patient = _Patience(words.rank, time.monotonic() + deadlines.store_s + deadlines.words_s)
+    patient.insist("write its last words", lambda: store.last_words(words))
+    deadline = time.monotonic() + deadlines.words_s
+    record = patient.insist(
+        "agree with the others", lambda: _agree(survivor, store, words, num_ranks, deadline)
+    )
+    if words.rank not in record.survivors:
+        raise RankError(
+            f"rank {words.rank}: the others went on without it ({record.reason}), "
+            "it was silent for too long"
+        )
+    try:
+        survivor.take_over(record)
+    except RuntimeError as exc:  # torch's, of a device that a death took with it
+        raise RankError(f"rank {words.rank} cannot roll forward: {exc}") from exc
+    patient.insist("see the commit", lambda: _await_commit(store, survivor, record, patient))
+    log.warning(
+        "generation=%d rank=%d membership=%d recovered: %s",
+        record.generation,
+        words.rank,
+        record.membership,
+        record.reason,
+    )
+    return record
+
+
+def _agree(
+    survivor: Survivor, store: LoadStore, words: LastWords, num_ranks: int, deadline: float
+) -> Recovery:
+    """Return another survivor's record, or write one once all who live have spoken."""
+    while True:
+        version, standing = store.version(), store.recovery()
+        if standing is not None and standing.membership > words.membership:
+            return _own_run(standing, words)
+        said = store.words(words.run, words.membership)
+        silent = set(range(num_ranks)) - {one.rank for one in said} - survivor.dead()
+        left_s = deadline - time.monotonic()
+        if not silent or left_s <= 0:
+            record = decide(said, survivor.dead(), silent)
+            return store.recover(record, expected_membership=words.membership)
+        # A moment at most: that a rank is dead is told by its lifeline, not by the store.
+        store.wait(version, min(left_s, RETRY_S))
+
+
+def _own_run(record: Recovery, words: LastWords) -> Recovery:
+    if (record.run, record.membership) != (words.run, words.membership + 1):
+        raise RankError(
+            f"rank {words.rank} is of run {words.run!r}, membership {words.membership}; found "
+            f"membership {record.membership} of run {record.run!r} recorded: it is left behind"
+        )
+    return record
+
+
+def _await_commit(
+    store: LoadStore, survivor: Survivor, record: Recovery, patient: _Patience
+) -> None:
+    """Wait until the store names what the survivors hold. Their scribes write it."""
+    mine = survivor.placement
+    while True:
+        version = store.version()
+        committed, published = store.committed(), store.published()
+        is_open = published is not None and published.plan_id == record.plan_id
+        found = committed.placement if committed else None
+        if found is not None and found.generation >= record.generation and not is_open:
+            if (found.generation, found.hash) == (mine.generation, mine.hash):
+                return
+            raise RankError(
+                f"the store names generation {found.generation} (hash {found.hash}), "
+                f"found generation {mine.generation} (hash {mine.hash}) in this rank's slots"
+            )
+        store.wait(version, patient.left_s(f"for generation {record.generation} to be committed"))
+
+
+class _Patience:
+    """Tries a store again until one deadline for all that a recovery asks of it."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        self._rank, self._deadline = rank, deadline
+
+    def left_s(self, what: str) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise RankError(f"rank {self._rank}: out of time while it waited {what}")
+        return left_s
+
+    def insist(self, what: str, ask: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return ask()
+            except StaleGeneration as exc:
+                raise RankError(f"rank {self._rank} cannot {what}: {exc}") from exc
+            except StoreError as exc:
+                if time.monotonic() + RETRY_S >= self._deadline:
+                    raise RankError(
+                        f"rank {self._rank} cannot {what}, no store in time: {exc}"
+                    ) from exc
+                log.warning("rank %d cannot %s, trying again: %s", self._rank, what, exc)
+                time.sleep(RETRY_S)  # a store that fails tells nobody when it is well again
+
+
+# -- rolling forward
+
+
+def missed_verdicts(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
+    """Return the verdicts that bring a survivor to the record, as if it had read them in time.
+
+    First the swap that others have made and this rank has not, then the end of what is left.
+    """
+    verdicts = []
+    if state.plan is None or state.phase is Phase.ABORTED:
+        return []
+    cast = phases.ballot(state, step=0, membership=record.membership, halt=False)
+    if state.plan.plan_id == record.plan_id and record.applied > state.swapped:
+        verdicts.append(_unanimous(replace(cast, prepared=record.applied, abort=False)))
+        if record.applied == state.plan.num_transactions:
+            return verdicts
+    return [*verdicts, _unanimous(replace(cast, abort=True))]
+
+
+def _unanimous(ballot: Ballot) -> tuple[Ballot, Verdict]:
+    return ballot, Verdict.decode(ballot.encode())
+
+
+# -- the new group
+
+
+class SurvivorVotes:
+    """Votes of the survivors; ranks keep the numbers that they had among all."""
+
+    def __init__(self, votes: VoteGroup, survivors: Sequence[int]) -> None:
+        self._votes, self._survivors = votes, survivors
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        """Start a vote."""
+        return self._votes.cast(ballot)
+
+    def dead(self) -> frozenset[int]:
+        """Survivors that died since."""
+        return frozenset(self._survivors[place] for place in self._votes.dead())
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._votes.close()
+
+
+def rejoin(
+    record: Recovery, rendezvous: Store, rank: int, *, deadline_s: float = 20.0
+) -> SurvivorVotes:
+    """Form the group of the survivors, anew and apart from the one that broke.
+
+    Args:
+        record: names the survivors; each of them calls this.
+        rendezvous: a store that outlives every rank, the supervisor's.
+        rank: this rank, by its number among all.
+        deadline_s: for all survivors to have joined.
+
+    Raises:
+        RankError: a survivor died or was late meanwhile.
+    """
+    place, size = record.survivors.index(rank), len(record.survivors)
+    timeout = timedelta(seconds=deadline_s)
+    try:
+        prefixed = PrefixStore(f"recovery-{record.membership}", rendezvous)
+        # Not new_group: that is a collective of the default group, which is broken.
+        group = dist.ProcessGroup(prefixed, place, size)
+        gloo = dist.ProcessGroupGloo(prefixed, place, size, timeout)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    except RuntimeError as exc:
+        raise RankError(f"rank {rank} could not join the other survivors: {exc}") from exc
+    return SurvivorVotes(GlooVotes(group, deadline_s=deadline_s), record.survivors)
+
+
+def end_together(
+    votes: VoteGroup, record: Recovery, placement: Placement, rank: int, *, deadline_s: float = 20.0
+) -> None:
+    """Vote once: every survivor holds this very placement, and ends now.
+
+    Raises:
+        RankError: a survivor died or was late, or survivors hold different placements.
+    """
+    state = RankPhase(generation=placement.generation)
+    ballot = phases.ballot(state, step=0, membership=record.membership, halt=True)
+    # The plan's field of the vote carries the placement's hash here: no plan is open any more.
+    cast = replace(ballot, plan_hash=int(placement.hash[:15], 16))
+    outcome, reduced = votes.cast(cast.encode()).poll(deadline_s)
+    if outcome is not Outcome.VALUE:
+        raise RankError(f"rank {rank}: the survivors' vote is {outcome.value}, expected all to end")
+    verdict = Verdict.decode(reduced)
+    found = (verdict.membership, verdict.generation, verdict.plan_hash)
+    if found != (cast.membership, cast.generation, cast.plan_hash):
+        raise RankError(
+            f"rank {rank}: survivors disagree on (membership, generation, placement): found "
+            f"{found}, expected {(cast.membership, cast.generation, cast.plan_hash)} on all"
+        )

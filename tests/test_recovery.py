@@ -1,0 +1,539 @@
+"""After a death survivors and store name one placement: the decision, and agents in one process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import RankError, StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration, Pace, build_migration
+from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery, decide
+from eplb.topology import Topology
+from rebalance import phases
+from rebalance.agent import RankAgent
+from rebalance.links import LocalTransport
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.phases import PlanRef, RankPhase
+from rebalance.recovery import (
+    Deadlines,
+    end_together,
+    membership_of_start,
+    missed_verdicts,
+    recover,
+)
+from rebalance.transport import LocalVotes
+from rebalance.vote import NO_PLAN, Verdict
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from telemetry.memory import MemoryStore
+from telemetry.store import RankState
+
+DEADLINE_S = 20.0
+
+
+# -- the decision
+
+
+def said(rank: int, **changes: Any) -> LastWords:
+    """Words of a rank that serves generation 4 and is at no migration."""
+    fields: dict[str, Any] = {
+        "run": "run-1",
+        "membership": 0,
+        "generation": 4,
+        "weights_version": 0,
+        "plan_id": 0,
+        "plan_hash": 0,
+        "swapped": 0,
+        "prepared": 0,
+        "closed_plan_id": 0,
+        "closed_applied": 0,
+        "dead": (),
+        "time": float(rank),
+    }
+    return LastWords(rank=rank, **(fields | changes))
+
+
+def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> LastWords:
+    plan = {"plan_id": 7, "plan_hash": 70, "swapped": swapped, "prepared": prepared}
+    return said(rank, **(plan | changes))
+
+
+def test_without_a_migration_the_generation_stays() -> None:
+    assert decide([said(2), said(0)], {1}) == Recovery(
+        1, "run-1", (0, 2), 4, NO_PLAN, 0, "rank 1 died", 2.0
+    )
+
+
+def test_what_nobody_has_swapped_is_forgotten() -> None:
+    record = decide([at_plan(0, 0, 1), said(1), at_plan(2, 0, 3)], {3})
+
+    assert (record.generation, record.plan_id, record.applied) == (4, 7, 0)
+
+
+def test_what_one_survivor_has_swapped_all_swap() -> None:
+    record = decide([at_plan(0, 1, 2), at_plan(1, 2, 2), at_plan(3, 1, 3)], {2})
+
+    assert (record.generation, record.plan_id, record.applied) == (5, 7, 2)
+
+
+def test_a_rank_that_read_the_last_verdict_brings_the_others_to_its_generation() -> None:
+    ended = said(0, generation=5, closed_plan_id=7, closed_applied=3)
+    record = decide([ended, at_plan(1, 2, 3)], {2})
+
+    assert (record.generation, record.plan_id, record.applied) == (5, 7, 3)
+
+
+def test_the_next_migration_that_a_rank_has_only_seen_does_not_count() -> None:
+    ended = at_plan(0, 0, 0, generation=5, plan_id=8, closed_plan_id=7, closed_applied=1)
+    record = decide([ended, at_plan(1, 1, 3)], {2})
+
+    assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
+
+
+def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
+    record = decide([at_plan(0, 0, 1), at_plan(1, 1, 1)], {1, 2}, silent={3})
+
+    assert (record.survivors, record.applied) == ((0,), 0)
+    assert record.reason == "ranks 1, 2 died, rank 3 said nothing in time"
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (at_plan(1, 0, 0), "rank 1 serves generation 4 with 0 transactions of plan 7 swapped"),
+        (at_plan(1, 0, 1, plan_hash=71), "expected it to reach 1 of plan 7"),
+        (said(1), "expected it to reach 1 of plan 7 as others have"),
+        (said(1, generation=2), "rank 0 serves generation 4 with 1 transactions of plan 7"),
+        (at_plan(1, 1, 1, weights_version=2), "survive with weights_version 0 and 2"),
+        (at_plan(1, 1, 1, run="run-2"), "ranks 0 and 1 survive with run run-1 and run-2"),
+    ],
+)
+def test_words_that_fit_no_placement_are_refused(other: LastWords, sentence: str) -> None:
+    with pytest.raises(RankError, match=sentence):
+        decide([at_plan(0, 1, 1), other], {2})
+
+
+def test_nobody_agrees_when_nobody_is_left() -> None:
+    with pytest.raises(RankError, match="no survivor is left to agree: ranks 0, 1 died"):
+        decide([said(0)], {0, 1})
+
+
+# -- every verdict, and every set of survivors that have read it
+
+PLAN = PlanRef(7, 70, base_generation=4, num_transactions=3, transactions_per_commit=1)
+NEXT_PLAN = PlanRef(8, 80, base_generation=5, num_transactions=2, transactions_per_commit=1)
+
+
+@dataclass
+class Rank:
+    """A rank's phase machine, and what it serves: transactions of a plan, by generation."""
+
+    state: RankPhase
+    closed: tuple[int, int] = (NO_PLAN, 0)
+
+    def read(self, cast: Any, verdict: Verdict) -> None:
+        plan = self.state.plan
+        state, order = phases.read_verdict(self.state, cast, verdict)
+        if order is not None:
+            state = phases.finish_swap(phases.completed(state, 7, order.last))
+        if plan is not None and state.generation > self.state.generation:
+            self.closed = (plan.plan_id, max(state.swapped, order.last if order else 0))
+        self.state = state
+
+    def words(self, rank: int) -> LastWords:
+        state = self.state
+        plan = state.plan if state.phase is not phases.Phase.ABORTED else None
+        return said(
+            rank,
+            generation=state.generation,
+            plan_id=plan.plan_id if plan else 0,
+            plan_hash=plan.plan_hash if plan else 0,
+            swapped=state.swapped if plan else 0,
+            prepared=state.prepared if plan else 0,
+            closed_plan_id=self.closed[0],
+            closed_applied=self.closed[1],
+        )
+
+    def serves(self) -> tuple[int, tuple[int, int]]:
+        return self.state.generation, self.closed
+
+
+def at(swapped: int, prepared: int) -> Rank:
+    """A rank in mid-migration that every rank has adopted."""
+    state = phases.preloaded(phases.see_plan(RankPhase(generation=4), PLAN), 7)
+    state = replace(state, is_adopted=True, phase=phases.Phase.STAGE)
+    for number in range(1, prepared + 1):
+        state = phases.staged(state, 7, number)
+        if number <= swapped:
+            state = replace(state, swapped=number, applied=number)
+            state = phases.finish_swap(state) if number < 3 else state
+    return Rank(state)
+
+
+@pytest.mark.parametrize("swapped", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["swap", "abort", "nothing"])
+@pytest.mark.parametrize("sees_next", [False, True])
+def test_survivors_one_verdict_apart_reach_one_placement(
+    swapped: int, kind: str, sees_next: bool
+) -> None:
+    for readers in itertools.product([False, True], repeat=3):
+        # Rank 1 has staged further ahead; rank 3 has cast its vote and died.
+        ranks = [at(swapped, swapped + 1), at(swapped, min(3, swapped + 2)), at(swapped, 3)]
+        casts = [phases.ballot(one.state, step=0, membership=0, halt=False) for one in ranks]
+        if kind == "abort":
+            casts = [replace(cast, abort=True) for cast in casts]
+        if kind == "nothing":
+            casts = [replace(cast, prepared=swapped) for cast in casts]
+        columns = zip(*(cast.encode() for cast in casts), strict=True)
+        verdict = Verdict.decode([min(column) for column in columns])
+        for one, cast, has_read in zip(ranks, casts, readers, strict=True):
+            if has_read:
+                one.read(cast, verdict)
+                if sees_next and one.state.plan is None:
+                    one.state = phases.see_plan(one.state, NEXT_PLAN)
+
+        record = decide([one.words(rank) for rank, one in enumerate(ranks)], {3})
+        for one in ranks:
+            one.state = phases.freeze(one.state, "a rank died")
+            for cast, missed in missed_verdicts(one.state, record):
+                one.read(cast, missed)
+
+        served = {one.serves() for one in ranks}
+        expected = swapped + (kind == "swap" and any(readers))
+        assert len(served) == 1, (readers, record)
+        assert record.generation == served.pop()[0] == (5 if expected else 4)
+        # Where every rank had read the end of plan 7, none was under way any more.
+        assert record.applied == (expected if record.plan_id == 7 else 0)
+
+
+# -- agents in one process
+
+NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+START = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
+OTHER = Placement(np.tile([0, 1, 3, 1, 2, 3, 2, 0, 1, 3, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
+
+
+class Clockwork:
+    """A dispatcher's step counter without a dispatcher."""
+
+    steps = 0
+
+
+class Sink:
+    """Takes samples and reports, and keeps none."""
+
+    def offer(self, sample: LoadSample) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        return None
+
+
+def record_of(layer: int, expert: int) -> torch.Tensor:
+    """Bytes that name the expert they stand for."""
+    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
+    return filled
+
+
+RECORDS = {(la, ex): record_of(la, ex) for la in range(NUM_LAYERS) for ex in range(NUM_EXPERTS)}
+
+
+@dataclass
+class Group:
+    store: MemoryStore
+    votes: LocalVotes
+    agents: list[RankAgent]
+    banks: list[ExpertBank]
+
+    def step(self, agents: list[RankAgent]) -> None:
+        for agent in agents:
+            agent.step()
+        for agent in agents:
+            agent._parts.dispatcher.steps += 1  # type: ignore[misc]
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, "the group did not get there"
+            self.step(self.agents)
+
+    def publish(self) -> Migration:
+        base = self.agents[0].placement
+        pace = Pace(staging_experts=2)  # one layer at a time
+        plan_id = self.store.next_plan_id()
+        migration = build_migration(base, OTHER, TOPOLOGY, plan_id=plan_id, pace=pace)
+        assert [txn.layers for txn in migration.transactions] == [(0,), (1,), (2,)]
+        self.store.publish(migration)
+        return migration
+
+    def recover(self, ranks: list[int], **deadlines: float) -> list[Recovery | str]:
+        def one(rank: int) -> Recovery | str:
+            limits = Deadlines(**({"words_s": DEADLINE_S, "store_s": DEADLINE_S} | deadlines))
+            try:
+                return recover(self.agents[rank], self.store, num_ranks=NUM_RANKS, deadlines=limits)
+            except RankError as exc:
+                return str(exc)
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(one, ranks, timeout=2 * DEADLINE_S))
+
+    def serving(self, rank: int) -> list[list[int]]:
+        """Name the expert in each slot of a rank by its bytes."""
+        bank = self.banks[rank]
+        return [
+            [
+                int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
+                for slot in range(bank.num_slots)
+            ]
+            for layer in range(NUM_LAYERS)
+        ]
+
+    def assert_one_placement(self, ranks: list[int], expected: Placement) -> None:
+        committed = self.store.committed()
+        assert committed is not None
+        assert committed.placement.hash == expected.hash
+        assert self.store.published() is None
+        for rank in ranks:
+            placement = self.agents[rank].placement
+            assert (placement.hash, placement.generation) == (
+                expected.hash,
+                committed.placement.generation,
+            )
+            held = expected.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+            assert self.serving(rank) == held.tolist()
+
+
+def agent_of(
+    rank: int, group: Group, placement: Placement, digests: torch.Tensor, membership: int = 0
+) -> RankAgent:
+    bank = group.banks[rank]
+    for layer, slots in enumerate(placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()):
+        for slot, expert in enumerate(slots):
+            bank.live(layer, slot).copy_(RECORDS[layer, expert])
+    table = RoutingTable(placement, max_replicas=4)
+    counter = SlotCounter(NUM_LAYERS, 3)
+    parts = RankParts(rank, bank, table, counter, Clockwork(), digests)
+    links = Links(
+        group.votes.member(rank),
+        LocalTransport(TOPOLOGY, rank, group.banks, RECORDS),
+        group.store,
+        Sink(),
+    )
+    settings = AgentSettings(
+        "test",
+        "run",
+        TOPOLOGY,
+        sample_steps=4,
+        vote_deadline_s=DEADLINE_S,
+        membership=membership,
+    )
+    return RankAgent(settings, parts, links, placement)
+
+
+@pytest.fixture
+def digests() -> torch.Tensor:
+    table = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
+    for (layer, expert), record in RECORDS.items():
+        table[layer, expert] = torch.tensor(digest(record))
+    return table
+
+
+@pytest.fixture
+def group(digests: torch.Tensor) -> Iterator[Group]:
+    store = MemoryStore("test")
+    store.commit(START, expected=None, reason="start")
+    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
+    made = Group(store, LocalVotes(NUM_RANKS), [], banks)
+    made.agents += [agent_of(rank, made, START, digests) for rank in range(NUM_RANKS)]
+    for agent in made.agents:
+        agent.start()
+    yield made
+    for agent in made.agents:
+        agent.close()
+
+
+def swapped(agent: RankAgent) -> int:
+    return agent._box.state.swapped
+
+
+def kill_after_one_has_swapped(group: Group, number: int) -> Migration:
+    """Rank 3 dies when rank 0 has swapped transaction ``number``, and ranks 1 and 2 have not."""
+    migration = group.publish()
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < deadline
+        before = swapped(group.agents[0]), group.agents[0].placement.generation
+        group.agents[0].step()
+        after = swapped(group.agents[0]), group.agents[0].placement.generation
+        if after != before and (after[0] == number or after[1] == 1):
+            group.votes.kill(3)
+            return migration
+        group.step(group.agents)
+
+
+def test_survivors_that_have_not_swapped_roll_forward(group: Group) -> None:
+    migration = kill_after_one_has_swapped(group, 2)
+    assert [swapped(agent) for agent in group.agents[:3]] == [2, 1, 1]
+
+    records = group.recover([0, 1, 2])
+
+    assert records == [group.store.recovery()] * 3
+    record = group.store.recovery()
+    assert record is not None
+    assert (record.membership, record.survivors, record.generation) == (1, (0, 1, 2), 1)
+    assert (record.plan_id, record.applied, record.reason) == (1, 2, "rank 3 died")
+    group.assert_one_placement([0, 1, 2], migration.placement_after(2))
+    abort = next(event for event in group.store.events() if event.kind == "abort")
+    assert abort.detail == {"generation": 1, "plan_id": 1, "reason": "rank 3 died"}
+
+
+def test_a_migration_of_which_one_survivor_has_all_is_ended_on_every_one(group: Group) -> None:
+    kill_after_one_has_swapped(group, 3)
+    assert [agent.placement.generation for agent in group.agents[:3]] == [1, 0, 0]
+
+    group.recover([0, 1, 2])
+
+    group.assert_one_placement([0, 1, 2], OTHER)
+    assert [event.kind for event in group.store.events()][-2:].count("commit") == 1
+
+
+def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:
+    group.publish()
+    group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
+    group.votes.kill(0)
+    assert {swapped(agent) for agent in group.agents} == {0}
+
+    group.recover([1, 2, 3])
+
+    group.assert_one_placement([1, 2, 3], START)
+    assert len(group.store.placements()) == 1
+
+
+def test_no_step_follows_a_recovery(group: Group) -> None:
+    group.votes.kill(1)
+    group.recover([0, 2, 3])
+
+    with pytest.raises(RankError, match="rank 0: no step may follow a death in the group"):
+        group.agents[0].step()
+
+
+def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> None:
+    group.votes.kill(3)
+
+    records = group.recover([0, 1], words_s=0.2)
+    late = group.recover([2])
+
+    assert isinstance(records[0], Recovery)
+    assert records[0].survivors == (0, 1)
+    assert records[0].reason == "rank 3 died, rank 2 said nothing in time"
+    assert late == [
+        "rank 2: the others went on without it (rank 3 died, rank 2 said nothing in time), "
+        "it was silent for too long"
+    ]
+
+
+def test_a_second_death_during_recovery_leaves_the_others_agreed(group: Group) -> None:
+    migration = kill_after_one_has_swapped(group, 1)
+    group.store.last_words(group.agents[0].last_words())
+    group.votes.kill(0)
+
+    records = group.recover([1, 2])
+
+    assert isinstance(records[0], Recovery)
+    assert records[0].survivors == (1, 2)
+    # Rank 0 alone had swapped the first layer, and what it held is gone with it.
+    assert records[0].applied == 0
+    group.assert_one_placement([1, 2], migration.base)
+
+
+def test_a_store_that_is_down_ends_a_recovery_in_words_and_in_time(group: Group) -> None:
+    group.votes.kill(3)
+    group.store.close()
+    started = time.monotonic()
+
+    (told,) = group.recover([0], words_s=0.1, store_s=0.2)
+
+    assert time.monotonic() - started < DEADLINE_S / 2
+    assert str(told).startswith("rank 0 cannot write its last words, no store in time: ")
+
+
+class FailingStore(MemoryStore):
+    """A store that fails twice before each call that a recovery makes first."""
+
+    failures = 2
+
+    def last_words(self, words: LastWords) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise StoreError("the disk is full")
+        super().last_words(words)
+
+
+def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
+    failing = FailingStore("test")
+    failing.commit(START, expected=None, reason="start")
+    group.votes.kill(3)
+    for agent in group.agents:
+        agent.last_words()
+    for rank in (1, 2):
+        MemoryStore.last_words(failing, group.agents[rank].last_words())
+
+    record = recover(group.agents[0], failing, num_ranks=NUM_RANKS)
+
+    assert record == failing.recovery()
+    assert failing.failures < 0
+
+
+def test_a_survivor_of_an_older_group_is_left_behind(group: Group) -> None:
+    group.votes.kill(3)
+    later = Recovery(5, "run-9", (0, 1), 0, NO_PLAN, 0, "rank 2 died", 1.0)
+    group.store.recover(later, expected_membership=4)
+
+    (told,) = group.recover([0])
+
+    assert told == (
+        "rank 0 is of run 'run', membership 0; found membership 5 of run 'run-9' recorded: "
+        "it is left behind"
+    )
+
+
+def test_every_start_has_a_membership_above_all_before(group: Group) -> None:
+    assert membership_of_start(group.store) == 0
+    group.votes.kill(3)
+    group.recover([0, 1, 2])
+
+    assert membership_of_start(group.store) == 2
+
+
+def test_survivors_that_hold_different_placements_do_not_end_as_agreed() -> None:
+    record = Recovery(1, "run", (0, 2), 4, 7, 1, "rank 1 died", 0.0)
+    votes = LocalVotes(2)
+    held = [START.with_generation(4), OTHER.with_generation(4)]
+
+    def end(place: int, placement: Placement) -> str:
+        try:
+            end_together(votes.member(place), record, placement, 2 * place, deadline_s=DEADLINE_S)
+        except RankError as exc:
+            return str(exc)
+        return "ended"
+
+    for placements, expected in ((held[:1] * 2, "ended"), (held, "survivors disagree")):
+        votes = LocalVotes(2)
+        with ThreadPoolExecutor(2) as pool:
+            told = list(pool.map(end, range(2), placements))
+        assert all(expected in one for one in told), told

@@ -1,0 +1,332 @@
+"""SIGKILL of a rank at a random moment of a migration: real processes, real gloo, a real store.
+
+The victim counts what its journal is told of and kills itself at a drawn note, so it dies in any
+state of the phase machine, on any of its threads, with locks held. Then a start of all ranks must
+serve what the store names.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from eplb.errors import RankError, StaleGeneration
+from eplb.load import LoadSample
+from eplb.migration import Pace, build_migration
+from eplb.placement import Placement
+from eplb.recovery import Recovery
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.links import LocalTransport
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.recovery import end_together, membership_of_start, recover, rejoin
+from rebalance.transport import GlooVotes
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from telemetry.sqlite import SqliteStore
+from telemetry.store import LoadStore, RankState
+
+DEADLINE_S = 40.0
+FORK = multiprocessing.get_context("fork")
+NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
+MOST_NOTES = 60  # of two migrations, about
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+ONE = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
+OTHER = Placement(np.tile([0, 1, 3, 1, 2, 3, 2, 0, 1, 3, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
+
+
+class Tokens:
+    """The exchange of tokens: a collective in every step, in which a death shows."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.steps = group, 0
+
+    def exchange(self) -> None:
+        self.steps += 1
+        given, received = torch.ones(NUM_RANKS), torch.zeros(NUM_RANKS)
+        try:
+            dist.all_to_all_single(received, given, group=self._group)
+        except RuntimeError as exc:
+            raise RankError(f"the exchange failed: {exc}") from exc
+
+
+class Sink:
+    """Takes samples and reports, and keeps none."""
+
+    def offer(self, sample: LoadSample) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        return None
+
+
+class Fate:
+    """A notebook that kills its process at one of the notes that it is told to take."""
+
+    def __init__(self, dies_at: int) -> None:
+        self._left = dies_at
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What a rank says at its end."""
+
+    record: Recovery | None  # None: it halted with all others
+    placement: tuple[int, str]  # generation, hash
+    held: list[list[int]]  # [L][C] experts, by the bytes in the live slots
+
+
+@dataclass
+class Ranks:
+    """One start of four ranks, forked, over banks in memory that they share."""
+
+    store: Path
+    port: int
+    run: str
+    banks: list[ExpertBank]
+    dies_at: dict[int, int]  # notes until its death, by rank
+
+    def start(self) -> list[Connection]:
+        self.processes, pipes = [], []
+        for rank in range(NUM_RANKS):
+            ours, theirs = FORK.Pipe()
+            process = FORK.Process(target=self._live, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            pipes.append(ours)
+        return pipes
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def _live(self, rank: int, pipe: Connection) -> NoReturn:
+        logging.disable(logging.CRITICAL)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            pipe.send(self._serve(rank, pipe))
+        except BaseException as exc:
+            pipe.send(repr(exc))
+        finally:
+            os._exit(0)
+
+    def _serve(self, rank: int, pipe: Connection) -> Survived:
+        timeout = timedelta(seconds=DEADLINE_S)
+        rendezvous = TCPStore("127.0.0.1", self.port, is_master=False, timeout=timeout)
+        prefixed = PrefixStore(self.run, rendezvous)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=rank, world_size=NUM_RANKS, timeout=timeout
+        )
+        votes = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(votes, dist.ProcessGroup)
+        assert dist.group.WORLD is not None
+        tokens = Tokens(dist.group.WORLD)
+        store = SqliteStore(self.store, "test")
+        agent = self._agent(rank, store, GlooVotes(votes), tokens)
+        agent.start()
+        threading.Thread(target=lambda: (pipe.recv(), agent.request_halt()), daemon=True).start()
+        record = None
+        try:
+            while agent.step():
+                tokens.exchange()
+        except RankError:
+            record = recover(agent, store, num_ranks=NUM_RANKS)
+            regained = rejoin(record, rendezvous, rank, deadline_s=DEADLINE_S)
+            end_together(regained, record, agent.placement, rank, deadline_s=DEADLINE_S)
+            regained.close()
+        agent.close()
+        placement = agent.placement
+        return Survived(record, (placement.generation, placement.hash), held(self.banks[rank]))
+
+    def _agent(self, rank: int, store: LoadStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
+        committed = store.committed()
+        assert committed is not None
+        placement, bank = committed.placement, self.banks[rank]
+        mine = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
+        for layer, slots in enumerate(mine):
+            for slot, expert in enumerate(slots):
+                bank.live(layer, slot).copy_(record_of(layer, expert))
+        records = {(la, ex): record_of(la, ex) for la in range(3) for ex in range(NUM_EXPERTS)}
+        digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
+        for (layer, expert), record in records.items():
+            digests[layer, expert] = torch.tensor(digest(record))
+        table = RoutingTable(placement, max_replicas=4)
+        counter = SlotCounter(NUM_LAYERS, 3)
+        dist.barrier()  # every bank is filled before anybody reads a peer's
+        return RankAgent(
+            AgentSettings(
+                "test",
+                self.run,
+                TOPOLOGY,
+                sample_steps=4,
+                vote_deadline_s=DEADLINE_S,
+                membership=membership_of_start(store),
+            ),
+            RankParts(rank, bank, table, counter, tokens, digests),
+            Links(
+                votes,
+                LocalTransport(TOPOLOGY, rank, self.banks, records),
+                store,
+                Sink(),
+                journal=Fate(self.dies_at.get(rank, 0)),
+            ),
+            placement,
+        )
+
+
+def record_of(layer: int, expert: int) -> torch.Tensor:
+    """Bytes that name the expert they stand for."""
+    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
+    return filled
+
+
+def held(bank: ExpertBank) -> list[list[int]]:
+    return [
+        [
+            int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
+            for slot in range(bank.num_slots)
+        ]
+        for layer in range(NUM_LAYERS)
+    ]
+
+
+def publish_next(store: LoadStore) -> None:
+    """Offer a migration to the other of the two placements, layer by layer, unless one is open."""
+    committed = store.committed()
+    assert committed is not None
+    if store.published() is not None:
+        return
+    base = committed.placement
+    target = ONE if base.hash == OTHER.hash else OTHER
+    pace, plan_id = Pace(staging_experts=2), store.next_plan_id()
+    try:
+        store.publish(build_migration(base, target, TOPOLOGY, plan_id=plan_id, pace=pace))
+    except StaleGeneration:
+        return  # something was committed in between
+
+
+def drive(store: LoadStore, pipes: list[Connection], until_generation: int | None) -> list[Any]:
+    """Publish migrations until every rank has said its last; None of one that was killed."""
+    results: dict[int, Any] = {}
+    deadline, version, is_halting = time.monotonic() + DEADLINE_S, -1, False
+    while len(results) < NUM_RANKS:
+        assert time.monotonic() < deadline, f"no end in time, only {results}"
+        committed = store.committed()
+        assert committed is not None
+        is_reached = until_generation is not None and (
+            committed.placement.generation >= until_generation
+        )
+        if is_reached and not is_halting:
+            is_halting = True
+            pipes[0].send("halt")
+        if not is_halting and not results:
+            publish_next(store)
+        for rank in set(range(NUM_RANKS)) - results.keys():
+            if pipes[rank].poll():
+                try:
+                    results[rank] = pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    results[rank] = None
+        version = store.wait(version, 0.05)
+    return [results[rank] for rank in range(NUM_RANKS)]
+
+
+def check_survivors(store: LoadStore, results: list[Any], victim: int) -> None:
+    survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
+    assert results[victim] is None, results[victim]
+    record, committed = store.recovery(), store.committed()
+    assert record is not None
+    assert committed is not None
+    assert record.survivors == tuple(survivors)
+    assert record.reason == f"rank {victim} died"
+    placement = committed.placement
+    assert placement.generation == record.generation
+    for rank in survivors:
+        assert isinstance(results[rank], Survived), results[rank]
+        assert results[rank].record == record
+        assert results[rank].placement == (placement.generation, placement.hash)
+        mine = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        assert results[rank].held == mine.tolist()
+
+
+def live_and_die(folder: Path, seed: int) -> Recovery:
+    """Let a rank die, survivors recover, and all ranks start again; return the record."""
+    draw = random.Random(seed)
+    victim, dies_at = draw.randrange(NUM_RANKS), draw.randint(2, MOST_NOTES)
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path = folder / f"store-{seed}.sqlite"
+    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
+    with closing(SqliteStore(path, "test")) as store:
+        store.commit(ONE, expected=None, reason="start")
+    first = Ranks(path, rendezvous.port, "first", banks, {victim: dies_at})
+    pipes = first.start()
+    with closing(SqliteStore(path, "test")) as store:
+        results = drive(store, pipes, None)
+        first.end()
+        check_survivors(store, results, victim)
+        record, committed = store.recovery(), store.committed()
+        assert record is not None
+        assert committed is not None
+        if (left_open := store.published()) is not None:
+            store.withdraw(left_open.plan_id, outcome="rejected", reason="its run has ended")
+    again = Ranks(path, rendezvous.port, "again", banks, {})
+    pipes = again.start()
+    with closing(SqliteStore(path, "test")) as store:
+        results = drive(store, pipes, committed.placement.generation + 1)
+        again.end()
+        committed = store.committed()
+        assert committed is not None
+        for rank, one in enumerate(results):
+            assert isinstance(one, Survived), one
+            assert one.record is None
+            assert one.placement == (committed.placement.generation, committed.placement.hash)
+            mine = committed.placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+            assert one.held == mine.tolist()
+    return record
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_survivors_of_a_kill_agree_and_a_start_serves_what_they_held(
+    tmp_path: Path, seed: int
+) -> None:
+    record = live_and_die(tmp_path, seed)
+
+    assert record.membership == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_survivors_of_forty_kills_agree(tmp_path: Path) -> None:
+    records = [live_and_die(tmp_path, seed) for seed in range(100, 140)]
+
+    # The kills were spread over the states: some left a mix of layers, some nothing, some a whole.
+    assert {record.applied for record in records} >= {0, 1, 2}
