@@ -30,6 +30,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/thread.py
 	$(BIN)/python benchmarks/death.py
+	$(BIN)/python benchmarks/migrate.py
+	$(BIN)/python benchmarks/preload.py
 	$(BIN)/python benchmarks/demo.py
 
 # torch first and alone: a CPU build of the pinned version is as good as any other.

@@ -1,6 +1,6 @@
 """The HTTP service: routes to AdminService, problems in words, and the page.
 
-    GET  /            the page          GET  /healthz /livez /readyz
+    GET  /            the page          GET  /healthz /livez /readyz /metrics
     GET  /api/v1/...  questions         POST, PATCH /api/v1/...  requests
 
 Everything is read from the store and every request is put into it. Only loopback names are served
@@ -85,6 +85,12 @@ def get_healthz(service: Service) -> Health:
 def get_readyz(service: Service) -> Health:
     """A run has begun, every rank reports, and steps go on."""
     return service.readiness()
+
+
+@probes.get("/metrics", include_in_schema=False)  # text, of a format with a document of its own
+def get_metrics(service: Service) -> Response:
+    """A few dozen series of the current run; counters are the run's, not this process's."""
+    return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
 @routes.get("/state", summary="Everything at a glance", tags=["watch"])

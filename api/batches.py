@@ -33,10 +33,16 @@ class Batches:
         if self._trace is None:
             mix = mix_at(elapsed_s, plan.drift_period_s, len(self._domains))
             drawn = draw_sequences(self._domains, mix, plan.batch_shape, (plan.seed, step, rank))
-            return torch.from_numpy(drawn).to(self._device), None
+            return self._to_device(torch.from_numpy(drawn)), None
         total = self._trace.shape[1]
         first = (step * plan.topology.num_ranks + rank) * plan.tokens_per_rank
         positions = torch.arange(first, first + plan.tokens_per_rank) % total
         ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
-        forced = self._trace[:, positions].to(self._device, torch.int64)
-        return ids.to(self._device), forced
+        forced = self._trace[:, positions].to(torch.int64)
+        return self._to_device(ids), self._to_device(forced)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy without waiting for the stream, where a kernel may be waiting for a dead peer."""
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

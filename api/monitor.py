@@ -29,6 +29,7 @@ from api.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
+from api.tally import RunTally, oldest_progress, scrubbed_slots
 from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
 from telemetry.store import Event, LoadStore, RankState, RunInfo
@@ -62,6 +63,7 @@ class Monitor:
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self._commits: dict[int, Event] = {}  # by generation, those of the current run
+        self._tally = RunTally()
         self._control = store.control()
         self._committed = store.committed()
         self._published = store.published()
@@ -111,9 +113,11 @@ class Monitor:
                 self._note(event)
 
     def _note(self, event: Event) -> None:
+        self._tally.note(event)
         if event.kind == "run":  # what was decided and committed before belongs to another run
             self._decisions.clear()
             self._commits.clear()
+            self._tally = RunTally()
         elif event.kind == "plan":
             self._decisions.append(decision_of(event))
         elif event.kind == "commit" and int(event.detail.get("plan_id", 0)) > 0:
@@ -172,20 +176,21 @@ class Monitor:
             info, now = self._info, self._clock()
             latest = next(reversed(self._windows.values()), None)
             ranks = self._rank_views(now)
-            placement = self._committed.placement if self._committed else None
+            age_s, stuck = oldest_progress(self._states, now)
             return Snapshot(
                 deployment=self._store.deployment,
                 run=info.run if info else None,
                 time=now,
                 started=info.time if info else None,
                 step=max((view.step for view in ranks), default=0),
-                generation=placement.generation if placement else None,
+                generation=self._committed.placement.generation if self._committed else None,
                 num_layers=self._model.num_layers if info else 0,
                 num_experts=self._model.num_experts if info else 0,
                 num_slots=self._topology.num_slots if info else 0,
                 ranks=ranks,
                 node_of_rank=tuple(self._topology.node_of_rank.tolist()) if info else (),
-                progress_age_s=self._progress_age_s(now),
+                progress_age_s=age_s,
+                progress_of=stuck,
                 series=tuple(self._scores.values()),
                 heatmap=relative(latest.received) if latest else None,
                 expert_heat=relative(latest.tokens) if latest else None,
@@ -201,6 +206,11 @@ class Monitor:
                 samples_lost=detail_sum(self._states, "samples_lost"),
                 movement=self._control.movement,
                 observe=self._control.observe,
+                ended_plans=dict(self._tally.ended_plans),
+                decided=dict(self._tally.decided),
+                scrubbed_slots=scrubbed_slots(self._states),
+                digest_failures=detail_sum(self._states, "digest_failures"),
+                mover_failures=detail_sum(self._states, "mover_failures"),
             )
 
     def _rank_views(self, now: float) -> tuple[RankView, ...]:
@@ -226,14 +236,6 @@ class Monitor:
             step_ms=state.detail.get("step_ms"),
             frozen=str(state.detail.get("frozen") or ""),
         )
-
-    def _progress_age_s(self, now: float) -> float | None:
-        """Seconds since the slowest rank finished a step, as far as anybody knows."""
-        ages = [
-            max(0.0, now - state.time) + float(state.detail.get("progress_age_s", 0.0))
-            for state in self._states
-        ]
-        return max(ages, default=None)
 
     def _marks(self) -> tuple[RebalanceMark, ...]:
         return tuple(

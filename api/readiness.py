@@ -11,7 +11,7 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
     Args:
         seen: what the store holds.
         silent_after_s: how old a rank's last report may be, as ``seen`` was judged.
-        stalled_after_s: how long ago the slowest rank's last step may have ended.
+        stalled_after_s: for how long a rank's step or a thread at work may say nothing new.
     """
     if seen.run is None:
         return "no run has begun, expected one"
@@ -23,7 +23,10 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
         )
     age_s = seen.progress_age_s
     if age_s is not None and age_s > stalled_after_s:
-        return f"the last step ended {age_s:.1f} s ago, expected at most {stalled_after_s:g} s"
+        return (
+            f"no progress for {age_s:.1f} s, expected at most {stalled_after_s:g} s: "
+            f"{seen.progress_of}"
+        )
     frozen = next((view for view in seen.ranks if view.frozen), None)
     if frozen is not None:
         return f"rank {frozen.rank} takes part in no migration any more: {frozen.frozen}"

@@ -117,7 +117,8 @@ class State(Answer):
     ranks: list[Rank]
     node_of_rank: list[int]
     silent_ranks: list[int]
-    progress_age_s: float | None
+    progress_age_s: float | None = Field(description="of what has got on least")
+    progress_of: str = Field(description="its rank, its thread, and what that is at")
     last_score: Score | None
     heatmap: list[list[float]] | None = Field(description="[L, R] rank load over mean")
     expert_heat: list[list[float]] | None = Field(description="[L, E] expert load over mean")

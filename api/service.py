@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from api.metrics import Exposition
 from api.monitor import Monitor
 from api.readiness import unready
 from api.requests import ControlRequest, RebalanceRequest
@@ -63,6 +64,7 @@ class AdminService:
         self, store: LoadStore, *, plan_wait_s: float = 10.0, stalled_after_s: float = 30.0
     ) -> None:
         self._store, self._monitor = store, Monitor(store)
+        self.metrics = Exposition(store, self._monitor)
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
 
     def _snapshot(self) -> Snapshot:
@@ -139,8 +141,7 @@ class AdminService:
 
     def placements(self, limit: int) -> list[PlacementLine]:
         """The history of placements, newest first."""
-        lines = self._store.placements(limit=limit)
-        return [PlacementLine(**_placement_line(line)) for line in lines]
+        return [PlacementLine(**_placement_line(line)) for line in self._store.placements(limit)]
 
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
@@ -167,9 +168,8 @@ class AdminService:
 
     def events(self, after: int, limit: int) -> list[EventAnswer]:
         """Events past an id, oldest first."""
-        return [
-            EventAnswer(**asdict(event)) for event in self._store.events(after=after, limit=limit)
-        ]
+        found = self._store.events(after=after, limit=limit)
+        return [EventAnswer(**asdict(event)) for event in found]
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.

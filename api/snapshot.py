@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +111,7 @@ class Snapshot:
     num_slots: int
     ranks: tuple[RankView, ...]
     node_of_rank: tuple[int, ...]
-    progress_age_s: float | None  # since the slowest rank last finished a step
+    progress_age_s: float | None  # of the thread that has got on least, over all ranks
     series: tuple[WindowScore, ...]
     heatmap: NDArray[np.float64] | None  # [L, R] rank load over mean of the latest window
     expert_heat: NDArray[np.float64] | None  # [L, E] expert load over mean of the same window
@@ -127,6 +127,12 @@ class Snapshot:
     samples_lost: int
     movement: bool
     observe: bool
+    progress_of: str = ""  # that thread: its rank, its name, what it is at
+    ended_plans: Mapping[str, int] = field(default_factory=dict)  # of this run, by outcome
+    decided: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # by (policy, decision)
+    scrubbed_slots: Mapping[str, int] = field(default_factory=dict)  # of all ranks, by result
+    digest_failures: int = 0
+    mover_failures: int = 0
 
     @property
     def silent_ranks(self) -> tuple[int, ...]:

@@ -60,11 +60,13 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     built.agent.start()
     random = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCABULARY, plan.batch_shape, generator=random)
+    # Once: a copy from pageable memory waits for the stream, and so for a dead peer, without end.
+    on_device = ids.to(built.device)
     is_cuda = plan.device == "cuda"
     in_flight = Completion(is_cuda=is_cuda)
     try:
         while built.agent.step():
-            answer = built.model.forward(ids.to(built.device), salt=built.dispatcher.steps)
+            answer = built.model.forward(on_device, salt=built.dispatcher.steps)
             built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=is_cuda)
             if built.dispatcher.steps == 1:
@@ -222,6 +224,8 @@ def main() -> None:
     is_cuda = given.device == "cuda"
     precision = "bfloat16" if is_cuda else "float32"
     preload_modules("api.worker_rank", "api.worker_slab")
+    # Ranks spin beside the reference, which would wait for the slowest of many threads.
+    torch.set_num_threads(min(8, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:
         plan = plan_of(Path(folder), given.ranks, 0, device=given.device, precision=precision)
         store = begin_run(plan)

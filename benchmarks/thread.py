@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -216,8 +217,24 @@ def in_place(base: Placement, fresh: Placement, topology: Topology) -> Placement
     return Placement(held, base.num_experts, base.generation)
 
 
-def run_decode(parent: Parent, plan: WorkerPlan, rank: int, steps: int, swap_every: int) -> None:
-    """Serve ``steps`` decode steps under migrations, and prove what is left in memory."""
+@dataclass(frozen=True)
+class Length:
+    """How long to serve: steps, or seconds where they are given."""
+
+    steps: int
+    seconds: float = 0.0
+
+    def part(self, steps: int, since: float) -> float:
+        """How much of it is over."""
+        if self.seconds:
+            return (time.monotonic() - since) / self.seconds
+        return steps / self.steps
+
+
+def run_decode(
+    parent: Parent, plan: WorkerPlan, rank: int, length: Length, swap_every: int
+) -> None:
+    """Serve decode steps under migrations, and prove what is left in memory."""
     begun = threading.Event()
     parent.listen(lambda _: begun.set())
     built = build_rank(plan, rank)
@@ -232,18 +249,21 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, steps: int, swap_eve
     random = torch.Generator().manual_seed(rank)
     batches = torch.randint(VOCABULARY, (16, *plan.batch_shape), generator=random).to(built.device)
     is_cuda = plan.device == "cuda"
-    in_flight, times, memory = Completion(is_cuda=is_cuda), [], []
+    in_flight, times, memory = Completion(is_cuda=is_cuda), [], list[int]()
+    since = time.monotonic()
     while agent.step():
         started = time.perf_counter()
         built.model.forward(batches[dispatcher.steps % 16], salt=dispatcher.steps)
         agent.wait(in_flight)
         in_flight = Completion(is_cuda=is_cuda)
         times.append((time.perf_counter() - started) * 1e6)
-        if dispatcher.steps in (steps // 10, steps - 1):
+        part = length.part(dispatcher.steps, since)
+        if part >= 0.1 and not memory:
             memory.append(used_memory(is_cuda))
-        if dispatcher.steps >= steps:
+        if part >= 1.0:
             agent.request_halt()
     agent.wait(in_flight)
+    memory.append(used_memory(is_cuda))
     agent.close()
     wrong = wrong_slots(plan, built, rank)
     parent.tell(
@@ -287,7 +307,7 @@ def wrong_slots(plan: WorkerPlan, built: Any, rank: int) -> int:
 
 
 def measure_decode(
-    device: str, num_ranks: int, steps: int, swap_every: int, precision: str
+    device: str, num_ranks: int, length: Length, swap_every: int, precision: str
 ) -> list[Row]:
     """Real ranks, agents, votes, store and slab; only the plans are random."""
     from torch._C._distributed_c10d import TCPStore
@@ -299,13 +319,13 @@ def measure_decode(
         slab = Child("slab", run_slab, plan, 0)
         told(slab, "ready", 120)
         ranks = [
-            Child(f"rank {r}", run_decode, plan, r, steps, swap_every) for r in range(num_ranks)
+            Child(f"rank {r}", run_decode, plan, r, length, swap_every) for r in range(num_ranks)
         ]
         for child in ranks:
             told(child, "ready", 240)
         for child in ranks:
             child.command("begin")
-        reports = [told(child, "served", 400) for child in ranks]
+        reports = [told(child, "served", 400 + length.seconds) for child in ranks]
         for child in (*ranks, slab):
             child.stop(1.0)
         store.close()
@@ -352,6 +372,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=0, help="10000 on cuda, 1000 on the cpu")
+    parser.add_argument("--seconds", type=float, default=0.0, help="in place of steps: a soak")
     parser.add_argument("--swap-every", type=int, default=50)
     parser.add_argument("--precision", default="", help="bfloat16 or fp8, on cuda")
     parser.add_argument("--json", type=Path)
@@ -364,7 +385,7 @@ def main() -> None:
     rows += measure_decode(
         given.device,
         given.ranks,
-        given.steps or (10_000 if is_cuda else 1_000),
+        Length(given.steps or (10_000 if is_cuda else 1_000), given.seconds),
         given.swap_every,
         given.precision or ("bfloat16" if is_cuda else "float32"),
     )

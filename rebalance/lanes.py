@@ -43,6 +43,11 @@ class Pull:
         return f"layer {self.move.layer} expert {self.move.expert}"
 
     @property
+    def origin(self) -> str:
+        """The places of this attempt, for messages."""
+        return " or ".join(map(str, self.places))
+
+    @property
     def record(self) -> Record:
         """(layer, expert)."""
         return self.move.layer, self.move.expert
@@ -149,8 +154,7 @@ class Lane:
                 return None
             raise MigrationError(
                 f"{chunk.pull.name}: {chunk.num_bytes} bytes from "
-                f"{' or '.join(map(str, chunk.pull.places))} have not landed in "
-                f"{self._deadline_s:.3g} s"
+                f"{chunk.pull.origin} have not landed in {self._deadline_s:.3g} s"
             )
         self.flying.popleft()
         chunk.pull.num_flying -= 1

@@ -8,46 +8,35 @@ in a rank (``bring``), a scheduler may drive it step by step, over a simulated t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eplb.errors import MigrationError, PlacementError
 from eplb.migration import Migration, Mode, Move, Transaction
-from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance import phases
+from rebalance.fetcher import Fetcher
 from rebalance.figures import StageFigures
 from rebalance.lanes import Pull
 from rebalance.phases import Phase
 from rebalance.ring import StagingRing
+from rebalance.serving import Serving, readable, serving_after_each
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import WeightTransport
 from rebalance.waiting import WAIT_S, PhaseBox, Wait, drive
+from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank
-from runtime.routing import RoutingTable, TableLayers
-
-log = logging.getLogger(__name__)
+from runtime.routing import RoutingTable
 
 
 def nobody() -> frozenset[int]:
     """No rank is known to be dead."""
     return frozenset()
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What serves once a transaction is applied."""
-
-    placement: Placement
-    table: TableLayers
 
 
 @dataclass(frozen=True)
@@ -70,6 +59,7 @@ class Mover:
         settings: what staging may take.
         dead: ranks that are known to be gone; no source of anything.
         clock: of seconds, for budgets and deadlines.
+        beat: where it says what it does.
     """
 
     def __init__(
@@ -80,11 +70,16 @@ class Mover:
         *,
         dead: Callable[[], frozenset[int]] = nobody,
         clock: Callable[[], float] = time.monotonic,
+        beat: Heartbeat | None = None,
     ) -> None:
         self._parts, self._transport = parts, transport
         self._settings, self._clock = settings, clock
         self._sources = Sources(parts.rank, parts.topology, transport.readable, dead)
-        self._stager = Stager(transport, self._sources, parts.digests, settings, clock)
+        self.beat = beat or Heartbeat("mover", clock)
+        self._stager = Stager(
+            transport, self._sources, parts.digests, settings, clock, beat=self.beat
+        )
+        self.fetcher = Fetcher(parts.rank, self._stager, self.beat, clock)
         self.ring = StagingRing(parts.bank.num_staging)
         self.serving: list[Serving] = []  # of the migration being brought, one per transaction
 
@@ -118,31 +113,41 @@ class Mover:
         self._transport.begin()
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
-        """Work one migration off: returns when it is done or dropped, or the rank halts."""
+        """Work one migration off: returns when it is done or dropped, or the rank halts.
+
+        What ``work`` raises is raised here: this thread is not to be trusted any more.
+        """
         drive(self.work(migration, box), box, self._clock)
 
     def work(self, migration: Migration, box: PhaseBox) -> Iterator[Wait]:
         """Work one migration off, step by step; ends when it is done or dropped, or the rank halts.
 
         Each Wait says when to resume; news in the box are always a reason to. When it has ended,
-        nothing that it ordered writes any more.
+        nothing that it ordered writes any more. What is not an EplbError is a bug, or a broken
+        device: the migration is dropped, and once nothing of it is left the exception goes on.
         """
-        plan_id = migration.plan_id
+        plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()
         try:
             yield from self._bring(migration, box)
         except (MigrationError, PlacementError) as exc:
             box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {exc}")
-        except Exception:
-            log.exception("rank %d: the mover failed", self._parts.rank)
-            reason = f"rank {self._parts.rank}: the mover failed, see the log"
-            box.update(phases.freeze, reason)
-        is_quiet = yield from self._drain(box)
-        yield from self._wait_for_end(box, plan_id, is_quiet=is_quiet)
+        except Exception as exc:
+            words = f"the mover failed with {type(exc).__name__}: {exc}"
+            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {words}")
+            failure = exc
+        yield from self._end(box, plan_id)
+        if failure is not None:
+            raise failure
+
+    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+        """Wait until no verdict on a plan can come, and free what it held if it was dropped."""
+        drive(self._end(box, plan_id), box, self._clock)
 
     def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
         plan_id = migration.plan_id
-        self._prepare_serving(migration)
+        self.beat.busy(f"working out what serves in plan {plan_id}")
+        self.serving = list(serving_after_each(migration, self._parts.table))
         if not (yield from self._preload(migration, box)):
             return
         box.update(phases.preloaded, plan_id)
@@ -150,20 +155,12 @@ class Mover:
             moves = self.own_moves(transaction)
             if not (yield from self._wait_for_room(box, migration, number)):
                 return
-            held, mode = self._readable(migration, number), migration.pace.mode
+            held, mode = readable(migration, self.serving, number), migration.pace.mode
             pulls = [Pull(move, self.destination(move, mode), held) for move in moves]
             if not (yield from self._stager.stage(pulls, lambda: box.is_wanted(plan_id))):
                 return
-            self._stager.release((move.layer, move.expert) for move in moves)
+            self._stager.host.release((move.layer, move.expert) for move in moves)
             box.update(phases.staged, plan_id, number + 1)
-
-    def _prepare_serving(self, migration: Migration) -> None:
-        """Work out, off the step path, what serves after each transaction."""
-        self.serving = []
-        for number, transaction in enumerate(migration.transactions):
-            serving = migration.placement_after(number + 1)
-            entries = self._parts.table.prepare(serving, transaction.layers)
-            self.serving.append(Serving(serving, entries))
 
     def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
         """Have the host hold what is taken from it, some records at a time; False if unwanted."""
@@ -171,7 +168,7 @@ class Mover:
             (move.layer, move.expert)
             for number, transaction in enumerate(migration.transactions)
             for move in self.own_moves(transaction)
-            if self._stager.starts_on_host(move, self._readable(migration, number))
+            if self._stager.starts_on_host(move, readable(migration, self.serving, number))
         ]
         if len(records) > self._transport.host_room:
             # They do not fit together: the first now, the others as they are wanted.
@@ -183,23 +180,9 @@ class Mover:
         for first in range(0, len(records), at_once):
             if not box.is_wanted(migration.plan_id):
                 return False
-            self._stager.preload(records[first : first + at_once])
+            self._stager.host.preload(records[first : first + at_once])
             yield Wait("nothing: others may take their turn", self._clock())
         return True
-
-    def _readable(self, migration: Migration, number: int) -> NDArray[np.int32]:
-        """[L, S] experts in the slots that a transaction may read, EMPTY in all others.
-
-        A slot may be read if it was filled before the transaction may be staged, and if no earlier
-        transaction frees it: another rank may be writing what was freed.
-        """
-        filled = self._held_after(migration, migration.transactions[number].reads_after)
-        kept = self._held_after(migration, number)
-        return np.where(filled == kept, filled, EMPTY)
-
-    def _held_after(self, migration: Migration, num_transactions: int) -> NDArray[np.int32]:
-        after = self.serving[num_transactions - 1].placement if num_transactions else migration.base
-        return after.slot_to_expert
 
     def destination(self, move: Move, mode: Mode) -> torch.Tensor:
         """The memory [record_bytes] that a move's bytes are brought to before they serve.
@@ -233,10 +216,12 @@ class Mover:
                 found = self.ring.oldest_copy if may_stage else None
             now = self._clock()
             if found is None:
+                self.beat.idle(f"waiting for votes on plan {migration.plan_id}")
                 yield Wait("a vote, or a swap that frees staging entries", now + WAIT_S)
                 continue
             if found is not copy:
                 copy, deadline = found, now + self._settings.pull_deadline_s
+                self.beat.busy("waiting for copies into live slots")
             elif now >= deadline:
                 raise MigrationError(
                     "a swap's copies have not ended "
@@ -244,21 +229,10 @@ class Mover:
                 )
             yield Wait("the copies of a swap", deadline, (copy,))
 
-    def _drain(self, box: PhaseBox) -> Generator[Wait, None, bool]:
-        """Wait until nothing writes; False if that cannot be had, and then no plan is adopted."""
-        try:
-            yield from self._stager.drain()
-            self._stager.release()
-        except Exception as exc:
-            # Too late or a broken device: what may still be written must not be used again.
-            log.exception("rank %d: copies cannot be ended", self._parts.rank)
-            box.update(phases.freeze, f"rank {self._parts.rank}: copies cannot be ended: {exc}")
-            return False
-        return True
-
-    def _wait_for_end(
-        self, box: PhaseBox, plan_id: int, *, is_quiet: bool
-    ) -> Generator[Wait, None, None]:
+    def _end(self, box: PhaseBox, plan_id: int) -> Generator[Wait, None, None]:
+        """Wait until nothing writes and no verdict on the plan can come; free what it held."""
+        yield from self.fetcher.settle(box)
+        self.beat.idle(f"waiting for the last vote on plan {plan_id}")
         while True:
             with box.changed:
                 if not box.is_live(plan_id):
@@ -267,6 +241,6 @@ class Mover:
         with box.changed:
             if box.state.phase is Phase.ABORTED:
                 # Only this generator has staging entries written, and all it ordered has ended.
-                if is_quiet:
+                if self.fetcher.is_quiet:
                     self.ring.release_all()
                 box.update(phases.aborted)

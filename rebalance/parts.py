@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 from telemetry.store import LoadStore
 
+KEPT_PAUSES = 4096  # a rank serves for months
+
 
 @dataclass(frozen=True)
 class AgentSettings:
@@ -31,6 +34,8 @@ class AgentSettings:
     sample_steps: int  # steps per sample; a divisor of the window
     vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
     vote_deadline_s: float = 30.0
+    plan_deadline_s: float = 30.0  # how long a migration may stand still; then it is dropped
+    scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
     membership: int = 0  # number of this group of ranks (rebalance.recovery.membership_of_start)
@@ -66,4 +71,14 @@ class StepFigures:
 
     experts_moved: int = 0
     rebalances: int = 0
-    swap_pauses_ms: list[float] = field(default_factory=list)
+    _pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_PAUSES))
+
+    def swapped(self, num_experts: int, *, pause_ms: float) -> None:
+        """Note a swap, and for how long it kept the step waiting."""
+        self.experts_moved += num_experts
+        self._pauses_ms.append(pause_ms)
+
+    @property
+    def swap_pauses_ms(self) -> list[float]:
+        """Of the latest swaps, oldest first."""
+        return list(self._pauses_ms)

@@ -41,7 +41,9 @@ Result = TypeVar("Result")
 class Survivor(Protocol):
     """A rank agent, as its recovery sees it."""
 
-    placement: Placement
+    @property
+    def placement(self) -> Placement:
+        """What this rank holds."""
 
     def last_words(self) -> LastWords:
         """Adopt and swap nothing any more, and say how far this rank has come."""

@@ -57,3 +57,17 @@ class StagingRing:
     def entry(self, move: Move) -> int:
         """Return the entry that holds a move's bytes."""
         return self._held[move]
+
+    def borrow(self) -> int | None:
+        """Reserve an entry for bytes of no migration; None while none is free.
+
+        ``release_all`` leaves it alone: it is given back by whoever borrowed it.
+        """
+        return self._free.pop() if self.num_free else None
+
+    def give_back(self, entry: int, completion: Completion | None = None) -> None:
+        """End a loan: at once, or when the copy out of the entry is complete."""
+        if completion is None:
+            self._free.append(entry)
+        else:
+            self._copying.append((completion, [entry]))

@@ -37,7 +37,7 @@ class StageSettings:
     from the host 7.4 %.
     """
 
-    peer: LinkSettings = LinkSettings(32 * MIB)
+    peer: LinkSettings = LinkSettings(64 * MIB)
     host: LinkSettings = LinkSettings(8 * MIB)
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time: an abort waits for so many at most

@@ -11,7 +11,6 @@ next is pulled. Nothing is written but the destinations that the caller gives.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,24 +23,24 @@ from numpy.typing import NDArray
 from eplb.errors import MigrationError
 from eplb.migration import Move
 from rebalance.figures import Link, StageMeter
+from rebalance.host_records import HostRecords
 from rebalance.lanes import Lane, Pull
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.throttle import Hold
-from rebalance.transport import HOST, Record, WeightTransport
+from rebalance.transport import HOST, WeightTransport
 from rebalance.waiting import Wait
-from runtime.experts import PendingDigest
+from rebalance.watchdog import Heartbeat
+from runtime.experts import PendingDigests, evenly_spaced
 from runtime.streams import Completion
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Check:
-    """A record that has landed and is being digested."""
+    """Records that have landed and are being digested."""
 
-    digest: PendingDigest
-    pull: Pull
+    digests: PendingDigests
+    pulls: Sequence[Pull]
     deadline: float
 
 
@@ -55,44 +54,21 @@ class Stager:
         digests: torch.Tensor,
         settings: StageSettings,
         clock: Callable[[], float],
+        *,
+        beat: Heartbeat | None = None,
     ) -> None:
         self._transport, self._sources, self._digests = transport, sources, digests
         self._settings, self._clock = settings, clock
         self.meter, self.hold = StageMeter(), Hold(clock)
+        self._beat = beat or Heartbeat("mover", clock)
+        self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
-        self._checking: deque[_Check] = deque()
-        self._on_host: set[Record] = set()  # records that preload has answered for
-
-    # -- preload
-
-    def preload(self, records: Sequence[Record]) -> None:
-        """Have the host hold records. May block; see WeightTransport.preload.
-
-        Raises:
-            MigrationError: the host cannot, or not in time.
-        """
-        missing = [record for record in records if record not in self._on_host]
-        if missing:
-            deadline_s = self._settings.preload_deadline_s
-            self.meter.add_bytes("disk", self._transport.preload(missing, deadline_s))
-            self._on_host.update(missing)
-
-    def release(self, records: Iterable[Record] | None = None) -> None:
-        """Let the host forget records, or all that it holds for this rank.
-
-        Raises:
-            MigrationError: the host is gone.
-        """
-        held = self._on_host if records is None else self._on_host.intersection(records)
-        if held:
-            self._transport.release(sorted(held))
-            self._on_host = self._on_host - held
+        self._landed: deque[Pull] = deque()
+        self._check: _Check | None = None  # one at a time: meanwhile, more land to be the next
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Say whether the host's slab is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
-
-    # -- stage
 
     def stage(
         self, pulls: Iterable[Pull], is_wanted: Callable[[], bool]
@@ -106,12 +82,14 @@ class Stager:
         """
         for pull in pulls:
             self._begin(pull)
-        while self._checking or any(lane.is_active for lane in self._lanes.values()):
+        while self._has_work():
             if not is_wanted():
                 return False
             has_moved = [self._order(lane) for lane in self._lanes.values()]
             has_moved += [self._land(lane) for lane in self._lanes.values()]
-            if not (self._prove() or any(has_moved)):
+            if self._prove() or any(has_moved):
+                self._say()
+            else:
                 yield self._wait()
         return True
 
@@ -133,11 +111,16 @@ class Stager:
             yield Wait("copies that were given up", deadline, (left[-1],))
         for lane in self._lanes.values():
             lane.clear()
-        self._checking.clear()
+        self._landed.clear()
+        self._check = None
 
     def _completions(self) -> list[Completion]:
         flying = [chunk.completion for lane in self._lanes.values() for chunk in lane.flying]
-        return flying + [check.digest.completion for check in self._checking]
+        return flying + ([self._check.digests.completion] if self._check else [])
+
+    def _has_work(self) -> bool:
+        is_active = any(lane.is_active for lane in self._lanes.values())
+        return is_active or bool(self._landed) or self._check is not None
 
     def _begin(self, pull: Pull) -> None:
         """Put a record in line for its next source.
@@ -151,13 +134,14 @@ class Stager:
             if not places:
                 reasons = "; ".join(f"{place}: {why}" for place, why in pull.failed.items())
                 raise MigrationError(f"{pull.name}: no source is left ({reasons or 'none known'})")
-            pull.begin(places)
             try:
                 if places == (HOST,):
-                    self.preload([pull.record])
+                    self.host.preload([pull.record])
                 break
             except MigrationError as exc:
+                # No attempt: nothing was pulled, and another source may be left.
                 pull.failed[HOST] = str(exc)
+        pull.begin(places)
         self._lanes[Link.HOST if places == (HOST,) else Link.PEER].add(pull)
 
     def _again(self, pull: Pull) -> None:
@@ -174,6 +158,7 @@ class Stager:
             self._fail(lane, pull)
             return True
         part = pull.into[pull.offset : pull.offset + lane.chunk_bytes]
+        self._beat.busy(f"pulling {pull.name} from {place}")
         try:
             completion = self._transport.pull(pull.record, place, pull.offset, part)
         except MigrationError as exc:
@@ -198,27 +183,29 @@ class Stager:
         if not pull.num_flying and pull.has_failed:
             self._again(pull)
         elif not pull.num_flying and pull.offset == len(pull.into):
-            deadline = self._clock() + self._settings.pull_deadline_s
-            self._checking.append(_Check(PendingDigest(pull.into), pull, deadline))
+            self._landed.append(pull)
         lane.rest()
         return True
 
     def _prove(self) -> bool:
-        """Judge the oldest digest, if it is there."""
-        if not self._checking:
-            return False
-        check = self._checking[0]
-        if not check.digest.completion.is_complete():
-            if self._clock() < check.deadline:
-                return False
-            raise MigrationError(f"{check.pull.name}: its digest is not worked out in time")
-        self._checking.popleft()
-        pull = check.pull
-        if check.digest.value() == tuple(self._digests[pull.record].tolist()):
-            self._accept(pull)
-        else:
-            self._reject(pull)
-        return True
+        """Judge the digests under way if they are there, and begin the next ones."""
+        check = self._check
+        if check is not None:
+            if not check.digests.completion.is_complete():
+                if self._clock() < check.deadline:
+                    return False
+                raise MigrationError(f"{check.pulls[0].name}: its digest is not worked out in time")
+            self._check = None
+            for pull, found in zip(check.pulls, check.digests.values(), strict=True):
+                is_right = found == tuple(self._digests[pull.record].tolist())
+                self._accept(pull) if is_right else self._reject(pull)
+        if self._landed:
+            together = evenly_spaced([pull.into for pull in self._landed])
+            pulls = [self._landed.popleft() for _ in range(together)]
+            deadline = self._clock() + self._settings.pull_deadline_s
+            self._check = _Check(PendingDigests([pull.into for pull in pulls]), pulls, deadline)
+            return True
+        return check is not None
 
     def _accept(self, pull: Pull) -> None:
         place = pull.places[0]
@@ -228,7 +215,9 @@ class Stager:
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        is_mended = pull.places == (HOST,) and not pull.is_reloaded and self._reload(pull)
+        is_mended = (
+            pull.places == (HOST,) and not pull.is_reloaded and self.host.reload(pull.record)
+        )
         if not is_mended:
             self._sources.wrong(pull.move, pull.places)
         if is_mended:
@@ -241,15 +230,17 @@ class Stager:
         self.meter.add("num_wrong_digests")
         self._again(pull)
 
-    def _reload(self, pull: Pull) -> bool:
-        """Have the host mend a record whose bytes were wrong; its disk is a second try."""
-        try:
-            self._transport.reload(pull.record, self._settings.preload_deadline_s)
-        except MigrationError as exc:
-            log.warning("%s: %s", pull.name, exc)
-            self._on_host.discard(pull.record)
-            return False
-        return True
+    def _say(self) -> None:
+        """Name the oldest chunk under way, for whoever asks why nothing lands."""
+        for lane in self._lanes.values():
+            if lane.flying:
+                pull = lane.flying[0].pull
+                self._beat.busy(f"pulling {pull.name} from {pull.origin}")
+                return
+        if self._check is not None:
+            self._beat.busy(f"working out the digest of {self._check.pulls[0].name}")
+        else:
+            self._beat.idle("waiting for the budget of a link, or for the engine's hold to end")
 
     def _wait(self) -> Wait:
         """What can bring it further: a landing where no chunk may be ordered before it, or time.
@@ -264,9 +255,9 @@ class Stager:
             for lane, ready_at in zip(lanes, times, strict=True)
             if lane.flying and ready_at == math.inf
         ]
-        if self._checking:
-            oldest.append(self._checking[0].digest.completion)
-            times.append(self._checking[0].deadline)
+        if self._check is not None:
+            oldest.append(self._check.digests.completion)
+            times.append(self._check.deadline)
         times += [lane.flying[0].deadline for lane in lanes if lane.flying]
         what = "chunks to land, or the budget of a link"
         return Wait(what, min(times, default=math.inf), tuple(oldest))

@@ -1,5 +1,8 @@
 """The threads of a rank that are not the step: one watches the store, one brings bytes.
 
+None of them ends in silence. The mover, once failed, is started again, once; what fails twice would
+fail again, and freezes the rank's part in migrations. Serving goes on.
+
 A store that fails is retried for as long as the rank serves; meanwhile no plan is heard and nothing
 is lost, because what must be written (a commit) waits here until it is.
 """
@@ -10,6 +13,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from eplb.errors import StaleGeneration, StoreError
@@ -19,11 +24,13 @@ from eplb.placement import Placement
 from rebalance import phases
 from rebalance.mover import Mover
 from rebalance.waiting import PhaseBox
-from telemetry.store import Control, LoadStore, Outcome, RankState
+from rebalance.watchdog import Watchdog
+from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
 SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
 CLOSE_DEADLINE_S = 10.0
+MOVER = "eplb-mover"
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +55,35 @@ class Listener(Protocol):
         """Say how this rank stands."""
 
 
+@dataclass(frozen=True)
+class Writing:
+    """Something that the store is to have."""
+
+    what: str
+    write: Callable[[], object]
+
+
 class Watcher:
-    """Three daemon threads: store to agent, the mover's work, and commits to the store."""
+    """Three daemon threads: store to agent, the mover's work, and what the store is to have."""
 
     def __init__(
-        self, store: LoadStore, agent: Listener, mover: Mover, box: PhaseBox, sink: SampleSink
+        self,
+        store: LoadStore,
+        agent: Listener,
+        mover: Mover,
+        box: PhaseBox,
+        sink: SampleSink,
+        watchdog: Watchdog,
     ) -> None:
         self._store, self._agent, self._mover, self._box = store, agent, mover, box
-        self._sink = sink
+        self._sink, self._watchdog = sink, watchdog
+        self.num_mover_failures = 0
         self._closing = threading.Event()
-        self._to_write: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._to_bring: queue.SimpleQueue[Migration | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[Writing | None] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watch, name="eplb-watcher", daemon=True),
-            threading.Thread(target=self._move, name="eplb-mover", daemon=True),
+            threading.Thread(target=self._move, name=MOVER, daemon=True),
             threading.Thread(target=self._write_down, name="eplb-scribe", daemon=True),
         ]
 
@@ -74,20 +96,40 @@ class Watcher:
         """Write what is still to be written, and stop."""
         self._closing.set()
         self._box.close()
-        self._to_bring.put(None)
+        self._to_do.put(None)
         self._to_write.put(None)
         for thread in self._threads:
             thread.join(CLOSE_DEADLINE_S)
 
+    def ended(self) -> list[str]:
+        """Name the threads that were started and are no more, though nobody closed them."""
+        started = {thread.name for thread in self._threads if thread.ident is not None}
+        alive = {thread.name for thread in self._threads if thread.is_alive()}
+        return [] if self._closing.is_set() else sorted(started - alive)
+
+    def has_mover(self) -> bool:
+        """Say whether the mover's thread lives."""
+        return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
+
     def bring(self, migration: Migration) -> None:
         """Have the mover bring a migration's bytes."""
-        self._to_bring.put(migration)
+        self.do(partial(self._mover.bring, migration, self._box))
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have the mover's thread do something, after what it was given before."""
+        self._to_do.put(job)
+
+    def tell(self, kind: str, detail: Details) -> None:
+        """Have an event written down."""
+        write = partial(self._store.add_event, kind, detail)
+        self._to_write.put(Writing(f"writing down an event of kind {kind!r}", write))
 
     def commit(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
     ) -> None:
         """Have it written down that ``serving`` is what serves after ``migration``."""
-        self._to_write.put(lambda: self._write(migration, serving, outcome, reason))
+        write = partial(self._write, migration, serving, outcome, reason)
+        self._to_write.put(Writing(f"writing down the end of plan {migration.plan_id}", write))
 
     def _write(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
@@ -110,6 +152,7 @@ class Watcher:
         version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
+            self._watchdog.watcher.busy("asking the load store for news")
             try:
                 version = self._store.wait(version, 0.0 if is_last else patience_s)
                 is_settled = self._agent.hear(self._store.control(), self._store.published())
@@ -125,14 +168,17 @@ class Watcher:
                 self._closing.wait(POLL_S)
             self._sink.state(self._agent.describe())
             if is_last:
+                self._watchdog.watcher.idle("closed")
                 return
 
     def _write_down(self) -> None:
-        """Write commits in order; each is tried until the store has it, or at the end once."""
-        while (write := self._to_write.get()) is not None:
+        """Write commits and events in order, each until the store has it, or at the end once."""
+        beat = self._watchdog.scribe
+        while (writing := self._to_write.get()) is not None:
+            beat.busy(writing.what)  # once: a store that refuses again and again is no progress
             while True:
                 try:
-                    write()
+                    writing.write()
                     break
                 except StaleGeneration as exc:
                     # What serves here is not what the store says serves: only people can tell why.
@@ -140,21 +186,37 @@ class Watcher:
                     self._box.update(phases.freeze, f"a commit was refused: {exc}")
                     break
                 except StoreError as exc:
-                    log.warning("a commit is not written yet, trying again: %s", exc)
+                    log.warning("%s failed, trying again: %s", writing.what, exc)
                     if self._closing.wait(POLL_S):
                         break
                 except Exception:
                     # As above: the commits that follow must still be written.
                     log.exception("the scribe failed")
-                    self._box.update(phases.freeze, "a commit could not be written, see the log")
+                    self._box.update(phases.freeze, f"{writing.what} failed, see the log")
                     break
+            beat.idle()
 
     def _move(self) -> None:
         try:
             self._mover.begin()
-        except Exception:
-            log.exception("the mover cannot begin")
-            self._box.update(phases.freeze, "the mover thread could not begin, see the log")
-            return
-        while (migration := self._to_bring.get()) is not None:
-            self._mover.bring(migration, self._box)
+            while (job := self._to_do.get()) is not None:
+                job()
+                self._mover.beat.idle()
+        except Exception as exc:
+            log.exception("the mover failed")
+            self._after_failure(exc)
+
+    def _after_failure(self, exc: Exception) -> None:
+        """Put another thread into the mover's place, once."""
+        self.num_mover_failures += 1
+        self._mover.beat.idle("failed")
+        if self.num_mover_failures > 1:
+            words = f"the mover failed twice, the second time with {type(exc).__name__}: {exc}"
+            plan = self._box.update(phases.freeze, words).plan
+            if plan is not None:  # adopted since, or before the mover could begin: never brought
+                self._mover.wait_for_end(self._box, plan.plan_id)
+        elif not self._closing.is_set():
+            log.warning("the mover is started again, for the only time")
+            again = threading.Thread(target=self._move, name=MOVER, daemon=True)
+            again.start()
+            self._threads.append(again)

@@ -61,8 +61,9 @@ class CapturedStack:
         if forced is not None:
             raise ConfigError("a captured step takes no recorded routes, expected an eager one")
         self._ids.copy_(token_ids, non_blocking=True)
-        # From pageable memory: CUDA takes small copies at once, so these may be overwritten.
-        self._seeds.copy_(self._layer_seeds + salt, non_blocking=True)
+        # Pinned: a copy from pageable memory may wait for the stream, where a kernel may be waiting
+        # for a dead peer. The allocator keeps it until the copy is done.
+        self._seeds.copy_((self._layer_seeds + salt).pin_memory(), non_blocking=True)
         self._graph.replay()
         self._dispatcher.replayed()
         return self._answer

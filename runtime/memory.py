@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from eplb.errors import MigrationError
 
 PAGE_BYTES = 4096
-LANES_AT_ONCE = 2**16  # of a digest: as 64-bit numbers they still fit a core's second-level cache
+LANES_AT_ONCE = 2**17  # of a digest: as 64-bit numbers they still fit a core's second-level cache
 _POSITIONS = np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64)
 
 
@@ -98,14 +98,19 @@ class RunningDigest:
 
     def __init__(self) -> None:
         self._plain = self._weighted = self._num_lanes = 0
+        self._block = np.empty(LANES_AT_ONCE, dtype=np.int64)
 
     def add(self, piece: NDArray[np.uint8]) -> None:
         """Take in the next bytes, a whole number of 32-bit lanes."""
         lanes = piece.view(np.int32)
         for first in range(0, len(lanes), LANES_AT_ONCE):
-            block = lanes[first : first + LANES_AT_ONCE].astype(np.int64)
-            plain = int(block.sum())
-            weighted = int(np.dot(block, _POSITIONS[: len(block)]))
+            part = lanes[first : first + LANES_AT_ONCE]
+            block = self._block[: len(part)]
+            np.copyto(block, part)
+            plain = int(np.add.reduce(block))
+            # Not np.dot: for whole numbers it is plain loops, at half the speed.
+            np.multiply(block, _POSITIONS[: len(block)], out=block)
+            weighted = int(np.add.reduce(block))
             self._plain += plain
             self._weighted += weighted + plain * self._num_lanes
             self._num_lanes += len(block)

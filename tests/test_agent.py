@@ -18,7 +18,7 @@ from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
-from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.transport import LocalVotes
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
@@ -302,7 +302,7 @@ def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) ->
     for agent in group.agents:
         agent.close()
 
-    threads = [thread for agent in group.agents for thread in agent._watcher._threads]
+    threads = [thread for agent in group.agents for thread in agent._core.watcher._threads]
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -431,7 +431,7 @@ def test_an_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group
 
     def update_or_step(agent: RankAgent) -> None:
         agent.begin_update(1) if agent is group.agents[0] else agent.step()
-        agent._read_vote(3, must_finish=True)
+        agent._voting.read(3, must_finish=True)
 
     told = at_once(group, update_or_step)
 
@@ -478,3 +478,12 @@ def test_a_published_plan_for_another_placement_is_left_alone(group: Group) -> N
     group.agents[0].hear(Control(), migration)
 
     assert group.agents[0].describe().plan_id == 0
+
+
+def test_the_pauses_of_the_latest_swaps_are_kept_and_no_more() -> None:
+    figures = StepFigures()
+    for number in range(5000):
+        figures.swapped(2, pause_ms=float(number))
+
+    assert figures.swap_pauses_ms == [float(number) for number in range(904, 5000)]
+    assert figures.experts_moved == 10_000

@@ -108,7 +108,7 @@ def test_ranks_that_make_no_progress_are_not_ready(
 ) -> None:
     ranks_report(store, progress_age_s=45.0)
 
-    assert refusal(client.get("/readyz"), 503).startswith("the last step ended 45.")
+    assert refusal(client.get("/readyz"), 503).startswith("no progress for 45.")
 
 
 def test_the_state_is_everything_at_a_glance(client: httpx.Client) -> None:

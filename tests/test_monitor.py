@@ -187,7 +187,16 @@ def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) 
     [
         (NOW, [{}], "silent ranks: 1, expected a report from all 2 within 10 s"),
         (NOW + 11, [{}, {}], "silent ranks: 0, 1, expected a report"),
-        (NOW + 5, [{}, {"progress_age_s": 27.5}], "the last step ended 32.5 s ago, expected at"),
+        (
+            NOW + 5,
+            [{}, {"progress_age_s": 27.5}],
+            "no progress for 32.5 s, expected at most 30 s: rank 1, the step",
+        ),
+        (
+            NOW,
+            [{}, {"progress_age_s": 31, "progress_of": "mover: pulling layer 3 expert 17"}],
+            "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling layer 3 exp",
+        ),
         (NOW, [{}, {"frozen": "torn copy"}], "rank 1 takes part in no migration any more: torn"),
     ],
 )

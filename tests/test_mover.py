@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from eplb.errors import MigrationError
-from eplb.migration import Migration, Pace, build_migration
+from eplb.migration import Migration, Move, Pace, Source, build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance import phases
+from rebalance.lanes import Pull
 from rebalance.mover import Mover, MoverParts
 from rebalance.phases import Phase, PlanRef, RankPhase
+from rebalance.ring import StagingRing
 from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.transport import HOST, Place, Record
 from rebalance.waiting import PhaseBox, Wait, drive
+from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
 from runtime.routing import RoutingTable
@@ -147,7 +150,7 @@ class Bench:
         self.box.state = phases._drop(self.box.state, 1, "a test")
 
 
-def bench(latency_s: float = 1.0, staging: int = 4) -> Bench:
+def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = None) -> Bench:
     clock = Clock()
     transport = Simulated(clock, latency_s)
     bank = ExpertBank(SCHEMA, 2, 3, num_staging=staging)
@@ -155,7 +158,7 @@ def bench(latency_s: float = 1.0, staging: int = 4) -> Bench:
         [[digest(record_of((layer, expert))) for expert in range(3)] for layer in range(2)]
     )
     parts = MoverParts(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
-    mover = Mover(parts, transport, SETTINGS, clock=clock)
+    mover = Mover(parts, transport, SETTINGS, clock=clock, beat=beat)
     migration = build_migration(
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)
     )
@@ -305,6 +308,130 @@ def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     made.run(work, lambda: bool(made.box.state.abort_reason))
 
     assert made.box.state.abort_reason == "rank 0: the disk is gone"
+
+
+def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
+    said: list[tuple[str, bool]] = []
+
+    class Listening(Heartbeat):
+        def busy(self, doing: str) -> None:
+            said.append((doing, True))
+
+        def idle(self, doing: str = "at rest") -> None:
+            said.append((doing, False))
+
+    made = bench(staging=2, beat=Listening("mover"))
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    assert said == [
+        ("working out what serves in plan 1", True),
+        ("preloading layer 0 expert 2 into the host", True),
+        ("preloading layer 1 expert 2 into the host", True),
+        ("waiting for votes on plan 1", False),
+    ]
+    made.adopt()
+
+    made.run(work, lambda: made.transport.num_flying == 4)
+    assert ("pulling layer 0 expert 1 from slot 0 of rank 1", True) in said
+    assert ("pulling layer 0 expert 2 from the host", True) in said
+    made.run(work, lambda: made.box.state.prepared == 1)
+    next(work)
+
+    assert said[-1] == ("waiting for votes on plan 1", False)
+
+
+def test_a_chunk_that_never_lands_is_what_the_mover_stands_at() -> None:
+    made = bench(latency_s=math.inf)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.transport.num_flying == 4)
+    next(work)
+    made.clock.now += 7
+
+    standing = made.mover.beat.standing()
+
+    assert (standing.doing, standing.age_s) == ("pulling layer 0 expert 1 from slot 0 of rank 1", 7)
+
+
+def test_an_exception_that_nobody_foresaw_goes_on_once_nothing_of_the_plan_is_left() -> None:
+    made = bench()
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.transport.num_flying == 4)
+
+    def fail(record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        raise ValueError("a torn wire")
+
+    made.transport.pull = fail  # type: ignore[method-assign]
+    made.run(work, lambda: bool(made.box.state.abort_reason))
+    words = "rank 0: the mover failed with ValueError: a torn wire"
+    assert made.box.state.abort_reason == words
+    made.drop()
+    with pytest.raises(ValueError, match="a torn wire"):
+        made.end(work)
+
+    assert made.transport.num_flying == 0
+    assert (made.box.state.phase, made.box.state.frozen_reason) == (Phase.IDLE, "")
+    assert made.mover.ring.num_free == 4
+
+
+# -- one record outside of any migration
+
+
+def pull_of_expert_1(into: torch.Tensor) -> Pull:
+    return Pull(Move(0, 1, 1, Source.PEER), into, BASE.slot_to_expert)
+
+
+def test_a_record_can_be_fetched_alone_and_the_figures_of_a_migration_stay_zero() -> None:
+    made = bench(latency_s=0.0)
+    into = torch.zeros(SIZE, dtype=torch.uint8)
+
+    assert made.mover.fetcher.fetch(pull_of_expert_1(into), made.box, lambda: True)
+
+    assert torch.equal(into, record_of((0, 1)))
+    figures = made.mover.figures()
+    assert (figures.num_staged, figures.bytes_by_source["peer"]) == (0, SIZE)
+
+
+def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> None:
+    made = bench(latency_s=0.0)
+    answers = iter([True, False])
+
+    pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
+    assert not made.mover.fetcher.fetch(pull, made.box, lambda: next(answers))
+
+    assert made.transport.num_flying == 0
+    assert made.mover.fetcher.is_quiet
+
+
+def test_nothing_is_fetched_any_more_once_copies_could_not_be_ended() -> None:
+    made = bench(latency_s=math.inf)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: bool(made.box.state.frozen_reason))
+
+    pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
+    with pytest.raises(MigrationError, match="earlier may still be writing"):
+        made.mover.fetcher.fetch(pull, made.box, lambda: True)
+
+
+def test_a_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:
+    clock, ring = Clock(), StagingRing(2)
+    entry = ring.borrow()
+    assert entry is not None
+    ring.take(Move(0, 1, 1, Source.PEER))
+    assert ring.borrow() is None
+
+    ring.release_all()
+    assert ring.num_free == 1
+
+    ring.give_back(entry, Landing(clock, 5.0, lambda: None))
+    assert ring.num_free == 1
+    clock.now = 5.0
+    assert ring.num_free == 2
 
 
 # -- the thread that drives it

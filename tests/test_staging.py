@@ -82,6 +82,7 @@ class Simulated:
     reloaded: list[Record] = field(default_factory=list)
     host_room: int = 100
     is_beyond_repair: bool = False
+    has_records: bool = True  # False: of weights that were updated, which no disk has
 
     @property
     def pulled(self) -> list[tuple[Place, int]]:
@@ -95,6 +96,8 @@ class Simulated:
         pass
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+        if not self.has_records:
+            raise MigrationError("the host has no records of these weights")
         self.preloaded.append(list(records))
         return SIZE * len(records)
 
@@ -303,6 +306,16 @@ def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
 
     assert made.places() == [ON_2, ON_1, ON_2, ON_1, ON_2]
     assert made.figures().num_quarantined == 1
+
+
+def test_a_host_without_records_is_no_attempt_and_another_replica_is_still_read() -> None:
+    made = bench(3, rotten={ON_2}, has_records=False)
+
+    made.stage(FROM_2)
+
+    # All three at once are wrong, and so is rank 2 alone; the host would have been next, and last.
+    assert made.places()[-2:] == [ON_2, Place(Source.PEER, 0, 0)]
+    assert made.figures().num_staged == 1
 
 
 def test_a_source_that_refuses_is_passed_over() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from runtime.draws import choose_by_draw
+from runtime.experts import PendingDigests, evenly_spaced
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -168,6 +169,18 @@ def test_a_replayed_choice_reads_the_seed_and_the_table_of_its_step() -> None:
         out.fill_(99)
         graph.replay()
         assert torch.equal(out, choose_by_draw(slots, cumulative, experts, seed)), f"step {step}"
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [5, 3, 1], [4]])
+def test_digests_of_several_records_come_in_their_order(order: list[int]) -> None:
+    arena = torch.randint(0, 256, (6, 8192), dtype=torch.uint8)
+    records = [arena[number] for number in order]
+
+    found = PendingDigests(records)
+    torch.cuda.synchronize()
+
+    assert evenly_spaced(records) == len(order)
+    assert found.values() == [tuple(row) for row in digests(torch.stack(records)).tolist()]
 
 
 def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

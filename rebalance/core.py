@@ -1,0 +1,105 @@
+"""What the parts of one rank's agent share: made once, handed to each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eplb.placement import Placement
+from rebalance.fence import Fence
+from rebalance.journal import Diary
+from rebalance.mover import Mover, MoverParts
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.phases import RankPhase
+from rebalance.sampling import SampleLabel, Sampler
+from rebalance.voter import Voter
+from rebalance.waiting import PhaseBox
+from rebalance.watchdog import Watchdog
+from rebalance.watcher import Listener, Watcher
+
+
+@dataclass
+class StepCount:
+    """Where serving is."""
+
+    last: int = -1  # the step that was begun last
+
+
+@dataclass(frozen=True)
+class RankCore:
+    """One rank's collaborators."""
+
+    settings: AgentSettings
+    parts: RankParts
+    links: Links
+    steps: StepCount
+    diary: Diary
+    box: PhaseBox
+    fence: Fence
+    watchdog: Watchdog
+    mover: Mover
+    sampler: Sampler
+    voter: Voter
+    watcher: Watcher
+
+    @property
+    def rank(self) -> int:
+        """The rank that this is the core of."""
+        return self.parts.rank
+
+    @property
+    def first_slot(self) -> int:
+        """The first of this rank's slots among those of all ranks."""
+        return int(self.settings.topology.first_slot[self.rank])
+
+
+def make_core(
+    settings: AgentSettings,
+    parts: RankParts,
+    links: Links,
+    placement: Placement,
+    listener: Listener,
+) -> RankCore:
+    """Put a rank's collaborators together; no thread runs yet.
+
+    Args:
+        settings: alike on every rank.
+        parts: the rank's live pieces.
+        links: the rank's ways to the outside.
+        placement: what serves at the start.
+        listener: whom the watcher's thread tells what the store says.
+    """
+    steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s)
+    diary = Diary(links.journal, lambda: steps.last)
+    box = PhaseBox(RankPhase(generation=placement.generation), diary.note_change)
+    mover = Mover(
+        MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
+        links.transport,
+        settings.stage,
+        dead=links.votes.dead,
+        beat=watchdog.mover,
+    )
+    return RankCore(
+        settings,
+        parts,
+        links,
+        steps,
+        diary,
+        box,
+        Fence(),
+        watchdog,
+        mover,
+        _sampler(settings, parts, links),
+        Voter(parts.rank, links.votes, settings.vote_deadline_s),
+        Watcher(links.store, listener, mover, box, links.reporter, watchdog),
+    )
+
+
+def _sampler(settings: AgentSettings, parts: RankParts, links: Links) -> Sampler:
+    return Sampler(
+        SampleLabel(settings.deployment, settings.run, parts.rank, settings.load_phase),
+        settings.topology,
+        parts.counter,
+        parts.table.strays,
+        links.reporter,
+        links.clock,
+    )

@@ -1,0 +1,69 @@
+"""Brings one record outside of any migration; and waits, for every user of staging, until it rests.
+
+Nothing that staging may write to is used again before ``settle`` has found that nothing writes. If
+that cannot be had, it is never used again, and the rank's part in migrations is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+
+from eplb.errors import MigrationError
+from rebalance import phases
+from rebalance.lanes import Pull
+from rebalance.staging import Stager
+from rebalance.waiting import PhaseBox, Wait, drive
+from rebalance.watchdog import Heartbeat
+
+log = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """Used by the mover's thread alone."""
+
+    def __init__(
+        self, rank: int, stager: Stager, beat: Heartbeat, clock: Callable[[], float]
+    ) -> None:
+        self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
+        self.is_quiet = True  # False once copies could not be ended: they may still be writing
+
+    def fetch(self, pull: Pull, box: PhaseBox, is_wanted: Callable[[], bool]) -> bool:
+        """Bring and prove one record, while no migration is being brought.
+
+        Returns:
+            Whether it is there; False if it is not wanted any more. However this ends, nothing
+            writes to its destination any more, unless ``is_quiet`` is False.
+
+        Raises:
+            MigrationError: no source has it.
+        """
+        if not self.is_quiet:
+            raise MigrationError("copies that were given up earlier may still be writing")
+        is_there, failure = False, None
+
+        def work() -> Generator[Wait, None, None]:
+            nonlocal is_there, failure
+            try:
+                is_there = yield from self._stager.stage([pull], is_wanted)
+            except Exception as exc:
+                failure = exc  # goes on below, once nothing writes any more
+            yield from self.settle(box)
+
+        drive(work(), box, self._clock)
+        self._stager.meter.restart()  # it counts what a migration has staged: this was none
+        if failure is not None:
+            raise failure
+        return is_there and self.is_quiet
+
+    def settle(self, box: PhaseBox) -> Generator[Wait, None, None]:
+        """Wait until nothing writes. Where that cannot be had, no plan is adopted any more."""
+        self._beat.busy("waiting for what was ordered to end")
+        try:
+            yield from self._stager.drain()
+            self._stager.host.release()
+        except Exception as exc:
+            # Too late or a broken device: what may still be written must not be used again.
+            log.exception("rank %d: copies cannot be ended", self._rank)
+            self.is_quiet = False
+            box.update(phases.freeze, f"rank {self._rank}: copies cannot be ended: {exc}")

@@ -1,0 +1,67 @@
+"""The records that a rank has its host hold: asked for before they are pulled, let go of after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from eplb.errors import MigrationError
+from rebalance.figures import StageMeter
+from rebalance.stage_settings import StageSettings
+from rebalance.transport import Record, WeightTransport
+from rebalance.watchdog import Heartbeat
+
+log = logging.getLogger(__name__)
+
+
+class HostRecords:
+    """What the host holds for one rank; used by one thread."""
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        settings: StageSettings,
+        meter: StageMeter,
+        beat: Heartbeat,
+    ) -> None:
+        self._transport, self._deadline_s = transport, settings.preload_deadline_s
+        self._meter, self._beat = meter, beat
+        self._held: set[Record] = set()  # records that preload has answered for
+
+    def preload(self, records: Sequence[Record]) -> None:
+        """Have the host hold records. May block; see WeightTransport.preload.
+
+        Raises:
+            MigrationError: the host cannot, or not in time.
+        """
+        missing = [record for record in records if record not in self._held]
+        if not missing:
+            return
+        layer, expert = missing[0]
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
+        self._meter.add_bytes("disk", self._transport.preload(missing, self._deadline_s))
+        self._held.update(missing)
+
+    def reload(self, record: Record) -> bool:
+        """Have the host mend a record whose bytes were wrong; its disk is a second try."""
+        name = f"layer {record[0]} expert {record[1]}"
+        self._beat.busy(f"having the host read {name} again")
+        try:
+            self._transport.reload(record, self._deadline_s)
+        except MigrationError as exc:
+            log.warning("%s: %s", name, exc)
+            self._held.discard(record)
+            return False
+        return True
+
+    def release(self, records: Iterable[Record] | None = None) -> None:
+        """Let the host forget records, or all that it holds for this rank.
+
+        Raises:
+            MigrationError: the host is gone.
+        """
+        held = self._held if records is None else self._held.intersection(records)
+        if held:
+            self._transport.release(sorted(held))
+            self._held = self._held - held

@@ -1,0 +1,59 @@
+"""What a rank says of itself, for the store and whoever watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rebalance.core import RankCore
+from rebalance.scrubber import Scrubber
+from rebalance.swapper import Swapper
+from telemetry.store import RankState
+
+REPORTED_PAUSES = 256  # of the latest swaps
+
+
+def rank_state(
+    core: RankCore, swapper: Swapper, scrubber: Scrubber, notes: Mapping[str, Any]
+) -> RankState:
+    """Say how a rank stands; ``notes`` are the engine's own."""
+    with core.box.changed:
+        state = core.box.state
+        migration = swapper.migration if state.plan is not None else None
+    transactions = migration.transactions if migration is not None else ()
+    detail = {
+        "prepared": state.prepared,
+        "to_stage": sum(len(core.mover.own_moves(one)) for one in transactions),
+        "frozen": state.frozen_reason,
+        "weights_version": core.fence.version,
+    }
+    return RankState(
+        run=core.settings.run,
+        rank=core.rank,
+        time=core.links.clock(),
+        step=max(core.steps.last, 0),
+        generation=state.generation,
+        phase=state.phase.value,
+        plan_id=state.plan.plan_id if state.plan else 0,
+        applied=state.applied,
+        sequence=core.sampler.num_cut,
+        detail=detail | _measured(core, swapper, scrubber) | dict(notes),
+    )
+
+
+def _measured(core: RankCore, swapper: Swapper, scrubber: Scrubber) -> dict[str, Any]:
+    stage, oldest = core.mover.figures(), core.watchdog.oldest()
+    return {
+        "bytes_by_source": dict(stage.bytes_by_source),
+        "experts_moved": swapper.figures.experts_moved,
+        "rebalances": swapper.figures.rebalances,
+        "staged": stage.num_staged,
+        "stage": stage.as_detail(),
+        "swap_pauses_ms": swapper.figures.swap_pauses_ms[-REPORTED_PAUSES:],
+        "progress_age_s": round(oldest.age_s, 3),
+        "progress_of": str(oldest),
+        "mover_failures": core.watcher.num_mover_failures,
+        "digest_failures": stage.num_wrong_digests + scrubber.num_digest_failures,
+        "scrubbed": dict(scrubber.counts),
+        "sweeps": scrubber.num_sweeps,
+    }

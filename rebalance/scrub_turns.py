@@ -1,0 +1,206 @@
+"""Looks for rotten bytes in live slots while nothing moves, and puts the right ones back.
+
+    every 64th idle step:    digest one live slot, in turn -> as agreed by all ranks? -> next
+                                                           -> no: fetch the expert from elsewhere,
+                                  between two steps: copy it into the slot, then look at it again
+
+Reading is safe because nobody writes live slots meanwhile. Only a step swaps, and only what every
+rank has prepared; this rank prepares nothing until its mover's thread does, and that is the thread
+which reads. So a plan that arrives in the middle waits behind the one slot, and no other rank can
+swap either: what is fetched from a peer's slot stands still too. An engine writes live slots
+between begin_update and end_update; begin_update waits for the look under way and forgets what it
+found, and votes only after that, so that no peer's engine writes earlier.
+
+Repairing takes no vote. The placement, the tables and what any rank believes stay as they are; one
+slot's bytes become what every rank takes them for already. The step's own thread orders the copy,
+on the stream of the forward passes, and only while the rank is idle: then no peer reads the slot.
+In a migration the repair is dropped and made anew after it; peers that pull the rotten bytes find
+out by the digest.
+
+The bytes come the way that a migration's come: in chunks, from peers and then the host, with their
+digest checked. Meanwhile they lie in a staging entry, or in an EMPTY slot of the layer where there
+are no entries (flip mode): no token goes there, and only this rank's mover writes there. After a
+death nothing is looked at or mended any more, so that what survivors swap is theirs alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+
+from eplb.errors import MigrationError, RankError
+from eplb.placement import Placement
+from rebalance import phases
+from rebalance.core import RankCore
+from rebalance.phases import Phase
+from rebalance.scrubber import Damage, LiveSlot, Loan, Scrubber
+from rebalance.slab import Digest
+from rebalance.swapper import Swapper
+from rebalance.waiting import WAIT_S
+from runtime.streams import Completion
+
+MAX_REPAIRS = 2  # of one slot; memory that loses its bytes a third time is broken
+
+log = logging.getLogger(__name__)
+
+
+class ScrubTurns:
+    """Passes the work from the step to the mover's thread and back."""
+
+    def __init__(self, core: RankCore, swapper: Swapper, scrubber: Scrubber) -> None:
+        self._core, self._swapper, self._scrubber = core, swapper, scrubber
+        self._box, self._mover = core.box, core.mover
+        self._idle_steps = 0
+        self._is_looking = False  # set by the step, cleared by the mover's thread
+        self._is_stopping = False
+        self._staged: tuple[LiveSlot, Loan] | None = None  # a repair to be made
+
+    # -- the step's thread
+
+    def at_step(self) -> None:
+        """Do what is due between two steps."""
+        every_steps = self._core.settings.scrub_every_steps
+        if not every_steps or self._is_looking:
+            return
+        if self._staged is not None:
+            self._mend(*self._staged)
+            return
+        self._idle_steps += self._box.state.phase is Phase.IDLE
+        is_due = self._idle_steps >= every_steps or self._scrubber.suspects
+        if is_due and self._core.watcher.has_mover():
+            with self._box.changed:
+                if self._swapper.at_rest() is not None:
+                    self._idle_steps, self._is_looking = 0, True
+                    self._core.watcher.do(self._look)
+
+    def stop(self, deadline_s: float) -> None:
+        """End the look under way and forget what it found: live slots are going to be written.
+
+        Raises:
+            RankError: it did not end in time.
+        """
+        box, deadline = self._box, time.monotonic() + deadline_s
+        with box.changed:
+            self._is_stopping = True
+            box.wake()
+            while self._is_looking and self._core.watcher.has_mover():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RankError(
+                        f"rank {self._scrubber.rank}: a live slot is still being looked at after "
+                        f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
+                    )
+                box.changed.wait(min(left_s, WAIT_S))
+            self._is_stopping = False
+            if self._staged is not None:
+                self._give_back(self._staged[1])
+            self._staged = None
+            self._scrubber.suspects.clear()
+
+    def _mend(self, where: LiveSlot, loan: Loan) -> None:
+        """Copy the right bytes into the slot, unless something else has begun since."""
+        with self._box.changed:
+            self._staged, done = None, None
+            serving = self._swapper.at_rest()
+            if serving is not None and self._scrubber.holds(serving, where):
+                done = self._swapper.put_back(where, loan)
+                self._scrubber.suspects[where] = self._scrubber.suspects.get(where, 0) + 1
+            self._give_back(loan, done)
+            self._box.wake()  # the mover may be waiting for the entry
+
+    def _give_back(self, loan: Loan, done: Completion | None = None) -> None:
+        if loan.entry is not None:
+            self._mover.ring.give_back(loan.entry, done)
+
+    # -- the mover's thread
+
+    def _look(self) -> None:
+        try:
+            with self._box.changed:
+                serving = None if self._box.is_closing else self._swapper.at_rest()
+            where = self._scrubber.next_slot(serving) if serving else None
+            if serving is not None and where is not None:
+                self._look_at(where, serving)
+        finally:
+            with self._box.changed:
+                self._is_looking = False
+                self._box.wake()
+
+    def _look_at(self, where: LiveSlot, serving: Placement) -> None:
+        scrubber = self._scrubber
+        self._mover.beat.busy(f"scrubbing {where}")
+        damage = scrubber.check(where.layer, where.slot, where.expert)
+        if damage is None:
+            scrubber.counts["clean"] += 1
+            if scrubber.suspects.pop(where, 0):
+                self._tell("repaired", where, "holds the right bytes again")
+            return
+        if where not in scrubber.suspects:
+            scrubber.suspects[where] = 0
+            self._tell("damaged", where, "holds wrong bytes", damage)
+        if scrubber.suspects[where] >= MAX_REPAIRS:
+            self._lose(where, f"{where} does not keep what was written into it {MAX_REPAIRS} times")
+        else:
+            self._stage(where, serving)
+
+    def _stage(self, where: LiveSlot, serving: Placement) -> None:
+        """Bring the right bytes to where the step can copy them from."""
+        loan, is_right = None, False
+        try:
+            loan = self._borrow(where, serving)
+            if loan is not None:
+                pull = self._scrubber.right_bytes(where, serving, loan)
+                is_right = self._mover.fetcher.fetch(pull, self._box, self._is_wanted)
+        except MigrationError as exc:
+            self._lose(where, f"{where} holds wrong bytes: {exc}")
+        finally:
+            with self._box.changed:
+                if loan is not None and is_right:
+                    self._staged = (where, loan)
+                elif loan is not None and self._mover.fetcher.is_quiet:
+                    self._give_back(loan)
+
+    def _borrow(self, where: LiveSlot, serving: Placement) -> Loan | None:
+        """Find room for right bytes; None while all entries are still being copied from.
+
+        Raises:
+            MigrationError: there is none.
+        """
+        ring = self._mover.ring
+        if ring.num_entries:
+            with self._box.changed:
+                entry = ring.borrow()
+            # A suspect is looked at again at once.
+            return None if entry is None else Loan(self._core.parts.bank.staging(entry), entry)
+        spare = self._scrubber.spare(where.layer, serving)
+        if spare is None:
+            raise MigrationError(
+                f"right ones can be brought nowhere, found 0 staging entries and no EMPTY slot in "
+                f"layer {where.layer}"
+            )
+        return spare
+
+    def _is_wanted(self) -> bool:
+        return not (self._is_stopping or self._box.is_closing)
+
+    def _lose(self, where: LiveSlot, why: str) -> None:
+        """Give a slot up: only people can mend it."""
+        del self._scrubber.suspects[where]
+        self._tell("lost", where, why)
+        self._box.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
+
+    def _tell(self, result: str, where: LiveSlot, words: str, damage: Damage | None = None) -> None:
+        self._scrubber.counts[result] += 1
+        rank = self._scrubber.rank
+        log.warning("rank %d: scrub=%s %s: %s", rank, result, where, words)
+        detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
+        if damage is not None:
+            detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
+        self._core.diary.note(f"scrub {result}", self._box.state, **detail)
+        self._core.watcher.tell("scrub", detail)
+
+
+def in_hex(digest: Digest) -> str:
+    """Write a digest as text: its sums are larger than the numbers that JSON readers keep exact."""
+    return "".join(f"{part % 2**64:016x}" for part in digest)

@@ -1,0 +1,77 @@
+"""A rank agent's part in a recovery: its last words, and what the survivors' record asks of it.
+
+``rebalance/recovery.py`` says what all survivors do, and in which order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eplb.recovery import LastWords, Recovery
+from rebalance import phases
+from rebalance.core import RankCore
+from rebalance.phases import Phase, RankPhase
+from rebalance.recovery import missed_verdicts
+from rebalance.scrub_turns import ScrubTurns
+from rebalance.swapper import Swapper
+from rebalance.vote import NO_PLAN
+from rebalance.voting import Voting
+
+
+class Survival:
+    """One rank's side of a recovery, on the thread that ran its steps."""
+
+    def __init__(
+        self, core: RankCore, swapper: Swapper, voting: Voting, scrub_turns: ScrubTurns
+    ) -> None:
+        self._core, self._swapper, self._voting = core, swapper, voting
+        self._scrub_turns = scrub_turns
+        self.is_recovering = False  # no step may follow
+
+    def last_words(self) -> LastWords:
+        """Adopt, swap and mend nothing any more, and say how far this rank has come.
+
+        Raises:
+            RankError: the scrubber's look under way does not end.
+        """
+        core = self._core
+        self.is_recovering = True
+        core.watchdog.step.busy("recovering after a death")
+        core.box.update(phases.freeze, "a rank died")
+        # What was found rotten is not mended, and slots that are rolled forward are not looked at.
+        self._scrub_turns.stop(core.settings.vote_deadline_s)
+        with core.box.changed:
+            state = core.box.state
+            words = self._words(state)
+        core.diary.note("death seen", state, dead=list(words.dead))
+        core.diary.note("last words", state, swapped=words.swapped, prepared=words.prepared)
+        return words
+
+    def _words(self, state: RankPhase) -> LastWords:
+        core, closed = self._core, self._swapper.closed
+        plan = state.plan if state.phase is not Phase.ABORTED else None
+        return LastWords(
+            run=core.settings.run,
+            rank=core.rank,
+            membership=core.settings.membership,
+            generation=state.generation,
+            weights_version=state.weights_version,
+            plan_id=plan.plan_id if plan else NO_PLAN,
+            plan_hash=plan.plan_hash if plan else 0,
+            swapped=state.swapped if plan else 0,
+            prepared=state.prepared if plan else 0,
+            closed_plan_id=closed[0],
+            closed_applied=closed[1],
+            dead=tuple(sorted(core.links.votes.dead())),
+            time=core.links.clock(),
+        )
+
+    def take_over(self, record: Recovery) -> None:
+        """Swap what the record says and is not swapped here yet, and end the migration."""
+        core, state = self._core, self._core.box.state
+        core.diary.note("recovery", state, membership=record.membership, reason=record.reason)
+        verdicts = missed_verdicts(state, record)
+        if verdicts:
+            core.box.update(lambda found: replace(found, abort_reason=record.reason))
+        for cast, verdict in verdicts:
+            self._voting.obey(cast, verdict, core.steps.last)

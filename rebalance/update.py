@@ -1,0 +1,102 @@
+"""Replaces all weights of a rank while it serves: nothing moves until the new ones are agreed on.
+
+The order of the calls, and what goes wrong without the fence, is in ``rebalance/fence.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from eplb.errors import RankError
+from eplb.placement import EMPTY
+from rebalance import phases
+from rebalance.core import RankCore
+from rebalance.digests import agree_on_digests
+from rebalance.phases import Phase
+from rebalance.scrub_turns import ScrubTurns
+from rebalance.swapper import Swapper
+from rebalance.vote import NO_PLAN, Verdict
+from rebalance.voting import Voting
+
+
+class WeightUpdate:
+    """One rank's side of an update, on the step's thread."""
+
+    def __init__(
+        self, core: RankCore, swapper: Swapper, voting: Voting, scrub_turns: ScrubTurns
+    ) -> None:
+        self._core, self._swapper, self._voting = core, swapper, voting
+        self._scrub_turns = scrub_turns
+        self._deadline_s = core.settings.vote_deadline_s
+
+    def begin(self, version: int) -> None:
+        """Stop moving experts, on every rank; see RankAgent.begin_update."""
+        core, step = self._core, self._core.steps.last
+        with core.box.changed:
+            core.fence.begin(version)
+            plan = core.box.state.plan
+        core.watchdog.step.busy(f"updating the weights to version {version}")
+        self._scrub_turns.stop(self._deadline_s)
+        if plan is not None:
+            reason = f"the weights are updated to version {version}"
+            core.box.update(phases.want_abort, plan.plan_id, reason)
+        self._voting.read(step, must_finish=True)
+        while self._vote().newest_plan_id != NO_PLAN:
+            pass  # each verdict drops what was voted on, so two are enough
+        self._wait_until_idle()
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """Give (layer, slot of this rank, expert) of every live slot."""
+        slots_on_rank = self._core.settings.topology.slots_on(self._core.rank)
+        slots = self._swapper.placement.slot_to_expert[:, slots_on_rank]
+        for layer, slot in np.argwhere(slots != EMPTY).tolist():
+            yield layer, slot, int(slots[layer, slot])
+
+    def end(self) -> None:
+        """Serve what the engine has loaded; see RankAgent.end_update."""
+        core, placement = self._core, self._swapper.placement
+        digests = agree_on_digests(
+            {(layer, e): core.parts.bank.digest(layer, slot) for layer, slot, e in self.held()},
+            placement.num_layers,
+            placement.num_experts,
+            core.links.votes,
+            deadline_s=self._deadline_s,
+        )
+        core.parts.digests.copy_(digests)
+        version = core.fence.next_version
+        assert version is not None, "an update ends that has begun"
+        core.links.transport.serve_weights(version, self._deadline_s)
+        with core.box.changed:
+            core.fence.end()
+            core.box.state = phases.serve_weights(core.box.state, core.fence.version)
+            core.box.changed.notify_all()
+        core.watchdog.step.busy(f"after the update to weights version {version}")
+
+    def _vote(self) -> Verdict:
+        rank, step = self._core.rank, self._core.steps.last
+        self._voting.cast(step)
+        verdict = self._voting.read(step, must_finish=True)
+        assert verdict is not None, "a vote that must finish has a verdict"
+        if verdict.weights_version is None:
+            raise RankError(
+                f"rank {rank}: not every rank updates its weights to version "
+                f"{self._core.fence.next_version} after step {step}, expected all to"
+            )
+        return verdict
+
+    def _wait_until_idle(self) -> None:
+        """Wait until nothing is being copied: the mover drains what it had begun."""
+        box, deadline = self._core.box, time.monotonic() + self._deadline_s
+        with box.changed:
+            while box.state.phase is not Phase.IDLE:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RankError(
+                        f"rank {self._core.rank}: the mover still drains the dropped migration "
+                        f"after {self._deadline_s:.0f} s"
+                    )
+                box.changed.wait(left_s)
+        self._core.voter.wait_for_device(self._swapper.last_swap, self._core.steps.last)

@@ -1,0 +1,65 @@
+"""What this rank votes, and what follows from a verdict: swap, drop, halt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rebalance import phases
+from rebalance.core import RankCore
+from rebalance.phases import Phase
+from rebalance.swapper import Swapper
+from rebalance.vote import Ballot, Verdict
+
+
+class Voting:
+    """One rank's votes, on the step's thread."""
+
+    def __init__(self, core: RankCore, swapper: Swapper) -> None:
+        self._core, self._swapper = core, swapper
+        self.wants_halt = False
+        self.halt_at: int | None = None  # the step before which all ranks stop
+
+    def cast(self, step: int) -> None:
+        """Vote by how this rank stands."""
+        core = self._core
+        with core.box.changed:
+            state = core.box.state
+            if state.plan is not None and self._swapper.last_swap.is_complete():
+                # Only now: peers that read this may write what the swap freed.
+                state = phases.completed(state, state.plan.plan_id, state.swapped)
+                core.box.state = state
+        membership = core.settings.membership
+        ballot = phases.ballot(state, step=step, membership=membership, halt=self.wants_halt)
+        ballot = replace(ballot, weights_version=core.fence.ballot)
+        core.diary.note_ballot(ballot)
+        core.voter.cast(ballot)
+
+    def read(self, step: int, *, must_finish: bool) -> Verdict | None:
+        """Read the vote under way and obey it; None while it may be read later.
+
+        Raises:
+            RankError: a rank is dead or too late, or ranks are at different steps.
+        """
+        swapped = self._core.box.state.swapped
+        found = self._core.voter.read(step, swapped=swapped, must_finish=must_finish)
+        if found is None:
+            return None
+        self.obey(*found, step)
+        return found[1]
+
+    def obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+        """Do what a verdict on this rank's ballot asks for, before ``step``."""
+        core = self._core
+        core.diary.note_verdict(cast, verdict)
+        if verdict.halt and self.halt_at is None:
+            # The next vote boundary: by then every rank has read this verdict, a late one too.
+            self.halt_at = cast.step + core.settings.vote_every
+        with core.box.changed:
+            before = core.box.state
+            state, order = phases.read_verdict(before, cast, verdict)
+            core.box.state = state
+            if order is not None:
+                self._swapper.swap(order, step)
+            elif state.phase is Phase.ABORTED and before.phase is not state.phase:
+                self._swapper.drop(state)
+            core.box.changed.notify_all()

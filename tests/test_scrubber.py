@@ -1,0 +1,564 @@
+"""The scrubber on rank agents in one process: rotten bytes are found, said, and replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import RankError
+from eplb.load import LoadSample
+from eplb.migration import Migration, Pace, build_migration
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.links import LocalTransport
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.scrub_turns import in_hex
+from rebalance.scrubber import LiveSlot, Loan, Scrubber
+from rebalance.transport import HOST, LocalVotes, Place, Record
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from runtime.streams import Completion
+from telemetry.memory import MemoryStore
+from telemetry.store import Event, RankState
+
+DEADLINE_S = 20.0
+NUM_LAYERS, NUM_EXPERTS = 2, 3
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+# Two ranks of one host; three slots each for three experts; expert 2 has rank 1's slot alone.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+START = Placement(np.tile([0, EMPTY, 1, 1, 2, EMPTY], (NUM_LAYERS, 1)), NUM_EXPERTS)
+FULL = Placement(np.tile([0, 2, 1, 1, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
+NEXT = Placement(np.tile([0, 2, 1, 1, 2, EMPTY], (NUM_LAYERS, 1)), NUM_EXPERTS)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the group of a test is made of."""
+
+    every_steps: int = 1
+    plan_deadline_s: float = 30.0
+    num_staging: int = 2
+    start: Placement = START
+
+
+class Clockwork:
+    """A dispatcher's step counter without a dispatcher."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Sink:
+    """Keeps nothing but the last report."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def offer(self, sample: LoadSample) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        self._store.report(state)
+
+
+class GatedTransport(LocalTransport):
+    """Pulls that wait while the gate is shut, and fail as often as they are told to."""
+
+    gate: threading.Event
+    failures: list[Exception]
+    asked: list[Place]
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        self.asked.append(place)
+        assert self.gate.wait(DEADLINE_S), "the test opens the gate"
+        if self.failures:
+            raise self.failures.pop()
+        return super().pull(record, place, offset, into)
+
+
+class ForgetfulBank(ExpertBank):
+    """Memory that loses a byte of what is written into the slots named."""
+
+    forgets: frozenset[tuple[int, int]] = frozenset()
+
+    def swap(self, layer: int, slot: int, entry: int) -> None:
+        super().swap(layer, slot, entry)
+        if (layer, slot) in self.forgets:
+            self.live(layer, slot)[0] ^= 255
+
+
+def record_of(layer: int, expert: int) -> torch.Tensor:
+    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
+    return filled
+
+
+class Notes:
+    """A journal that is read at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Mapping[str, Any]]] = []
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        self.lines.append((what, detail))
+
+    def of(self, what: str) -> list[Mapping[str, Any]]:
+        return [detail for said, detail in self.lines if said == what]
+
+
+@dataclass
+class Group:
+    store: MemoryStore
+    records: dict[tuple[int, int], torch.Tensor]
+    agents: list[RankAgent] = field(default_factory=list)
+    banks: list[ForgetfulBank] = field(default_factory=list)
+    clocks: list[Clockwork] = field(default_factory=list)
+    gates: list[threading.Event] = field(default_factory=list)
+    failures: list[list[Exception]] = field(default_factory=list)  # of each rank's next pulls
+    asked: list[list[Place]] = field(default_factory=list)  # by each rank
+    journal: Notes = field(default_factory=Notes)
+
+    def step(self) -> None:
+        for agent in self.agents:
+            assert agent.step()
+        for clock in self.clocks:
+            clock.steps += 1
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, "the group did not get there"
+            self.step()
+
+    def detail(self, rank: int) -> dict[str, Any]:
+        return dict(self.agents[rank].describe().detail)
+
+    def scrubs(self, result: str) -> list[Event]:
+        events = [event for event in self.store.events() if event.kind == "scrub"]
+        return [event for event in events if event.detail["result"] == result]
+
+    def publish(self) -> Migration:
+        plan_id = self.store.next_plan_id()
+        migration = build_migration(
+            START, NEXT, TOPOLOGY, plan_id=plan_id, pace=Pace(staging_experts=2)
+        )
+        self.store.publish(migration)
+        return migration
+
+    def is_right(self) -> bool:
+        return all(
+            torch.equal(bank.live(layer, slot), record_of(layer, expert))
+            for agent, bank in zip(self.agents, self.banks, strict=True)
+            for layer, slot, expert in agent.held()
+        )
+
+
+def digests_of(records: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    table = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
+    for (layer, expert), record in records.items():
+        table[layer, expert] = torch.tensor(digest(record))
+    return table
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    setting: Setting = getattr(request, "param", Setting())
+    start = setting.start
+    places = [(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
+    made = Group(MemoryStore("test"), {place: record_of(*place) for place in places})
+    made.store.commit(start, expected=None, reason="start")
+    votes = LocalVotes(TOPOLOGY.num_ranks)
+    for _ in range(TOPOLOGY.num_ranks):
+        made.banks.append(ForgetfulBank(SCHEMA, NUM_LAYERS, 3, num_staging=setting.num_staging))
+    settings = AgentSettings(
+        "test",
+        "run",
+        TOPOLOGY,
+        sample_steps=4,
+        vote_deadline_s=DEADLINE_S,
+        plan_deadline_s=setting.plan_deadline_s,
+        scrub_every_steps=setting.every_steps,
+    )
+    for rank, bank in enumerate(made.banks):
+        clock, store = Clockwork(), made.store
+        table = RoutingTable(start, max_replicas=2)
+        digests = digests_of(made.records)
+        parts = RankParts(rank, bank, table, SlotCounter(NUM_LAYERS, 3), clock, digests)
+        transport = GatedTransport(TOPOLOGY, rank, made.banks, made.records)
+        transport.gate, transport.failures, transport.asked = threading.Event(), [], []
+        transport.gate.set()
+        links = Links(votes.member(rank), transport, store, Sink(store), journal=made.journal)
+        agent = RankAgent(settings, parts, links, start)
+        for layer, slot, expert in agent.held():
+            bank.live(layer, slot).copy_(made.records[layer, expert])
+        made.agents.append(agent)
+        made.clocks.append(clock)
+        made.gates.append(transport.gate)
+        made.failures.append(transport.failures)
+        made.asked.append(transport.asked)
+    for agent in made.agents:
+        agent.start()
+    yield made
+    for gate in made.gates:
+        gate.set()
+    for agent in made.agents:
+        agent.close()
+
+
+def a_scrubber() -> Scrubber:
+    records = {(layer, e): record_of(layer, e) for layer in range(2) for e in range(3)}
+    bank = ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2)
+    return Scrubber(0, TOPOLOGY, bank, digests_of(records))
+
+
+def test_a_sweep_visits_every_live_slot_once() -> None:
+    scrubber = a_scrubber()
+
+    sweep = [scrubber.next_slot(START) for _ in range(4)]
+
+    assert sweep == [LiveSlot(0, 0, 0), LiveSlot(0, 2, 1), LiveSlot(1, 0, 0), LiveSlot(1, 2, 1)]
+    assert scrubber.num_sweeps == 1
+    assert scrubber.next_slot(START) == sweep[0]
+
+
+def test_a_rank_that_holds_nothing_has_nothing_to_scrub() -> None:
+    nothing = Placement(np.array([[EMPTY, EMPTY, EMPTY, 0, 1, 2]] * NUM_LAYERS), NUM_EXPERTS)
+
+    assert a_scrubber().next_slot(nothing) is None
+
+
+def test_the_slot_that_lost_its_bytes_is_no_source_of_them() -> None:
+    scrubber, loan = a_scrubber(), Loan(torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8))
+
+    pull = scrubber.right_bytes(LiveSlot(1, 2, 1), START, loan)
+
+    assert pull.held.tolist() == [[0, EMPTY, 1, 1, 2, EMPTY], [0, EMPTY, EMPTY, 1, 2, EMPTY]]
+    assert (pull.record, pull.move.dst_slot) == ((1, 1), 2)
+
+
+def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
+    scrubber = a_scrubber()
+    lent = scrubber.spare(0, START)
+
+    assert lent is not None
+    lent.record.copy_(record_of(0, 2))
+    assert scrubber.check(0, 1, 2) is None  # slot 1 of rank 0
+    assert scrubber.spare(0, FULL) is None
+
+
+def test_peers_of_the_host_are_asked_before_the_slab(group: Group) -> None:
+    group.step_until(lambda: group.detail(0)["sweeps"] == 1)
+    group.banks[1].live(1, 0)[9] ^= 255  # both replicas of expert 1: rank 0 finds its own rotten,
+    group.banks[0].live(1, 2)[9] ^= 255  # and so is what rank 1 gives
+
+    group.step_until(lambda: len(group.scrubs("repaired")) == 2)
+
+    assert group.is_right()
+    for_one = [place for rank in range(2) for place in group.asked[rank]]
+    assert for_one.count(HOST) in (1, 2)  # the second repair may find the first replica whole
+    firsts = [asked[0] for asked in group.asked if asked]
+    assert HOST not in firsts
+
+
+def test_sound_slots_are_looked_at_in_turn_and_nothing_is_said(group: Group) -> None:
+    group.step_until(lambda: min(group.detail(rank)["sweeps"] for rank in range(2)) >= 2)
+
+    assert group.scrubs("damaged") == []
+    assert group.detail(0)["scrubbed"]["clean"] >= 7  # all of two sweeps but the very last
+    assert group.detail(0)["digest_failures"] == 0
+
+
+def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -> None:
+    group.step_until(lambda: group.detail(0)["sweeps"] == 1)
+    group.banks[0].live(1, 2)[5] ^= 255
+    found = in_hex(group.banks[0].digest(1, 2))
+    looked_at_before = group.detail(0)["scrubbed"]["clean"]
+
+    group.step_until(lambda: group.detail(0)["scrubbed"]["damaged"] == 1)
+    looked_at = group.detail(0)["scrubbed"]["clean"] - looked_at_before
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+
+    # A rank holds four experts. The look under way may have passed the slot just before.
+    assert looked_at <= 4
+    assert group.is_right()
+    counts = group.detail(0)["scrubbed"]
+    assert (counts["repaired"], counts["lost"]) == (1, 0)
+    (damaged,) = group.scrubs("damaged")
+    assert damaged.detail == {
+        "rank": 0,
+        "result": "damaged",
+        "reason": "holds wrong bytes",
+        "layer": 1,
+        "slot": 2,
+        "expert": 1,
+        "found": found,
+        "expected": in_hex(digest(record_of(1, 1))),
+    }
+
+
+def test_an_expert_without_another_replica_comes_from_the_host(group: Group) -> None:
+    group.banks[1].live(0, 1).zero_()
+
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+
+    assert group.is_right()
+    assert group.detail(1)["frozen"] == ""
+
+
+def test_bytes_that_nobody_has_freeze_the_rank_in_words_and_serving_goes_on(group: Group) -> None:
+    group.records[0, 2].zero_()  # the host's record, of which the peers know nothing
+    group.banks[1].live(0, 1).zero_()
+
+    group.step_until(lambda: bool(group.detail(1)["frozen"]))
+    group.step()
+
+    words = (
+        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
+        "(the host: wrong digest)"
+    )
+    assert group.detail(1)["frozen"] == words
+    assert group.detail(0)["frozen"] == ""
+    group.step_until(lambda: bool(group.scrubs("lost")))
+
+
+def test_memory_that_loses_its_bytes_again_and_again_is_given_up(group: Group) -> None:
+    group.banks[0].forgets = frozenset({(0, 0)})
+    group.banks[0].live(0, 0)[0] ^= 255
+
+    group.step_until(lambda: bool(group.detail(0)["frozen"]))
+
+    words = "rank 0: layer 0 slot 0 expert 0 does not keep what was written into it 2 times"
+    assert group.detail(0)["frozen"] == words
+
+
+def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
+    group.banks[1].live(0, 1).zero_()
+
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+
+    (damaged,), (repaired,) = group.journal.of("scrub damaged"), group.journal.of("scrub repaired")
+    assert (damaged["rank"], damaged["layer"], damaged["slot"], damaged["expert"]) == (1, 0, 1, 2)
+    assert damaged["expected"] == in_hex(digest(record_of(0, 2)))
+    assert repaired["reason"] == "holds the right bytes again"
+
+
+@pytest.mark.parametrize("group", [Setting(num_staging=0)], indirect=True)
+def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
+    group: Group,
+) -> None:
+    group.banks[1].live(0, 1).zero_()
+
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+
+    assert group.is_right()
+    assert torch.equal(group.banks[1].live(0, 2), record_of(0, 2))  # it was brought here first
+    assert group.detail(1)["frozen"] == ""
+
+
+@pytest.mark.parametrize("group", [Setting(num_staging=0, start=FULL)], indirect=True)
+def test_a_layer_without_room_for_right_bytes_freezes_its_rank_in_words(group: Group) -> None:
+    group.banks[1].live(0, 1).zero_()
+
+    group.step_until(lambda: bool(group.detail(1)["frozen"]))
+
+    words = (
+        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: right ones can be brought nowhere, "
+        "found 0 staging entries and no EMPTY slot in layer 0"
+    )
+    assert group.detail(1)["frozen"] == words
+
+
+def test_nothing_is_scrubbed_while_a_migration_is_under_way(group: Group) -> None:
+    group.step_until(lambda: group.detail(0)["sweeps"] == 1)
+    group.gates[0].clear()
+    group.publish()
+    # Rank 0 stands at the gate; rank 1 has nothing to bring and waits for it.
+    group.step_until(lambda: [agent.phase for agent in group.agents] == ["stage", "swap"])
+    group.banks[1].live(1, 0)[9] ^= 255
+    before = [dict(group.detail(rank)["scrubbed"]) for rank in range(2)]
+    for _ in range(50):
+        group.step()
+
+    assert [group.detail(rank)["scrubbed"] for rank in range(2)] == before
+    group.gates[0].set()
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+    assert group.agents[1].placement.hash == NEXT.hash
+    assert group.is_right()
+
+
+def test_a_plan_that_arrives_in_mid_repair_goes_first_and_the_repair_is_made_after_it(
+    group: Group,
+) -> None:
+    group.gates[0].clear()
+    group.banks[0].live(0, 0)[3] ^= 255
+    group.step_until(lambda: bool(group.scrubs("damaged")))
+    group.publish()  # the mover's thread waits at the gate, with the repair's bytes
+    group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
+    for _ in range(10):
+        group.step()
+    assert {agent.placement.hash for agent in group.agents} == {START.hash}
+    group.gates[0].set()
+
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+    group.step_until(lambda: group.agents[0].placement.hash == NEXT.hash)
+
+    assert group.is_right()
+    assert group.detail(0)["frozen"] == ""
+
+
+def test_an_update_of_the_weights_forgets_what_was_found_of_the_old(group: Group) -> None:
+    group.gates[0].clear()
+    group.banks[0].live(0, 0)[3] ^= 255
+    group.step_until(lambda: bool(group.scrubs("damaged")))
+
+    with ThreadPoolExecutor(2) as pool:
+        beginning = [pool.submit(agent.begin_update, 1) for agent in group.agents]
+        group.gates[0].set()  # only then can the look under way end
+        for began in beginning:
+            began.result(DEADLINE_S)
+        for agent in group.agents:
+            for layer, slot, expert in agent.held():
+                agent._parts.bank.live(layer, slot).copy_(record_of(layer, expert) + 1)
+        for ended in [pool.submit(agent.end_update) for agent in group.agents]:
+            ended.result(DEADLINE_S)
+    sweeps = group.detail(0)["sweeps"]
+    group.step_until(lambda: group.detail(0)["sweeps"] >= sweeps + 2)
+
+    assert torch.equal(group.banks[0].live(0, 0), record_of(0, 0) + 1)
+    assert len(group.scrubs("damaged")) == 1
+
+
+def update_weights(group: Group) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(agent.begin_update, 1) for agent in group.agents]:
+            done.result(DEADLINE_S)
+        for done in [pool.submit(agent.end_update) for agent in group.agents]:
+            done.result(DEADLINE_S)
+
+
+def test_after_an_update_peers_alone_have_the_right_bytes(group: Group) -> None:
+    update_weights(group)
+    group.banks[0].live(1, 2)[5] ^= 255
+    group.step_until(lambda: bool(group.scrubs("repaired")))
+
+    assert group.is_right()
+    assert HOST not in group.asked[0]
+
+
+def test_after_an_update_bytes_that_no_peer_has_are_lost_in_words(group: Group) -> None:
+    update_weights(group)
+    group.banks[1].live(0, 1).zero_()
+    group.step_until(lambda: bool(group.detail(1)["frozen"]))
+
+    words = (
+        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
+        "(the host: weights version 1 is not in the host's slab)"
+    )
+    assert group.detail(1)["frozen"] == words
+
+
+def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_mended(
+    group: Group,
+) -> None:
+    group.gates[0].clear()
+    group.banks[0].live(1, 2)[5] ^= 255
+    group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
+
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(group.agents[0].last_words)
+        with pytest.raises(TimeoutError):
+            said.result(0.1)
+        group.gates[0].set()
+        assert said.result(DEADLINE_S).generation == 0
+
+    assert group.agents[0]._core.mover.ring.num_in_use == 0
+    assert not torch.equal(group.banks[0].live(1, 2), record_of(1, 1))
+    with pytest.raises(RankError, match="rank 0: no step may follow a death"):
+        group.agents[0].step()
+
+
+@pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
+def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
+    group.banks[0].live(0, 0)[3] ^= 255
+    for _ in range(50):
+        group.step()
+
+    assert sum(group.detail(0)["scrubbed"].values()) == 0
+
+
+@pytest.mark.parametrize("group", [Setting(0, plan_deadline_s=0.3)], indirect=True)
+def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group: Group) -> None:
+    group.gates[0].clear()
+    group.publish()
+    group.step_until(lambda: group.store.published() is None)
+
+    reasons = [event.detail["reason"] for event in group.store.events() if event.kind == "abort"]
+    pulling = "rank 0: mover: pulling layer 0 expert 2 from slot 1 of rank 1 for 0."
+    assert any(reason.startswith(pulling) for reason in reasons) or reasons == [
+        "another rank asked for it"
+    ]
+    detail = group.detail(0)
+    assert detail["progress_of"] == "mover: pulling layer 0 expert 2 from slot 1 of rank 1"
+    assert detail["progress_age_s"] > 0.3
+
+    group.gates[0].set()
+    group.step_until(lambda: all(agent.phase == "idle" for agent in group.agents))
+    group.publish()
+    group.step_until(lambda: group.agents[0].placement.hash == NEXT.hash)
+
+
+@pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
+def test_a_failing_mover_drops_its_plan_and_the_next_one_is_brought(group: Group) -> None:
+    group.failures[0].append(ValueError("a torn wire"))
+    group.publish()
+    group.step_until(lambda: group.store.published() is None)
+    group.step_until(lambda: all(agent.phase == "idle" for agent in group.agents))
+    assert group.agents[0].placement.hash == START.hash
+
+    group.publish()
+    group.step_until(lambda: group.agents[0].placement.hash == NEXT.hash)
+    assert group.is_right()
+    assert (group.detail(0)["mover_failures"], group.detail(0)["frozen"]) == (1, "")
+
+
+@pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
+def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Group) -> None:
+    for _ in range(2):
+        group.failures[0].append(ValueError("a torn wire"))
+        group.publish()
+        group.step_until(lambda: group.store.published() is None)
+        group.step_until(lambda: not any(agent._box.state.plan for agent in group.agents))
+    group.step_until(lambda: bool(group.detail(0)["frozen"]))
+    group.step()
+
+    words = "the mover failed twice, the second time with ValueError: a torn wire"
+    assert (group.detail(0)["frozen"], group.detail(0)["mover_failures"]) == (words, 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_without_a_word_is_said_and_weights_can_still_be_updated(
+    group: Group,
+) -> None:
+    watcher = group.agents[1]._core.watcher
+    watcher.do(lambda: (_ for _ in ()).throw(SystemExit))  # the only way to end a thread unheard
+    group.step_until(lambda: bool(group.detail(1)["frozen"]))
+
+    assert group.detail(1)["frozen"] == "rank 1: thread eplb-mover ended without a word"
+    with ThreadPoolExecutor(2) as pool:
+        for call in ("begin_update", "end_update"):
+            args = (1,) if call == "begin_update" else ()
+            asked = [pool.submit(getattr(agent, call), *args) for agent in group.agents]
+            for done in asked:
+                done.result(DEADLINE_S)
+    group.step()

@@ -1,0 +1,256 @@
+"""The watchdog: what grows old, what is said of it, and what follows, with a clock set by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from eplb.migration import Migration
+from rebalance import phases
+from rebalance.phases import Phase, PlanRef, RankPhase
+from rebalance.vote import Verdict
+from rebalance.waiting import PhaseBox
+from rebalance.watchdog import Watchdog
+from rebalance.watcher import Watcher
+from telemetry.memory import MemoryStore
+from telemetry.store import Control, Details, RankState
+
+DEADLINE_S = 10.0
+PULLING = "pulling layer 3 expert 17 from rank 2"
+PLAN = phases.see_plan(RankPhase(generation=0), PlanRef(3, 99, 0, 2, 1))
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watchdog(clock: Clock) -> Watchdog:
+    return Watchdog(plan_deadline_s=30.0, clock=clock)
+
+
+def test_a_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.mover.idle("waiting for votes on plan 3")
+    clock.now += 1000
+
+    assert watchdog.oldest().age_s == 0
+
+
+def test_the_oldest_is_the_thread_that_has_said_nothing_new_for_longest(
+    watchdog: Watchdog, clock: Clock
+) -> None:
+    watchdog.mover.busy(PULLING)
+    clock.now += 5
+    watchdog.step.busy("in step 7")
+    clock.now += 2
+
+    oldest = watchdog.oldest()
+    assert (oldest.age_s, str(oldest)) == (7, f"mover: {PULLING}")
+
+    watchdog.mover.busy("pulling layer 3 expert 18 from rank 2")
+    assert str(watchdog.oldest()) == "step: in step 7"
+
+
+def test_a_migration_is_dropped_once_its_mover_stands_still(
+    watchdog: Watchdog, clock: Clock
+) -> None:
+    watchdog.mover.busy(PULLING)
+    clock.now += 30
+    assert watchdog.objection(PLAN) == ""
+    clock.now += 1
+
+    words = f"mover: {PULLING} for 31.0 s, expected at most 30 s"
+    assert watchdog.objection(PLAN) == words
+
+
+def test_a_mover_that_gets_on_may_take_as_long_as_it_needs(
+    watchdog: Watchdog, clock: Clock
+) -> None:
+    adopted = replace(PLAN, is_adopted=True)
+    for expert in range(100):
+        watchdog.mover.busy(f"pulling layer 0 expert {expert} from rank 1")
+        clock.now += 29
+
+        assert watchdog.objection(adopted) == ""
+
+
+def test_a_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clock: Clock) -> None:
+    assert watchdog.objection(PLAN) == ""
+    clock.now += 31
+
+    assert watchdog.objection(PLAN) == "plan 3 is not worked on by every rank after 30 s"
+    assert watchdog.objection(replace(PLAN, is_adopted=True)) == ""
+
+
+def test_without_a_plan_there_is_nothing_to_drop(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.mover.busy("scrubbing layer 0 slot 0 expert 0")
+    clock.now += 1000
+
+    assert watchdog.objection(RankPhase(generation=0)) == ""
+
+
+class Ranked:
+    """The agent as a watcher sees it, and where its reports go."""
+
+    def __init__(self) -> None:
+        self.reports: list[RankState] = []
+        self.fails_with: BaseException | None = None
+
+    def hear(self, control: Control, published: Migration | None) -> bool:
+        if self.fails_with is not None:
+            raise self.fails_with
+        return True
+
+    def describe(self) -> RankState:
+        return RankState("run", 0, 0.0, 0, 0, "idle", 0, 0, 0)
+
+    def offer(self, sample: object) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        self.reports.append(state)
+
+
+class Hands:
+    """A mover whose work is whatever the test gives it."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.beat = watchdog.mover
+        self.threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        self.threads.append(threading.current_thread())
+
+    def bring(self, migration: Migration, box: PhaseBox) -> None:
+        raise AssertionError("no migration is brought here")
+
+    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+        with box.changed:
+            assert box.changed.wait_for(lambda: box.state.phase is Phase.ABORTED, DEADLINE_S)
+            box.update(phases.aborted)
+
+
+class SlowStore(MemoryStore):
+    """A store that takes an event only when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def add_event(self, kind: str, detail: Details) -> int:
+        self.is_asked.set()
+        assert self.may_answer.wait(DEADLINE_S), "the test lets the store go on"
+        return super().add_event(kind, detail)
+
+
+Made = tuple[Watcher, Hands, PhaseBox, Ranked, SlowStore]
+
+
+@pytest.fixture
+def made(watchdog: Watchdog) -> Iterator[Made]:
+    box, hands, ranked = PhaseBox(RankPhase(generation=0)), Hands(watchdog), Ranked()
+    store = SlowStore()
+    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher.start()
+    yield watcher, hands, box, ranked, store
+    store.may_answer.set()
+    watcher.close()
+
+
+def fail() -> None:
+    raise ValueError("a torn wire")
+
+
+def run_on_mover(watcher: Watcher, job: Callable[[], None] = lambda: None) -> None:
+    """Have the mover's thread do a job, and wait until it has."""
+    done = threading.Event()
+    watcher.do(job)
+    watcher.do(done.set)
+    assert done.wait(DEADLINE_S), "the mover's thread did not get there"
+
+
+def test_a_mover_that_failed_is_started_again_once_and_then_frozen(
+    made: Made,
+) -> None:
+    watcher, hands, box, *_ = made
+
+    run_on_mover(watcher, fail)
+    assert (watcher.num_mover_failures, box.state.frozen_reason) == (1, "")
+    assert len(hands.threads) == 2
+
+    watcher.do(fail)
+    with box.changed:
+        assert box.changed.wait_for(lambda: box.state.frozen_reason, DEADLINE_S)
+    words = "the mover failed twice, the second time with ValueError: a torn wire"
+    assert (box.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
+
+
+def test_a_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> None:
+    watcher, _, box, *_ = made
+    run_on_mover(watcher, fail)
+    box.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
+    watcher.do(fail)
+    with box.changed:
+        assert box.changed.wait_for(lambda: box.state.abort_reason, DEADLINE_S)
+        cast = phases.ballot(box.state, step=0, membership=0, halt=False)
+        box.state, _ = phases.read_verdict(box.state, cast, Verdict.decode(cast.encode()))
+        box.changed.notify_all()
+        assert box.changed.wait_for(lambda: box.state.phase is Phase.IDLE, DEADLINE_S)
+
+    assert box.state.frozen_reason.startswith("the mover failed twice")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_threads_that_end_without_a_word_are_named(
+    made: Made,
+) -> None:
+    watcher, hands, _, ranked, _ = made
+    run_on_mover(watcher)
+    assert watcher.ended() == []
+
+    watcher.do(lambda: (_ for _ in ()).throw(SystemExit))  # the only way to end a thread unheard
+    hands.threads[0].join(DEADLINE_S)
+    assert watcher.ended() == ["eplb-mover"]
+
+    ranked.fails_with = SystemExit()
+    for thread in watcher._threads:
+        if thread.name == "eplb-watcher":
+            thread.join(DEADLINE_S)
+    assert watcher.ended() == ["eplb-mover", "eplb-watcher"]
+
+
+def test_the_end_of_a_closed_watcher_is_no_news(
+    made: Made,
+) -> None:
+    watcher, *_ = made
+    watcher.close()
+
+    assert not any(thread.is_alive() for thread in watcher._threads)
+    assert watcher.ended() == []
+
+
+def test_what_the_store_does_not_take_is_no_progress(
+    made: Made, watchdog: Watchdog, clock: Clock
+) -> None:
+    watcher, *_, store = made
+    watcher.tell("scrub", {})
+    assert store.is_asked.wait(DEADLINE_S)
+    clock.now += 40
+
+    standing = watchdog.scribe.standing()
+
+    assert (standing.age_s, standing.doing) == (40, "writing down an event of kind 'scrub'")
