@@ -80,14 +80,16 @@ class Stager:
         Raises:
             MigrationError: a record has no source left, or a chunk does not land.
         """
-        for pull in pulls:
-            self._begin(pull)
-        while self._has_work():
+        waiting = deque(pulls)
+        while waiting or self._has_work():
             if not is_wanted():
                 return False
+            if waiting:
+                # One at a time: the first is on its way while the next one's source is looked up.
+                self._begin(waiting.popleft())
             has_moved = [self._order(lane) for lane in self._lanes.values()]
             has_moved += [self._land(lane) for lane in self._lanes.values()]
-            if self._prove() or any(has_moved):
+            if self._prove() or any(has_moved) or waiting:
                 self._say()
             else:
                 yield self._wait()
