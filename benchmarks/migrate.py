@@ -258,8 +258,11 @@ class Publisher:
         version = -1
         while self._is_wanted.wait():
             version = self._store.wait(version, 0.005)
+            is_open = (
+                self._store.published() is not None
+            )  # first: what is committed then is the base
             committed = self._store.committed()
-            if self._store.published() is not None or committed is None:
+            if is_open or committed is None:
                 continue
             self._store.publish(self._next(committed.placement))
             self.published_at.append(time.monotonic())

@@ -166,8 +166,9 @@ def publish_for_ever(plan: WorkerPlan, steps: Callable[[], int], swap_every: int
     rng, due, version = np.random.default_rng(plan.seed), swap_every, -1
     while True:
         version = store.wait(version, 0.01)
+        is_open = store.published() is not None  # first: what is committed then is the base
         committed = store.committed()
-        if store.published() is not None or committed is None or steps() < due:
+        if is_open or committed is None or steps() < due:
             continue
         target = committed.placement
         fresh = random_placement(plan, rng)

@@ -102,6 +102,10 @@ class Lane:
         if self._active_since is None:
             self._active_since = self._clock()
 
+    def may_order(self) -> bool:
+        """Say whether a chunk may go now."""
+        return bool(self._queue) and self.ready_at() <= self._clock()
+
     def next(self) -> Pull | None:
         """The record whose next chunk may go now, if there is one."""
         if not self._queue or len(self.flying) >= self._in_flight:

@@ -89,7 +89,7 @@ class Stager:
                 self._begin(waiting.popleft())
             has_moved = [self._order(lane) for lane in self._lanes.values()]
             has_moved += [self._land(lane) for lane in self._lanes.values()]
-            if self._prove() or any(has_moved) or waiting:
+            if self._prove(has_more=bool(waiting)) or any(has_moved) or waiting:
                 self._say()
             else:
                 yield self._wait()
@@ -189,7 +189,7 @@ class Stager:
         lane.rest()
         return True
 
-    def _prove(self) -> bool:
+    def _prove(self, *, has_more: bool) -> bool:
         """Judge the digests under way if they are there, and begin the next ones."""
         check = self._check
         if check is not None:
@@ -201,7 +201,10 @@ class Stager:
             for pull, found in zip(check.pulls, check.digests.values(), strict=True):
                 is_right = found == tuple(self._digests[pull.record].tolist())
                 self._accept(pull) if is_right else self._reject(pull)
-        if self._landed:
+        # In one launch, and only when no chunk may be ordered now: ordering a launch takes the host as
+        # long as a link takes for 44 MB, and the link would stand idle meanwhile.
+        is_ordering = has_more or any(lane.may_order() for lane in self._lanes.values())
+        if self._landed and not is_ordering:
             together = evenly_spaced([pull.into for pull in self._landed])
             pulls = [self._landed.popleft() for _ in range(together)]
             deadline = self._clock() + self._settings.pull_deadline_s
