@@ -26,7 +26,8 @@ from eplb.records import model_to_dict, topology_to_dict
 from eplb.spares import compact
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
-from rebalance.slab import SlabAddress
+from rebalance.record_file import record_file_beside
+from rebalance.slab import SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
@@ -53,10 +54,11 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
     window_steps = sample_steps * math.ceil(settings.window_tokens / tokens_per_step / sample_steps)
     run = new_run_name()
     text = None if trace is not None else _text(settings, state)
+    weights = _weights(settings, state, model)
     return WorkerPlan(
         run=run,
         store=state.store,
-        weights=_weights(settings, state, model),
+        weights=weights,
         text=text,
         trace=trace,
         model=model,
@@ -83,6 +85,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             pace=pace,
             seed=settings.seed,
         ),
+        slab=_slab(settings, weights, model),
     )
 
 
@@ -147,6 +150,17 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
             topology_to_dict(plan.topology),
             plan.window_steps,
         )
+    )
+
+
+def _slab(settings: DemoSettings, weights: Path, model: ModelShape) -> SlabSettings:
+    """How every host keeps records; the file is shared, as the weights are."""
+    records = settings.slab_records
+    return SlabSettings(
+        mode=settings.slab_mode,
+        budget_bytes=records * model.expert_bytes if settings.slab_mode == "hot" else None,
+        ring_records=records if settings.slab_mode == "ring" else None,
+        record_file=record_file_beside(weights) if settings.record_file else None,
     )
 
 

@@ -75,6 +75,13 @@ class DemoSettings(BaseModel):
     top_k: Whole = Field(6, ge=1, description="experts that each token goes to")
     slots: Whole = Field(0, ge=0, description="slots of all ranks; 0: 1.25 times the experts")
     spare_slots: Whole = Field(0, ge=0, description="further slots of each rank, kept empty")
+    slab_mode: Literal["full", "hot", "ring"] = Field(
+        "full", description="records in host memory: all, those used last, or a small ring"
+    )
+    slab_records: Whole = Field(
+        0, ge=0, description="records that a hot slab or a ring has room for"
+    )
+    record_file: bool = Field(False, description="keep cooked records in a file beside the weights")
     hidden: Whole = Field(64, ge=1, description="width of a token")
     intermediate: Whole = Field(128, ge=1, description="width inside an expert")
     shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")
@@ -142,6 +149,13 @@ class DemoSettings(BaseModel):
         if slots > experts * ranks:
             raise ValueError(f"expected at most {experts * ranks}, every expert on every rank")
         return slots
+
+    @field_validator("slab_records")
+    @classmethod
+    def _slab_has_room(cls, records: int, info: ValidationInfo) -> int:
+        if (info.data.get("slab_mode") == "full") != (records == 0):
+            raise ValueError("expected a number of records with hot or ring, and none with full")
+        return records
 
     @field_validator("trace")
     @classmethod

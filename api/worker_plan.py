@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
-from rebalance.slab import SlabAddress
+from rebalance.slab import SlabAddress, SlabSettings
 from runtime.experts import ExpertSchema
 
 DEPLOYMENT = "demo"
@@ -47,6 +47,7 @@ class WorkerPlan:
     precision: str  # float32, bfloat16 or fp8
     dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
+    slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
 
     @property
     def spare_slots(self) -> int:

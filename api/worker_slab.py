@@ -6,18 +6,16 @@ import threading
 
 from api.processes import Parent
 from api.worker_plan import WorkerPlan
-from rebalance.slab import HostSlab, SlabSettings
+from rebalance.slab import HostSlab
 from runtime.checkpoint import Checkpoint
 
 
-def run_slab(
-    parent: Parent, plan: WorkerPlan, host: int, settings: SlabSettings | None = None
-) -> None:
+def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
     """Serve records to the ranks of a host until told to stop."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     checkpoint = Checkpoint(plan.weights)
-    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
+    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, plan.slab)
     parent.tell("ready")
     is_stopping.wait()
     slab.close()

@@ -161,12 +161,24 @@ class Controller:
         if committed is None or committed.placement.generation != migration.base.generation:
             self._withdraw(plan_id, "rejected", "it was made for a placement that does not serve")
             return
+        served = self._served_weights()
+        if served is not None and served != migration.weights_version:
+            reason = f"it was made for weights version {migration.weights_version}, {served} serves"
+            self._withdraw(plan_id, "rejected", reason)
+            return
         if self._open_since[0] != plan_id:
             self._open_since = (plan_id, self._clock())
         age = self._clock() - self._open_since[1]
         if age > self._settings.migration_deadline_s:
             limit = self._settings.migration_deadline_s
             self._withdraw(plan_id, "aborted", f"not finished in {limit:.0f} s")
+
+    def _served_weights(self) -> int | None:
+        """Version of the weights that every rank reports; None while they differ."""
+        assert self._group is not None, "asked about ranks that serve"
+        states = self._store.rank_states(self._group.run.run)
+        versions = {int(state.detail.get("weights_version", 0)) for state in states} or {0}
+        return versions.pop() if len(versions) == 1 else None
 
     def _withdraw(self, plan_id: int, outcome: Outcome, reason: str) -> None:
         if self._store.withdraw(plan_id, outcome=outcome, reason=reason):
@@ -222,12 +234,19 @@ class Controller:
         target, spare_slots = proposal.target, self._settings.spare_slots
         if spare_slots:
             target = expand(target, current, group.topology, spare_slots)
+        served = self._served_weights()
+        if served is None:
+            log.info(
+                "generation=%d not published: ranks serve different weights", target.generation
+            )
+            return None
         migration = build_migration(
             current,
             target,
             group.topology,
             plan_id=self._store.next_plan_id(),
             pace=self._settings.pace,
+            weights_version=served,
         )
         try:
             self._store.publish(migration)

@@ -201,7 +201,7 @@ class Stager:
             for pull, found in zip(check.pulls, check.digests.values(), strict=True):
                 is_right = found == tuple(self._digests[pull.record].tolist())
                 self._accept(pull) if is_right else self._reject(pull)
-        # In one launch, and only when no chunk may be ordered now: a launch takes the host as long as
+        # In one launch, and only when no chunk may be ordered: a launch takes the host as long as
         # a link takes for 44 MB, and the link would stand idle meanwhile.
         is_ordering = has_more or any(lane.may_order() for lane in self._lanes.values())
         if self._landed and not is_ordering:

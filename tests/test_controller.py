@@ -20,7 +20,7 @@ from eplb.records import model_to_dict, topology_to_dict
 from eplb.topology import Topology
 from rebalance.controller import Controller, ControllerSettings
 from telemetry.memory import MemoryStore
-from telemetry.store import Control, Event, RunInfo, Task
+from telemetry.store import Control, Event, RankState, RunInfo, Task
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -374,6 +374,36 @@ def test_an_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
 
     assert deployment.store.published() is None
     assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 30 s"
+
+
+def report_weights(deployment: Deployment, *versions: int) -> None:
+    for rank, version in enumerate(versions):
+        detail = {"weights_version": version}
+        deployment.store.report(RankState(deployment.run, rank, 1.0, 1, 0, "idle", 0, 0, 0, detail))
+
+
+def test_a_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> None:
+    report_weights(deployment, 2, 2)
+    deployment.serve(SKEWED)
+    controller = Controller(deployment.store, SETTINGS)
+    controller.turn()
+    assert deployment.published().weights_version == 2
+
+    report_weights(deployment, 3, 3)
+    controller.turn()
+
+    assert deployment.store.published() is None
+    (event,) = events(deployment.store, "reject")
+    assert event.detail["reason"] == "it was made for weights version 2, 3 serves"
+
+
+def test_nothing_is_published_while_ranks_serve_different_weights(deployment: Deployment) -> None:
+    report_weights(deployment, 0, 1)
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert deployment.store.published() is None
 
 
 def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:

@@ -148,3 +148,10 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
 
     broken = toml(tmp_path, "ranks =")
     assert refusal({}, broken).startswith(f"settings file {broken} is not TOML: Invalid value")
+
+
+def test_a_slab_s_room_goes_with_its_mode() -> None:
+    assert DemoSettings(slab_mode="ring", slab_records=8).slab_records == 8
+    for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
+        with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
+            DemoSettings(slab_mode=mode, slab_records=records)
