@@ -1,0 +1,149 @@
+"""Redundancy where it pays: slots dealt to layers by what another replica brings in each.
+
+Layers differ: one with a very hot expert needs many replicas, while an even one is balanced
+without any. Each layer's imbalance is measured at a dozen slot counts; its lower convex envelope
+says what the next slots bring at best, and layers bid for slots with that.
+
+    imbalance at a few slot counts -> envelope of each layer -> steepest piece first
+
+Shapes:  T windows, L MoE layers, E experts, R ranks, K slot counts tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb.balance import imbalance
+from eplb.errors import PlacementError, TopologyError
+from eplb.greedy import greedy
+from eplb.load import LoadHistory, as_history
+from eplb.placement import Placement
+from eplb.problem import Problem
+from eplb.topology import Topology
+
+NUM_TRIED = 12  # slot counts at which a layer's imbalance is measured, denser where they are few
+# Imbalance of a layer that a slot must save: less is within the accuracy of the measured curve.
+LEAST_GAIN = 1e-4
+
+
+def allocate_redundancy(
+    history: LoadHistory | ArrayLike, topology: Topology, total_slots: int
+) -> NDArray[np.int64]:
+    """Share a number of slots out over the layers by marginal benefit.
+
+    Args:
+        history: LoadHistory, or tokens [L, E] or [T, L, E]. Incomplete windows are left out.
+        topology: its slots are the most that any one layer may use on each rank, so it must be
+            wider than an equal share of ``total_slots`` for layers to differ.
+        total_slots: slots of all layers together, first copies included.
+
+    Returns:
+        [L] slots of each layer, first copies included: at least E, at most the live slots, and
+        together at most ``total_slots``; fewer where no layer gains by more.
+
+    Raises:
+        PlacementError: ``total_slots`` does not hold every expert once.
+        HistoryError: load that cannot be planned on.
+    """
+    problem = Problem(as_history(history), topology)
+    num_layers, num_experts = problem.history.num_layers, problem.num_experts
+    spare = total_slots - num_layers * num_experts
+    if spare < 0:
+        raise PlacementError(
+            f"{total_slots} slots in all for {num_layers} layers x {num_experts} experts, "
+            "expected at least one slot for each"
+        )
+    tried, curve = imbalance_by_slots(problem, num_experts + spare)
+    slots = np.full(num_layers, num_experts, dtype=np.int64)
+    pieces = [
+        (-gain, layer, int(width))
+        for layer in range(num_layers)
+        for gain, width in _envelope(tried, curve[layer])
+    ]
+    # A layer's own pieces come in the order of its envelope: on it, gains only fall.
+    for _, layer, width in sorted(pieces, key=lambda piece: piece[:2]):
+        taken = min(width, spare)
+        slots[layer] += taken
+        spare -= taken
+    return slots
+
+
+def slots_per_layer(slots: ArrayLike, topology: Topology) -> NDArray[np.int64]:
+    """Give every layer its own slots on each rank, so that ranks hold equally much in all.
+
+    Args:
+        slots: [L] as ``allocate_redundancy`` returns them.
+        topology: the most slots of any layer on each rank; dead ranks get none.
+
+    Returns:
+        [L, R] usable slots. A layer's ranks differ by one at most where the topology has room,
+        and what does not divide goes to the ranks that hold least so far.
+
+    Raises:
+        TopologyError: a layer has more slots than the live ranks.
+    """
+    wanted = np.asarray(slots, dtype=np.int64)
+    room = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
+    usable = np.zeros((len(wanted), topology.num_ranks), dtype=np.int64)
+    for layer, count in enumerate(wanted.tolist()):
+        if not 0 <= count <= room.sum():
+            raise TopologyError(
+                f"layer {layer} is given {count} slots, expected 0..{room.sum()}, "
+                "the slots on live ranks"
+            )
+        usable[layer] = _spread(count, room, usable.sum(axis=0))
+    return usable
+
+
+def imbalance_by_slots(
+    problem: Problem, most: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """[K] slot counts from one per expert up to ``most``, and [L, K] imbalance at each.
+
+    Measured on greedy placements, mean over windows. A count at which greedy does worse than
+    with fewer slots counts as those: slots can be left empty.
+    """
+    topology = problem.topology
+    room = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
+    extra = min(most, int(room.sum())) - problem.num_experts
+    steps = np.rint(extra * np.linspace(0.0, 1.0, NUM_TRIED) ** 2)
+    tried = problem.num_experts + np.unique(steps).astype(np.int64)
+    curve = np.empty((problem.history.num_layers, len(tried)))
+    for column, count in enumerate(tried.tolist()):
+        narrow = replace(
+            topology, slots_of_rank=_spread(count, room, np.zeros_like(room)).astype(np.int32)
+        )
+        held = greedy(replace(problem, topology=narrow, current=None))
+        placement = Placement(held.astype(np.int32), problem.num_experts)
+        curve[:, column] = imbalance(problem.work, placement, narrow).mean(axis=0)
+    best_so_far: NDArray[np.float64] = np.minimum.accumulate(curve, axis=1)
+    return tried, best_so_far
+
+
+def _envelope(tried: NDArray[np.int64], curve: NDArray[np.float64]) -> Iterator[tuple[float, int]]:
+    """(gain per slot, slots) of each piece of the lower convex envelope, while gains matter."""
+    at = 0
+    while at < len(tried) - 1:
+        gains = (curve[at] - curve[at + 1 :]) / (tried[at + 1 :] - tried[at])
+        steepest = float(gains.max())
+        if steepest < LEAST_GAIN:
+            return
+        # The farthest of equals, so that a straight stretch is one piece.
+        end = at + 1 + int(np.flatnonzero(gains == steepest)[-1])
+        yield steepest, int(tried[end] - tried[at])
+        at = end
+
+
+def _spread(count: int, room: NDArray[np.int64], held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[R] ``count`` slots, as level as ``room`` allows; the rest where ``held`` is least."""
+    level = next(level for level in range(count + 1) if np.minimum(room, level + 1).sum() >= count)
+    slots = np.minimum(room, level)
+    rest = count - int(slots.sum())
+    open_ranks = np.flatnonzero(room > level)
+    chosen = open_ranks[np.argsort(held[open_ranks] + slots[open_ranks], kind="stable")[:rest]]
+    slots[chosen] += 1
+    return slots

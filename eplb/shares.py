@@ -1,0 +1,80 @@
+"""One layer's replicas laid out for the search of shares: who shares what, and what it costs.
+
+Shapes:  T windows, E experts, S slots, R ranks, P live replicas.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb.jit import jit
+from eplb.kernels import FloatArray, IntArray, Ranks
+
+
+class Split(NamedTuple):
+    """One layer while its shares are sought. Times are loads by the rank's slowness."""
+
+    work: FloatArray  # [E, T]
+    first: IntArray  # [E + 1] into ``slots``
+    slots: IntArray  # [P] live replicas, expert by expert
+    rank: IntArray  # [S]
+    ranks: Ranks
+    share: FloatArray  # [S]
+    fixed: FloatArray  # [R, T] time of experts with one live replica
+    time: FloatArray  # [R, T]
+    near: FloatArray  # [R, T] how near each rank is to the top, 1 at it
+    total: FloatArray  # [T] sum of ``near`` over ranks
+    worst: FloatArray  # [T] busiest time
+    weight: FloatArray  # [T] of each window in the objective
+    pull: FloatArray  # [T] weight / total
+
+
+@jit
+def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
+    """Lay a layer out, with equal shares over live replicas; idle windows are left out."""
+    num_experts, num_ranks = work.shape[1], len(ranks.zone)
+    rank = np.empty(len(held), dtype=np.int64)
+    first = np.zeros(num_experts + 1, dtype=np.int64)
+    for number in range(num_ranks):
+        for slot in range(ranks.first_slot[number], ranks.first_slot[number + 1]):
+            rank[slot] = number
+            if held[slot] >= 0 and ranks.zone[number] >= 0:
+                first[held[slot] + 1] += 1
+    first = np.cumsum(first)
+    slots = np.empty(first[-1], dtype=np.int64)
+    filled = first.copy()
+    share = np.zeros(len(held))
+    for slot in range(len(held)):
+        expert = held[slot]
+        if expert >= 0 and ranks.zone[rank[slot]] >= 0:
+            slots[filled[expert]] = slot
+            filled[expert] += 1
+            share[slot] = 1.0 / (first[expert + 1] - first[expert])
+    busy = work[work.sum(axis=1) > 0]
+    num_windows = len(busy)
+    fixed = np.zeros((num_ranks, num_windows))
+    time = np.zeros((num_ranks, num_windows))
+    for slot in slots:
+        at, expert = rank[slot], held[slot]
+        for window in range(num_windows):
+            extra = busy[window, expert] * share[slot] * ranks.slowness[at]
+            time[at, window] += extra
+            if share[slot] == 1.0:
+                fixed[at, window] += extra
+    return Split(
+        np.ascontiguousarray(busy.T),
+        first,
+        slots,
+        rank,
+        ranks,
+        share,
+        fixed,
+        time,
+        np.zeros((num_ranks, num_windows)),
+        np.zeros(num_windows),
+        np.zeros(num_windows),
+        np.zeros(num_windows),
+        np.zeros(num_windows),
+    )

@@ -1,0 +1,109 @@
+"""Two plain policies to compare with: replicas dealt in turn, and the hottest experts everywhere.
+
+Both are legal for any slot counts and dead ranks, and never put an expert on a rank twice. Neither
+keeps expert groups on nodes, which would defeat both.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.greedy import greedy, in_place
+from eplb.load import as_history
+from eplb.placement import EMPTY, Placement
+from eplb.problem import Problem
+from eplb.topology import Topology
+
+
+def round_robin(problem: Problem) -> Placement:
+    """Deal experts to live ranks in turn, then deal them again while slots are left.
+
+    Looks at no load: neighbours in the model's numbering land on different ranks, and the first
+    experts get the replicas. All layers are alike.
+
+    Source of the idea: vLLM's round-robin placement (vllm-project/vllm pull request 28449).
+    """
+    dealt = _dealt(problem.num_experts, problem.topology)
+    return _kept(problem, np.tile(dealt, (problem.history.num_layers, 1)))
+
+
+def topk_everywhere(problem: Problem) -> Placement:
+    """Put the hottest experts on every live rank, as many as slots allow; the rest greedily.
+
+    As many as leave every other expert a slot, and no more than any rank has slots. Ranks without
+    slots do not count. Slots that remain go to the next hottest experts, as in greedy.
+
+    Source of the idea: ROCm/ATOM pull request 1210.
+    """
+    topology = problem.topology
+    usable = topology.alive & (topology.slots_of_rank > 0)
+    num_top = _num_everywhere(topology.slots_of_rank[usable], problem.num_experts)
+    by_heat = np.argsort(-problem.work.sum(axis=0), axis=1, kind="stable")  # [L, E]
+    held = np.full((problem.history.num_layers, topology.num_slots), EMPTY, dtype=np.int64)
+    for rank in np.flatnonzero(usable):
+        first = topology.first_slot[rank]
+        held[:, first : first + num_top] = by_heat[:, :num_top]
+    if num_top < problem.num_experts:
+        _pack_the_rest(problem, held, by_heat[:, num_top:], usable)
+    return _kept(problem, held)
+
+
+def _num_everywhere(slots_of_rank: NDArray[np.int32], num_experts: int) -> int:
+    most = min(int(slots_of_rank.min()), num_experts)
+    if len(slots_of_rank) == 1:
+        return most
+    spare = int(slots_of_rank.sum()) - num_experts
+    return min(most, spare // (len(slots_of_rank) - 1))
+
+
+def _pack_the_rest(
+    problem: Problem,
+    held: NDArray[np.int64],
+    rest: NDArray[np.int64],
+    usable: NDArray[np.bool_],
+) -> None:
+    """Plan the experts ``rest`` [L, ...] greedily on the slots that ``held`` leaves empty."""
+    topology = problem.topology
+    num_top = problem.num_experts - rest.shape[1]
+    slots = np.where(usable, topology.slots_of_rank - num_top, topology.slots_of_rank)
+    narrow = replace(topology, slots_of_rank=slots)
+    # As work, so that what a token costs at each expert is in it.
+    work = np.take_along_axis(problem.work, rest[None], axis=2)
+    packed = greedy(Problem(as_history(work), narrow))
+    experts = np.take_along_axis(rest, np.maximum(packed, 0), axis=1)
+    for rank in range(topology.num_ranks):
+        into = slice(topology.first_slot[rank + 1] - slots[rank], topology.first_slot[rank + 1])
+        here = narrow.slots_on(rank)
+        held[:, into] = np.where(packed[:, here] == EMPTY, EMPTY, experts[:, here])
+
+
+def _dealt(num_experts: int, topology: Topology) -> NDArray[np.int64]:
+    """[S] of one layer."""
+    room = np.where(topology.alive, topology.slots_of_rank, 0).tolist()
+    on_rank: list[list[int]] = [[] for _ in room]
+    turn = 0
+    for _ in range(max(room)):  # no expert can be dealt more often than ranks have slots
+        for expert in range(num_experts):
+            for step in range(len(room)):
+                rank = (turn + step) % len(room)
+                if len(on_rank[rank]) < room[rank] and expert not in on_rank[rank]:
+                    on_rank[rank].append(expert)
+                    turn = rank + 1
+                    break
+    held = np.full(topology.num_slots, EMPTY, dtype=np.int64)
+    for rank, experts in enumerate(on_rank):
+        first = int(topology.first_slot[rank])
+        held[first : first + len(experts)] = experts
+    return held
+
+
+def _kept(problem: Problem, held: NDArray[np.int64]) -> Placement:
+    """As a placement; experts that stay on a rank stay in their slots there."""
+    if problem.current is not None:
+        held = in_place(held, problem.current.slot_to_expert, problem.topology)
+    return Placement(held.astype(np.int32), problem.num_experts)

@@ -1,0 +1,222 @@
+"""The best shares for the replicas of one layer, compiled.
+
+The busiest rank of a window is a maximum, which has no slope to follow where ranks tie. So each
+window's maximum is softened: ranks count by how near the top they are, ever more sharply from
+stage to stage. Sweeps over the replicated experts then take tokens from the replica where they
+hurt most to the one where they hurt least, as far as a Newton step goes. The same weights give a
+lower bound, and a layer is done when its shares meet it.
+
+Shapes:  L MoE layers, T windows, E experts, S slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.jit import jit
+from eplb.kernels import FloatArray, IntArray, Ranks
+from eplb.shares import Split, equal_split_of
+
+# The objective: so much of it is the mean of the worst part of the windows, the rest that of all.
+TAIL_WEIGHT = 0.25
+TAIL_PART = 0.25
+
+# How sharply the busiest rank stands out: times count by their 2**n-th power. The first stage
+# soon finds the neighbourhood; the last errs by less than 0.1 %, but alone would take small steps.
+DOUBLINGS = (4, 6, 9)
+MOST_SWEEPS = 96  # of a stage
+MOST_TURNS = 3
+STALLED = 1e-3  # a sweep that brings less brings nothing
+SHIFTS = 600  # what it may take to see that a stage has stalled
+CLOSE_ENOUGH = 5e-3  # to the lower bound
+SETTLED = 0.1  # a sweep's change of exponents: less is for a sharper stage to refine
+FARTHEST = 2.0  # a step's change of an exponent: beyond it the slope says little
+FLAT = 1e-9  # slopes that differ by less are equal
+
+
+@jit
+def split_layers(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatArray, FloatArray]:
+    """[L, S] best shares, and [L, 2] the objective with equal and with best shares.
+
+    Args:
+        work: [L, T, E] as ``Problem.scaled``; idle windows (all zero) do not count.
+        held: [L, S] experts by slot, -1 for empty; each with a replica on a live rank.
+        ranks: a rank of zone -1 is dead, and its slots get 0.
+    """
+    share = np.zeros(held.shape)
+    objective = np.ones((len(held), 2))
+    for layer in range(len(held)):
+        share[layer], objective[layer, 0], objective[layer, 1] = split_layer(
+            work[layer], held[layer], ranks
+        )
+    return share, objective
+
+
+@jit
+def split_layer(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatArray, float, float]:
+    """One layer of ``split_layers``: [S] shares, objective with equal and with these shares."""
+    split = equal_split_of(work, held, ranks)
+    best = split.share.copy()
+    equal = _soften(split, DOUBLINGS[0])
+    least = equal
+    patience = _patience(split)
+    for doublings in DOUBLINGS:
+        if doublings == DOUBLINGS[-1] and len(split.weight) == 1:
+            patience *= 8  # a long chain of ranks passes load on in many small sweeps
+        stalled, last = 0, np.inf
+        for _ in range(MOST_SWEEPS):
+            now = _soften(split, doublings)
+            if now < least:
+                least = now
+                best[:] = split.share
+            stalled = stalled + 1 if now > last * (1.0 - STALLED) else 0
+            last = min(last, now)
+            if least <= _bound(split) * (1.0 + CLOSE_ENOUGH):
+                return best, equal, least
+            if stalled == patience:
+                break
+            if _sweep(split, doublings) * 2.0**doublings < SETTLED:
+                break
+    now = _soften(split, DOUBLINGS[-1])
+    if now < least:
+        least = now
+        best[:] = split.share
+    return best, equal, least
+
+
+@jit
+def _patience(split: Split) -> int:
+    """Sweeps without progress after which a stage ends: more where they are cheap."""
+    num_shared = 0
+    for expert in range(len(split.first) - 1):
+        num_replicas = split.first[expert + 1] - split.first[expert]
+        num_shared += num_replicas if num_replicas > 1 else 0
+    return max(2, SHIFTS // max(1, num_shared * len(split.weight)))
+
+
+@jit
+def _soften(split: Split, doublings: int) -> float:
+    """Fill in what follows from the times, and return the objective."""
+    num_ranks, num_windows = split.time.shape
+    for window in range(num_windows):
+        split.worst[window] = split.time[:, window].max()
+        split.total[window] = 0.0
+    for rank in range(num_ranks):
+        for window in range(num_windows):
+            near = _sharpened(split.time[rank, window] / split.worst[window], doublings)
+            split.near[rank, window] = near
+            split.total[window] += near
+    return _weigh(split)
+
+
+@jit
+def _sharpened(part: float, doublings: int) -> float:
+    """Raise a part of the busiest time to the power of 2**doublings."""
+    for _ in range(doublings):
+        part *= part
+    return part
+
+
+@jit
+def _weigh(split: Split) -> float:
+    """Every window counts, and the worst ones again; return the objective."""
+    num_windows = len(split.worst)
+    if num_windows == 0:
+        return 1.0
+    tail = max(1.0, TAIL_PART * num_windows)
+    left = tail
+    objective = 0.0
+    for window in np.argsort(-split.worst):
+        taken = min(1.0, left)
+        left -= taken
+        weight = (1.0 - TAIL_WEIGHT) / num_windows + TAIL_WEIGHT * taken / tail
+        objective += weight * split.worst[window]
+        # Half the old weight: windows that take turns as the worst end up sharing the tail.
+        is_first = split.weight[window] == 0.0
+        split.weight[window] = weight if is_first else (split.weight[window] + weight) / 2.0
+        split.pull[window] = split.weight[window] / split.total[window]
+    return objective
+
+
+@jit
+def _bound(split: Split) -> float:
+    """No shares do better: under these weights each expert's cheapest replica takes all of it."""
+    bound = 0.0
+    for rank in range(len(split.time)):
+        for window in range(len(split.pull)):
+            bound += split.pull[window] * split.near[rank, window] * split.fixed[rank, window]
+    for expert in range(len(split.first) - 1):
+        if split.first[expert + 1] - split.first[expert] > 1:
+            bound += _steepest(split, expert)[3]
+    return bound
+
+
+@jit
+def _sweep(split: Split, doublings: int) -> float:
+    """Relieve every replicated expert's worst replicas; return the load that moved."""
+    moved = 0.0
+    for expert in range(len(split.first) - 1):
+        for _ in range(min(MOST_TURNS, split.first[expert + 1] - split.first[expert] - 1)):
+            high, low, highest, lowest = _steepest(split, expert)
+            if high == low or highest - lowest <= FLAT:
+                break
+            moved += _shift(split, expert, (high, low), highest - lowest, doublings)
+    return moved
+
+
+@jit
+def _steepest(split: Split, expert: int) -> tuple[int, int, float, float]:
+    """The slots where the expert's tokens hurt most and least, and by how much per share.
+
+    The first one is a slot that has tokens to give.
+    """
+    pull, near, work = split.pull, split.near, split.work
+    high, low = -1, -1
+    highest, lowest = -1.0, np.inf
+    for place in range(split.first[expert], split.first[expert + 1]):
+        slot = split.slots[place]
+        rank = split.rank[slot]
+        slope = 0.0
+        for window in range(len(pull)):
+            slope += pull[window] * near[rank, window] * work[expert, window]
+        slope *= split.ranks.slowness[rank]
+        if slope < lowest:
+            low, lowest = slot, slope
+        if slope > highest and split.share[slot] > 0:
+            high, highest = slot, slope
+    return high, low, highest, lowest
+
+
+@jit
+def _shift(
+    split: Split, expert: int, slots: tuple[int, int], slope: float, doublings: int
+) -> float:
+    """Shift tokens from one slot to another by a Newton step; return the load that moved."""
+    high, low = slots
+    one, other = split.rank[high], split.rank[low]
+    slow, fast = split.ranks.slowness[one], split.ranks.slowness[other]
+    sharpness, curvature, most = 2.0**doublings, 0.0, 0.0
+    near, total, worst, time = split.near, split.total, split.worst, split.time
+    for window in range(len(total)):
+        work = split.work[expert, window]
+        most = max(most, work)
+        mine = near[one, window] / total[window] * slow
+        theirs = near[other, window] / total[window] * fast
+        bend = mine * slow + theirs * fast - (mine - theirs) ** 2
+        curvature += split.weight[window] / worst[window] * work * work * bend
+    step: float = min(split.share[high], FARTHEST / (sharpness * most * max(slow, fast)))
+    if curvature > 0:
+        step = min(step, slope / (sharpness * curvature))
+    split.share[high] -= step
+    split.share[low] += step
+    for window in range(len(total)):
+        load = step * split.work[expert, window]
+        time[one, window] -= load * slow
+        time[other, window] += load * fast
+        less = _sharpened(time[one, window] / worst[window], doublings)
+        more = _sharpened(time[other, window] / worst[window], doublings)
+        total[window] += less - near[one, window] + more - near[other, window]
+        near[one, window] = less
+        near[other, window] = more
+        split.pull[window] = split.weight[window] / total[window]
+    return step * most

@@ -1,0 +1,119 @@
+"""Slots go to the layers that gain by them, and spread evenly over ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from eplb import Topology, imbalance, plan
+from eplb.errors import PlacementError, TopologyError
+from eplb.redundancy import allocate_redundancy, slots_per_layer
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=4)
+
+
+def skewed(num_layers: int, num_experts: int, seed: int) -> NDArray[np.int64]:
+    """Gamma profiles of recorded shapes; in one layer of eight an expert gets a third of it all."""
+    rng = np.random.default_rng(seed)
+    load = rng.gamma(4.7, size=(num_layers, num_experts))
+    for layer in range(0, num_layers, 8):
+        load[layer, rng.integers(num_experts)] = load[layer].sum() / 2
+    return np.rint(load * 10_000).astype(np.int64)
+
+
+def planned(load: NDArray[np.int64], usable: NDArray[np.int64], topology: Topology) -> float:
+    """Mean imbalance when every layer is planned on its own slots."""
+    ratios = []
+    for layer, slots in enumerate(usable):
+        own = replace(topology, slots_of_rank=slots.astype(np.int32))
+        tokens = load[layer : layer + 1]
+        ratios.append(imbalance(tokens, plan(tokens, own, policy="greedy").target, own)[0])
+    return float(np.mean(ratios))
+
+
+def test_the_layer_with_a_hot_expert_gets_the_spare_slots() -> None:
+    even, hot = [10, 10, 10, 10], [70, 10, 10, 10]
+
+    slots = allocate_redundancy([even, hot], TWO_RANKS, total_slots=10)
+
+    # In the second layer expert 0 on both ranks makes 45 + 55, and one ten on both makes 50 + 50.
+    assert slots.tolist() == [4, 6]
+
+
+def test_slots_that_no_layer_gains_by_stay_free() -> None:
+    assert allocate_redundancy([[10, 10, 10, 10]], TWO_RANKS, total_slots=8).tolist() == [4]
+
+
+def test_a_layer_never_gets_more_than_the_live_ranks_have() -> None:
+    one_alive = replace(TWO_RANKS, alive=np.array([True, False]))
+
+    assert allocate_redundancy([[9, 1, 1, 1]], one_alive, total_slots=99).tolist() == [4]
+
+
+def test_skewed_layers_are_as_even_with_a_third_fewer_replicas() -> None:
+    load = skewed(num_layers=16, num_experts=64, seed=0)
+    uniform = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=10)
+    wide = replace(uniform, slots_of_rank=np.full(8, 14))
+    budget = 16 * (uniform.num_slots - 64)
+
+    slots = allocate_redundancy(load, wide, total_slots=16 * 64 + budget * 7 // 10)
+
+    used = int(slots.sum()) - 16 * 64
+    assert used <= 0.7 * budget
+    everywhere_alike = planned(load, np.full((16, 8), 10), wide)
+    assert planned(load, slots_per_layer(slots, wide), wide) <= everywhere_alike + 0.002
+
+
+def test_ranks_hold_equally_much_over_all_layers() -> None:
+    four = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
+
+    usable = slots_per_layer([5, 6, 5], four)
+
+    # Each layer is level to one slot, and what does not divide goes round.
+    assert usable.tolist() == [[2, 1, 1, 1], [1, 2, 2, 1], [1, 1, 1, 2]]
+
+
+def test_a_small_rank_gets_what_fits_and_a_dead_one_nothing() -> None:
+    uneven = Topology(np.zeros(3), np.array([1, 4, 4]), alive=np.array([True, True, False]))
+
+    assert slots_per_layer([4], uneven).tolist() == [[1, 3, 0]]
+
+
+def test_too_few_slots_are_refused() -> None:
+    with pytest.raises(PlacementError, match="7 slots in all for 2 layers x 4 experts"):
+        allocate_redundancy(np.ones((2, 4), dtype=np.int64), TWO_RANKS, total_slots=7)
+
+
+def test_more_slots_than_a_layer_can_have_are_refused() -> None:
+    with pytest.raises(TopologyError, match=r"layer 1 is given 9 slots, expected 0\.\.8"):
+        slots_per_layer([8, 9], TWO_RANKS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_budget_is_kept_and_every_expert_has_a_slot(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 5))
+    slots = data.draw(st.lists(st.integers(1, 6), min_size=num_ranks, max_size=num_ranks))
+    alive = data.draw(st.lists(st.booleans(), min_size=num_ranks, max_size=num_ranks))
+    alive[0] = True
+    topology = Topology(np.zeros(num_ranks), np.array(slots), alive=np.array(alive))
+    room = int(topology.slots_of_rank[topology.alive].sum())
+    num_layers, num_experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, room))
+    total = num_layers * num_experts + data.draw(st.integers(0, 12))
+    load = np.random.default_rng(total).integers(0, 900, size=(2, num_layers, num_experts))
+
+    given_slots = allocate_redundancy(load, topology, total)
+    more = allocate_redundancy(load, topology, total + 1)
+    usable = slots_per_layer(given_slots, topology)
+
+    assert num_experts <= given_slots.min()
+    assert given_slots.max() <= room
+    assert given_slots.sum() <= total
+    assert given_slots.tolist() == allocate_redundancy(load, topology, total).tolist()
+    assert more.sum() <= total + 1
+    assert usable.sum(axis=1).tolist() == given_slots.tolist()
+    assert (usable <= topology.slots_of_rank).all()
+    assert (usable[:, ~topology.alive] == 0).all()

@@ -1,0 +1,249 @@
+"""New shares without moving a weight: optimal, legal, repeatable, and humble about noise."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from eplb import LoadHistory, Placement, Topology, imbalance
+from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.policies import POLICIES
+from eplb.problem import Problem, scale
+from eplb.resplit import equal_shares, ranks_of, resplit
+from eplb.split import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+ONE_SHARED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)
+WITHIN = 1.01  # of the optimum
+
+
+def optimum(work: NDArray[np.float64], held: NDArray[np.int64], topology: Topology) -> float:
+    """The objective's minimum by linear programming, for one layer's work [T, E].
+
+    Variables: a share for each slot, the busiest time of each window, and for the mean of the
+    worst windows a level with each window's excess over it.
+    """
+    num_windows, num_slots = len(work), len(held)
+    tail = max(1.0, TAIL_PART * num_windows)
+    busiest, level = num_slots, num_slots + num_windows
+    cost = np.zeros(level + 1 + num_windows)
+    cost[busiest:level] = (1 - TAIL_WEIGHT) / num_windows
+    cost[level] = TAIL_WEIGHT
+    cost[level + 1 :] = TAIL_WEIGHT / tail
+    entries: list[tuple[int, int, float]] = []
+    row = 0
+    for window in range(num_windows):
+        for rank in range(topology.num_ranks):
+            slots = np.arange(topology.num_slots)[topology.slots_on(rank)]
+            slots = slots[held[slots] >= 0]
+            times = work[window, held[slots]] / topology.rank_speed[rank]
+            entries += [(row, slot, time) for slot, time in zip(slots, times, strict=True)]
+            entries.append((row, busiest + window, -1.0))
+            row += 1
+        excess = level + 1 + window
+        entries += [(row, busiest + window, 1.0), (row, level, -1.0), (row, excess, -1.0)]
+        row += 1
+    rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
+    used = np.flatnonzero(held >= 0)
+    whole = coo_array((np.ones(len(used)), (held[used], used)), (work.shape[1], len(cost)))
+    limit = [(0, 1)] * num_slots + [(0, None)] * (len(cost) - num_slots)
+    for slot in np.flatnonzero(~topology.alive[topology.rank_of_slot]).tolist():
+        limit[slot] = (0, 0)
+    found = linprog(
+        cost,
+        A_ub=coo_array((values, (rows, columns)), (row, len(cost))),
+        b_ub=np.zeros(row),
+        A_eq=whole,
+        b_eq=np.ones(work.shape[1]),
+        bounds=limit,
+    )
+    assert found.status == 0, found.message
+    least: float = found.fun
+    return least
+
+
+def objective(
+    work: NDArray[np.float64],
+    share: NDArray[np.float64],
+    held: NDArray[np.int64],
+    topology: Topology,
+) -> float:
+    """What the shares make of it, said plainly; for up to four windows, whose tail is the worst."""
+    load = np.array(
+        [
+            np.bincount(topology.rank_of_slot, window[held] * share, topology.num_ranks)
+            for window in work
+        ]
+    )
+    busiest = (load / topology.rank_speed).max(axis=1)
+    value: float = (1 - TAIL_WEIGHT) * busiest.mean() + TAIL_WEIGHT * busiest.max()
+    return value
+
+
+def test_the_free_rank_takes_what_the_busy_one_cannot() -> None:
+    # Ranks hold experts {0, 1} and {0, 2}: 60 + 30 + 10 is even when rank 0 takes 20 of the 60.
+    shares = resplit([[60, 30, 10]], ONE_SHARED, TWO_RANKS, trust=1.0)
+
+    assert shares.slot_share[0] == pytest.approx([1 / 3, 1, 2 / 3, 1], abs=0.01)
+    assert imbalance(np.array([[60, 30, 10]]), shares, TWO_RANKS) == pytest.approx([1.0], abs=0.01)
+    assert (shares.generation, shares.slot_to_expert.tolist()) == (7, [[0, 1, 0, 2]])
+
+
+def test_a_rank_of_twice_the_speed_gets_twice_the_load() -> None:
+    fast = Topology(np.zeros(2), np.array([1, 1]), rank_speed=np.array([2.0, 1.0]))
+
+    shares = resplit([[300]], Placement(np.array([[0, 0]]), 1), fast, trust=1.0)
+
+    assert shares.slot_share[0] == pytest.approx([2 / 3, 1 / 3], abs=0.01)
+
+
+def test_a_dead_rank_gets_nothing() -> None:
+    dead = Topology(np.zeros(2), np.array([2, 3]), alive=np.array([True, False]))
+    placement = Placement(np.array([[0, 1, 0, 1, -1]]), num_experts=2)
+
+    assert resplit([[5, 6]], placement, dead).slot_share.tolist() == [[1, 1, 0, 0, 0]]
+
+
+def test_an_expert_whose_ranks_are_all_dead_is_refused() -> None:
+    dead = Topology(np.zeros(2), np.array([2, 2]), alive=np.array([True, False]))
+
+    with pytest.raises(PlacementError, match="layer 0: expert 2 has no slot on a live rank"):
+        equal_shares(ONE_SHARED, dead)
+
+
+def test_experts_and_layers_without_tokens_are_split_equally() -> None:
+    both = Placement(np.array([[0, 1, 0, 1], [0, 1, 1, 0]]), num_experts=2)
+
+    shares = resplit([[0, 0], [0, 900]], both, TWO_RANKS, trust=1.0)
+
+    assert shares.slot_share == pytest.approx(np.full((2, 4), 0.5))
+
+
+def test_scenarios_count_as_windows() -> None:
+    here, there = [[60.0, 40.0, 0.0]], [[60.0, 0.0, 40.0]]
+
+    shares = resplit(here, ONE_SHARED, TWO_RANKS, scenarios=there, trust=1.0)
+
+    # Each alone would send the 60 mostly to one rank; together they leave it in the middle.
+    assert shares.slot_share[0] == pytest.approx([0.5, 1, 0.5, 1], abs=0.01)
+
+
+def test_incomplete_windows_do_not_count() -> None:
+    tokens = np.array([[[9000, 0, 9000]], [[60, 30, 10]]])
+    history = LoadHistory(tokens, missing_ranks=(frozenset({1}), frozenset()))
+
+    whole = resplit([[60, 30, 10]], ONE_SHARED, TWO_RANKS, trust=1.0)
+
+    assert resplit(history, ONE_SHARED, TWO_RANKS, trust=1.0).hash == whole.hash
+
+
+def test_one_window_of_many_tokens_is_taken_at_its_word() -> None:
+    load = np.array([[60, 30, 10]]) * 10**9
+
+    shares = resplit(load, ONE_SHARED, TWO_RANKS)
+
+    assert imbalance(load, shares, TWO_RANKS) == pytest.approx([1.0], abs=0.01)
+
+
+def test_fewer_tokens_and_windows_are_trusted_less() -> None:
+    load, apart = np.array([[60, 30, 10]]), []
+    for tokens, windows in ((100, 1), (1, 1), (100, 4), (100, 1000)):
+        shares = resplit(np.tile(load * tokens, (windows, 1, 1)), ONE_SHARED, TWO_RANKS)
+        apart.append(float(shares.slot_share[0, 2] - 0.5))
+
+    many_tokens, few_tokens, four_windows, many_windows = apart
+    assert 0 < four_windows < few_tokens < many_tokens < many_windows < 1 / 6 + 0.01
+
+
+def test_windows_without_a_pattern_leave_the_split_nearly_equal() -> None:
+    # Each window lets another one of two experts be hot: there is nothing to learn.
+    tokens = np.random.default_rng(0).permuted([[60, 30, 10]] * 16, axis=1)[:, None]
+
+    shares = resplit(tokens, ONE_SHARED, TWO_RANKS)
+
+    assert shares.slot_share[0] == pytest.approx([0.5, 1, 0.5, 1], abs=0.1)
+
+
+@pytest.mark.parametrize("num_windows", [1, 16])
+def test_real_sizes_are_within_one_percent_of_the_optimum(num_windows: int) -> None:
+    rng = np.random.default_rng(num_windows)
+    topology = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=9)
+    before = np.rint(rng.lognormal(0, 1, (3, 256)) * 10_000).astype(np.int64)
+    held = POLICIES["greedy"](Problem(LoadHistory(before[None]), topology)).slot_to_expert
+    drifted = before * rng.lognormal(0, 0.2, before.shape)
+    windows = drifted * rng.lognormal(0, 0.1, (num_windows, *before.shape))
+    work = np.ascontiguousarray(scale(windows, topology).transpose(1, 0, 2))
+
+    _, found = split_layers(work, held.astype(np.int64), ranks_of(topology))
+
+    for layer in range(3):
+        least = optimum(work[layer], held[layer].astype(np.int64), topology)
+        assert least * (1 - 1e-9) <= found[layer, 1] <= least * WITHIN
+        assert found[layer, 1] < found[layer, 0]
+
+
+def test_a_long_chain_of_ranks_passes_load_on_from_end_to_end() -> None:
+    # Every two neighbours share one expert, and all the surplus sits on the first rank.
+    num_ranks = 40
+    held = np.concatenate([[0, 1], *([link, link + 1] for link in range(1, num_ranks))])
+    held[-1] = 0  # the last rank's spare slot doubles the first expert, which closes a ring
+    topology = Topology.uniform(1, num_ranks, 2)
+    work = scale(np.array([[40.0] + [2.0] * (num_ranks - 1)]), topology)
+
+    share, _, found = split_layer(work, held, ranks_of(topology))
+
+    least = optimum(work, held, topology)
+    assert found <= least * WITHIN
+    assert objective(work, share, held, topology) == pytest.approx(found)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_windows=st.integers(1, 4))
+def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_ranks, num_experts = int(rng.integers(2, 8)), int(rng.integers(2, 12))
+    on_rank = rng.random((num_ranks, num_experts)) < 0.3
+    on_rank[rng.integers(0, num_ranks, num_experts), np.arange(num_experts)] = True
+    rank, held = np.nonzero(on_rank)
+    topology = Topology(
+        np.zeros(num_ranks),
+        np.bincount(rank, minlength=num_ranks),
+        rank_speed=rng.choice([0.5, 1.0, 2.0], num_ranks),
+    )
+    loads = rng.lognormal(0, 1.2, (num_windows, num_experts)).round(1)
+    work = scale(loads, topology)
+
+    share, equal, found = split_layer(work, held, ranks_of(topology))
+
+    assert Placement(held[None], num_experts, 0, np.clip(share, 0, 1)[None]).num_layers == 1
+    assert objective(work, share, held, topology) == pytest.approx(found)
+    assert found <= equal
+    assert found <= optimum(work, held, topology) * WITHIN
+    again, _, _ = split_layer(work, held, ranks_of(topology))
+    assert (share == again).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal", "words"),
+    [
+        ({"trust": 1.5}, ConfigError, "trust is 1.5, expected 0..1"),
+        ({"scenarios": [1.0]}, ConfigError, r"scenarios have shape \(1,\)"),
+        ({"scenarios": [[1.0, 2.0]]}, ConfigError, "a scenario has 1 layers x 2 experts"),
+        ({"scenarios": [[np.nan, 0.0, 1.0]]}, HistoryError, "non-finite load"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    arguments: dict[str, object], refusal: type[Exception], words: str
+) -> None:
+    with pytest.raises(refusal, match=words):
+        resplit([[60, 30, 10]], ONE_SHARED, TWO_RANKS, **arguments)
+
+
+def test_a_placement_of_another_system_is_refused() -> None:
+    with pytest.raises(PlacementError, match="4 slots a layer, the topology has 6"):
+        resplit([[60, 30, 10]], ONE_SHARED, Topology.uniform(1, 2, 3))
+    with pytest.raises(ConfigError, match="the placement has 1 layers x 3 experts"):
+        resplit([[60, 40]], ONE_SHARED, TWO_RANKS)
