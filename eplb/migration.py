@@ -15,6 +15,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from eplb.errors import MigrationError
 from eplb.moves import Move, Source, moves_between
 from eplb.placement import EMPTY, Placement, check_fits
 from eplb.spares import compact, expand, on_the_way, steps_towards
@@ -48,6 +51,24 @@ class Migration:
     transactions: tuple[Transaction, ...]
     pace: Pace
     weights_version: int = 0  # of the weights that it moves; ranks that serve others refuse it
+
+    def __post_init__(self) -> None:
+        held = self.base.slot_to_expert.copy()
+        for transaction in self.transactions:
+            for layer, slot in transaction.frees:
+                held[layer, slot] = EMPTY
+            for move in transaction.moves:
+                held[move.layer, move.dst_slot] = move.expert
+        target = self.target.slot_to_expert
+        if self.pace.mode == "copy":
+            held[target == EMPTY] = EMPTY  # a swap takes the target's layer whole
+        astray = np.argwhere(held != target)
+        if astray.size:
+            layer, slot = astray[0]
+            raise MigrationError(
+                f"plan {self.plan_id}: its moves bring expert {held[layer, slot]} to layer {layer} "
+                f"slot {slot}, expected expert {target[layer, slot]}, its target's"
+            )
 
     @cached_property
     def hash(self) -> str:

@@ -166,6 +166,11 @@ class Controller:
             reason = f"it was made for weights version {migration.weights_version}, {served} serves"
             self._withdraw(plan_id, "rejected", reason)
             return
+        states = self._store.rank_states(self._group.run.run) if self._group else []
+        is_taken_up = any(state.plan_id == plan_id for state in states)
+        if not self._store.control().movement and not is_taken_up:
+            self._withdraw(plan_id, "aborted", "movement is switched off")
+            return
         if self._open_since[0] != plan_id:
             self._open_since = (plan_id, self._clock())
         age = self._clock() - self._open_since[1]

@@ -261,6 +261,11 @@ def fill_bank(
             layer, slot = record[0], places[record]
             slab.read(record, bank.live(layer, slot))
             if bank.digest(layer, slot) != expected:
+                # The host's memory may have been damaged since: its disk is a second try.
+                left_s = max(0.0, deadline - time.monotonic())
+                expected = slab.reload(record, deadline_s=left_s)
+                slab.read(record, bank.live(layer, slot))
+            if bank.digest(layer, slot) != expected:
                 raise MigrationError(
                     f"layer {layer} slot {slot} does not hold expert {record[1]} as read"
                 )

@@ -201,6 +201,11 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
             f"ranks are at different steps, this one voted at step {cast.step}, expected the same "
             "on all: a forward pass was run without its hook, or on some ranks only"
         )
+    if verdict.step != cast.step:
+        raise RankError(
+            f"a verdict of step {verdict.step} was read for the vote of step {cast.step}, expected "
+            "each vote's own: one was repeated or lost"
+        )
     disagreement = _disagreement(verdict)
     if disagreement:
         frozen = replace(state, frozen_reason=disagreement)

@@ -1,0 +1,227 @@
+"""Random live faults over four ranks that serve and rebalance all the time. Right afterwards?
+
+    python benchmarks/faults.py [--seed 1] [--first 0] [--count 200] [--log faults.jsonl]
+
+Fault number N of a seed is always the same draw, so that a run may be done in parts into one log:
+``--first 100 --count 100``. After each fault every rank must step again and a rebalance must be
+committed, in time; then, with movement off for a moment, all ranks must hold the one generation
+that the store names. One line a fault, and at the end a table of the whole log.
+
+A death of a rank is survived by the demo; that of a preload process ends it, and its next start
+goes on from what is committed. Time without tokens is the longest gap between two cuts of the
+ranks' counters around the fault: a rank cuts every few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fault_kinds import INJECT, Fault
+from faulty_demo import RANKS, Ended, FaultyDemo, TooLate, shared_memory_names
+
+from telemetry.store import Control
+
+DEADLINE_S = 90.0  # for tokens and a rebalance after a fault
+CONTROLLER_KILLS_OF_A_LIFE = 15  # the demo gives up after twenty
+FAULTS_OF_A_LIFE = 25  # then it is halted, so that it says how many answers were checked
+HEARD_S = 0.5  # by then every rank has heard of a switch, and has said so
+
+
+# -- after a fault
+
+
+def serves_and_rebalances(demo: FaultyDemo, since: int) -> bool:
+    """Say whether every rank steps, and a plan published after ``since`` was committed."""
+    plans: dict[str, set[int]] = {"publish": set(), "commit": set()}
+    for event in demo.events_after(since):
+        if event.kind in plans:
+            plans[event.kind].add(event.detail["plan_id"])
+    before = demo.steps()
+    if not plans["publish"] & plans["commit"] or before is None:
+        return False
+    info = demo.store.current_run()
+    later = demo.wait_for("a report", lambda: (now := demo.steps()) != before and now, DEADLINE_S)
+    return demo.store.current_run() == info and all(later[r] >= before[r] for r in before)
+
+
+def all_hold_one_generation(demo: FaultyDemo, stopped: float) -> bool:
+    """Say whether every rank has been idle at the committed generation since a moment before.
+
+    A plan that was published at the last moment may still be open; nobody adopts it now.
+    """
+    info, committed = demo.store.current_run(), demo.store.committed()
+    if info is None or committed is None:
+        return False
+    states = demo.store.rank_states(info.run)
+    frozen = [str(state.detail["frozen"]) for state in states if state.detail.get("frozen")]
+    if frozen:
+        raise TooLate(f"a rank adopts no plan any more: {frozen[0]}")
+    found = {(state.phase, state.generation) for state in states}
+    are_fresh = all(state.time > stopped + HEARD_S for state in states)
+    return (
+        are_fresh and len(states) == RANKS and found == {("idle", committed.placement.generation)}
+    )
+
+
+def longest_gap_s(demo: FaultyDemo, begun: float) -> float:
+    """Longest time between two cuts of counters, from just before ``begun`` on."""
+    runs = [e.detail["run"] for e in demo.store.events(limit=1_000_000) if e.kind == "run"]
+    times = [s.time for run in runs[-3:] for _, s in demo.store.samples(run, limit=1_000_000)]
+    times.sort()
+    first = max(0, int(np.searchsorted(times, begun)) - 1)
+    return float(np.diff(times[first:]).max(initial=0.0))
+
+
+def suffer(demo: FaultyDemo, fault: Fault) -> dict[str, Any]:
+    """Inject one fault, wait for the recovery, and look at everything."""
+    fault.wait(fault.after_s)
+    since, begun = demo.last_event(), time.time()
+    what = INJECT[fault.kind](demo, fault)
+    injected = demo.last_event() if fault.kind != "kill a rank" else since
+    demo.wait_for("rebalance", lambda: serves_and_rebalances(demo, injected) or None, DEADLINE_S)
+    recovered_s = time.time() - begun
+    demo.store.set_control(Control(movement=False), reason="faults: a look at all ranks")
+    stopped = time.time()
+    demo.wait_for(
+        "one generation", lambda: all_hold_one_generation(demo, stopped) or None, DEADLINE_S
+    )
+    gap_s = longest_gap_s(demo, begun)
+    demo.store.set_control(Control(movement=True), reason="faults: seen")
+    errors = [e.detail for e in demo.events_after(since) if e.kind == "error"]
+    demo.store.prune(time.time() - 60.0)
+    states = demo.store.rank_states(demo.store.current_run().run)  # type: ignore[union-attr]
+    return {
+        "what": what,
+        "gap_s": round(gap_s, 3),
+        "recovered_s": round(recovered_s, 2),
+        "wrong": sum(detail["where"] == "reference" for detail in errors),
+        "errors": [f"{detail['where']}: {detail['message']}" for detail in errors],
+        "wrong_digests": sum(s.detail["stage"]["num_wrong_digests"] for s in states),
+        "orphans": len(demo.orphaned_memory()),
+        "descriptors": demo.num_descriptors(),
+        "processes": len(demo.processes()),
+        "told": [line for line in demo.news() if "Traceback" in line],
+    }
+
+
+def run_part(demo: FaultyDemo, seed: int, numbers: range, log: Path) -> None:
+    """Suffer the faults of a part, one after another, and write each down."""
+    demo.start()
+    faults_of_life = kills_of_life = 0
+    names = shared_memory_names()
+    for number in numbers:
+        fault = Fault(seed, number)
+        line: dict[str, Any] = {"seed": seed, "number": number, "kind": fault.kind}
+        try:
+            line |= suffer(demo, fault) | {"outcome": "right"}
+        except (Ended, TooLate) as exc:
+            line |= {"outcome": type(exc).__name__, "why": str(exc), "words": demo.news()[-8:]}
+            with suppress(ProcessLookupError):
+                demo.kill()
+            demo.start()
+            faults_of_life = kills_of_life = 0
+        line["shared_memory"] = sorted(shared_memory_names() - names)
+        note(log, line)
+        faults_of_life = 0 if fault.kind == "kill a preload process" else faults_of_life + 1
+        kills_of_life += fault.kind == "kill the controller"
+        is_last = number == numbers[-1]
+        if (
+            is_last
+            or faults_of_life > FAULTS_OF_A_LIFE
+            or kills_of_life > CONTROLLER_KILLS_OF_A_LIFE
+        ):
+            note(log, {"seed": seed, "life": halted(demo)})
+            faults_of_life = kills_of_life = 0
+            if not is_last:
+                demo.start()
+
+
+def halted(demo: FaultyDemo) -> dict[str, Any]:
+    """Halt the demo as a user would, and return what its summary says of right and wrong."""
+    status = demo.halt()
+    if status:
+        return {"status": status, "why": demo.last_words()}
+    summary = json.loads(demo.json_path.read_text())
+    names = ("reference_checks", "reference_failures", "samples_lost", "deaths", "unserved_s")
+    return {"status": 0} | {name: summary[name] for name in names}
+
+
+def note(log: Path, line: dict[str, Any]) -> None:
+    with log.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    shown = {name: value for name, value in line.items() if name != "seed" and value not in ([], 0)}
+    print(time.strftime("%H:%M:%S"), shown, flush=True)
+
+
+# -- the table
+
+
+def print_table(log: Path) -> None:
+    """Print what the whole log says, by kind."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    faults = [line for line in lines if "kind" in line]
+    lives = [line["life"] for line in lines if "life" in line]
+    print(
+        "| fault | n | right | ended | hung | wrong outputs | no tokens p50 s | p99 s "
+        "| rebalanced p50 s | p99 s |"
+    )
+    print("|---|" + "---:|" * 9)
+    for kind in [*sorted(INJECT), "all"]:
+        of_kind = [one for one in faults if kind in (one["kind"], "all")]
+        right = [one for one in of_kind if one["outcome"] == "right"]
+        if not of_kind:
+            continue
+        counts = [
+            sum(one["outcome"] == outcome for one in of_kind) for outcome in ("Ended", "TooLate")
+        ]
+        wrong = sum(one.get("wrong", 0) for one in of_kind)
+        figures = [percentiles([one[name] for one in right]) for name in ("gap_s", "recovered_s")]
+        print(f"| {kind} | {len(of_kind)} | {len(right)} | " + " | ".join(map(str, counts)), end="")
+        print(f" | {wrong} | " + " | ".join(figures) + " |")
+    checks = sum(life.get("reference_checks", 0) for life in lives)
+    failures = sum(life.get("reference_failures", 0) for life in lives)
+    print(f"answers checked in lives that were halted: {checks}, wrong {failures}")
+    orphans = sum(one.get("orphans", 0) for one in faults)
+    names = sorted({name for one in faults for name in one.get("shared_memory", [])})
+    descriptors = sorted({one["descriptors"] for one in faults if "descriptors" in one})
+    print(f"shared memory without an owner: {orphans}; new names in /dev/shm: {names or 'none'}")
+    print(f"open files of the demo's process, after each fault: {descriptors}")
+
+
+def percentiles(values: list[float]) -> str:
+    if not values:
+        return "- | -"
+    return "{:.2f} | {:.2f}".format(*np.percentile(values, [50, 99]))
+
+
+def main() -> None:
+    """Run a part, and print the table of the log."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--log", type=Path, default=Path("faults.jsonl"))
+    given = parser.parse_args()
+    if given.count:
+        with tempfile.TemporaryDirectory() as folder:
+            demo = FaultyDemo(Path(folder), given.seed)
+            try:
+                numbers = range(given.first, given.first + given.count)
+                run_part(demo, given.seed, numbers, given.log)
+            finally:
+                demo.kill()
+    print_table(given.log)
+    found = [json.loads(line) for line in given.log.read_text().splitlines()]
+    sys.exit(any(one.get("wrong") or one.get("outcome") == "TooLate" for one in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""``eplb demo`` as a patient: its processes by title, what its store says, what it must not leave.
+
+Nothing here looks inside a process. Faults come from outside (signals, its files, its memory
+through /proc), and what is found out comes from the store, the error stream and /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from telemetry import open_store
+from telemetry.store import Event, LoadStore
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS, NODES = 4, 2
+SERVING = {"rank 0", "rank 1", "rank 2", "rank 3", "controller", "preload process"}
+SETTINGS: Mapping[str, Any] = {
+    "ranks": RANKS,
+    "nodes": NODES,
+    "layers": 3,
+    "experts": 16,
+    "top_k": 2,
+    "hidden": 32,
+    "intermediate": 32,
+    "tokens_per_rank": 64,
+    "window_tokens": 1024,  # four steps: a plan at every opportunity
+    "seconds": 2,  # of one turn of the load's drift; it serves on
+    "min_gain": 0.0,
+    "restart_after_death": 1_000_000,
+    "port": 0,
+    "view": "off",
+}
+POLL_S = 0.1
+START_DEADLINE_S = 120.0
+END_DEADLINE_S = 60.0
+
+Found = TypeVar("Found")
+
+
+class Ended(Exception):
+    """The demo ended although nobody asked it to."""
+
+
+class TooLate(Exception):
+    """What was waited for did not come in time: a hang, until somebody shows why not."""
+
+
+class FaultyDemo:
+    """One deployment, in as many lives as it takes: each start goes on from the last placement."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.state_dir = folder, folder / "state"
+        self._seed, self._lives, self._told_before = seed, 0, 0
+        self.store: LoadStore
+
+    # -- a life
+
+    def start(self) -> None:
+        """Start it, and wait until every rank steps."""
+        self._lives += 1
+        self.json_path = self.folder / f"summary-{self._lives}.json"
+        given = {"state_dir": self.state_dir, "json_path": self.json_path, "seed": self._seed}
+        given |= dict(SETTINGS)
+        path = self.state_dir / "store.sqlite"
+        command = [sys.executable, "-m", "api.cli", "demo", "--serve"]
+        command += ["--resume"] * path.exists()
+        command += ["--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md")]
+        command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
+        self.errors_path = self.folder / f"errors-{self._lives}.txt"
+        known = self._runs(path)
+        with self.errors_path.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={name: text for name, text in os.environ.items() if name[:5] != "EPLB_"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+            )
+        self.wait_for("a store", lambda: path.exists() or None, START_DEADLINE_S)
+        if self._lives == 1:
+            self.store = self.wait_for("a whole store", lambda: self._opened(path), 20.0)
+        self.wait_for(
+            "a first step of every rank",
+            lambda: (info := self.store.current_run()) and info.run not in known and self.steps(),
+            START_DEADLINE_S,
+        )
+
+    def _runs(self, path: Path) -> set[str]:
+        info = self.store.current_run() if self._lives > 1 and path.exists() else None
+        return {info.run} if info else set()
+
+    @staticmethod
+    def _opened(path: Path) -> LoadStore | None:
+        return open_store(path, "demo") if path.stat().st_size else None
+
+    def halt(self) -> int:
+        """End it as a user would; return its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(END_DEADLINE_S)
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(END_DEADLINE_S)
+
+    def last_words(self) -> str:
+        """The last line that it said on its error stream."""
+        lines = self.errors_path.read_text().splitlines()
+        return lines[-1] if lines else "nothing"
+
+    def news(self) -> list[str]:
+        """Lines of the error stream since the last call."""
+        lines = self.errors_path.read_text().splitlines()
+        fresh, self._told_before = lines[self._told_before :], len(lines)
+        return fresh
+
+    # -- waiting
+
+    def wait_for(self, what: str, look: Callable[[], Found | None], deadline_s: float) -> Found:
+        """Return the first true answer of ``look``.
+
+        Raises:
+            Ended: the demo ended meanwhile.
+            TooLate: the deadline passed.
+        """
+        deadline = time.monotonic() + deadline_s
+        while not (found := look()):
+            if self.process.poll() is not None:
+                raise Ended(f"status {self.process.returncode}: {self.last_words()}")
+            if time.monotonic() >= deadline:
+                raise TooLate(f"no {what} within {deadline_s:.0f} s")
+            time.sleep(POLL_S)  # steps and reports are no events of the store
+        return found
+
+    # -- what the store says
+
+    def steps(self) -> dict[int, int] | None:
+        """Step of every rank of the current run; None until each is past the first."""
+        info = self.store.current_run()
+        states = self.store.rank_states(info.run) if info else []
+        steps = {state.rank: state.step for state in states}
+        return steps if len(steps) == RANKS and min(steps.values()) > 1 else None
+
+    def last_event(self) -> int:
+        """Id of the newest event."""
+        events, last = self.store.events(limit=100_000), 0
+        while events:
+            last = events[-1].id
+            events = self.store.events(after=last, limit=100_000)
+        return last
+
+    def events_after(self, event_id: int) -> list[Event]:
+        """Every event since."""
+        return self.store.events(after=event_id, limit=100_000)
+
+    # -- processes and what they leave
+
+    def processes(self) -> dict[int, str]:
+        """Title of each living process of its session, by id, in the order of their ids."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                title, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            state, _, _, session = rest.split()[:4]
+            if int(session) == self.process.pid and state not in "ZX":
+                found[int(stat.parent.name)] = title
+        return dict(sorted(found.items()))
+
+    def leaves_nothing(self, deadline_s: float) -> None:
+        """Wait until every process of its session is gone.
+
+        Raises:
+            TooLate: one outlives it.
+        """
+        deadline = time.monotonic() + deadline_s
+        while left := self.processes():
+            if time.monotonic() >= deadline:
+                raise TooLate(f"{left} outlive the demo by {deadline_s:.0f} s")
+            time.sleep(POLL_S)
+
+    def pids(self, title: str) -> list[int]:
+        """Ids of the processes with a title, oldest first."""
+        return [pid for pid, found in self.processes().items() if found == title]
+
+    def num_descriptors(self) -> int:
+        """Open files of the demo's own process, which outlives all faults but its last."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def orphaned_memory(self) -> set[int]:
+        """Shared memory that living processes map and whose owner is gone, by inode."""
+        mapped, owned = set(), set()
+        for pid in self.processes():
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if "/memfd:eplb" in line}
+                owned |= {Path(f"/proc/{pid}/fd/{fd}").stat().st_ino for fd in memory_files(pid)}
+        return mapped - owned
+
+
+def memory_files(pid: int, name: str = "eplb") -> list[int]:
+    """Descriptors of a process's own shared memory."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if re.match(rf"/memfd:{name}", str(link.readlink())):
+                found.append(int(link.name))
+    return found
+
+
+def shared_memory_names() -> set[str]:
+    """Names in the host's shared memory; the project leaves none."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

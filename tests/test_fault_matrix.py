@@ -1,0 +1,558 @@
+"""The fault matrix, on four agents in one process over a real slab: what each fault must leave.
+
+After every fault the store names one committed generation, every live slot holds the bytes of the
+expert that it names, no two ranks ever served two placements in one step, and the reason is where
+an operator looks: in the event that closed the plan, or in what the rank raised or reports.
+Processes that die are in ``test_fault_matrix_live.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import MigrationError, PlacementError, RankError, StaleGeneration
+from eplb.load import LoadSample
+from eplb.migration import Migration, Move, Pace, build_migration
+from eplb.model import ModelShape
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.links import PullTransport, RankMemory, SharedPeers, fill_bank
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.stage_settings import StageSettings
+from rebalance.transport import LocalVotes, PendingVote, Place, Record, VoteGroup, WeightTransport
+from rebalance.vote import Outcome
+from runtime.checkpoint import Checkpoint
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.routing import RoutingTable
+from runtime.streams import Completion
+from telemetry.memory import MemoryStore
+from telemetry.store import RankState
+
+DEADLINE_S = 30.0
+NEVER = 10**9  # questions to a vote before it answers
+MOST_STEPS_ALONE = 4
+SHORT_S = 0.3  # for a vote that never comes
+NUM_LAYERS, NUM_EXPERTS = 2, 8
+# Two hosts of two ranks, three slots each: four replicas beside the eight experts.
+TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+START = Placement(np.tile([0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
+NEXT = Placement(np.tile([0, 7, 6, 2, 5, 4, 3, 1, 6, 5, 7, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
+STAGE = StageSettings(preload_deadline_s=5.0)
+names = itertools.count()
+
+
+class Clockwork:
+    """A dispatcher's step counter without a dispatcher."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Sink:
+    """Takes samples, and reports to the store."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def offer(self, sample: LoadSample) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        self._store.report(state)
+
+
+class Notes:
+    """The journals of all ranks: why each of them wanted a plan dropped, or froze."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        if what in ("wants abort", "frozen"):
+            self.reasons.append(str(detail["reason"]))
+
+
+@dataclass
+class Group:
+    store: MemoryStore
+    checkpoint: Checkpoint
+    slab: HostSlab
+    digests: torch.Tensor
+    agents: list[RankAgent] = field(default_factory=list)
+    banks: list[ExpertBank] = field(default_factory=list)
+    clocks: list[Clockwork] = field(default_factory=list)
+    journal: Notes = field(default_factory=Notes)
+    votes: LocalVotes = field(default_factory=lambda: LocalVotes(4))
+
+    def step(self) -> None:
+        """One step of every rank; between two steps all serve one placement, byte by byte."""
+        for agent, clock in zip(self.agents, self.clocks, strict=True):
+            agent.step()
+            clock.steps += 1
+        assert len({agent.placement.hash for agent in self.agents}) == 1
+        self.check_bytes()
+
+    def steps_alone(self, rank: int) -> None:
+        """Step one rank for as long as it agrees to."""
+        for _ in range(MOST_STEPS_ALONE):
+            self.agents[rank].step()
+            self.clocks[rank].steps += 1
+
+    def step_until(self, what: str, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s: {self.told()}"
+            self.step()
+
+    def check_bytes(self) -> None:
+        """Every live slot of every rank holds the expert that the rank says it holds."""
+        for agent, bank in zip(self.agents, self.banks, strict=True):
+            for layer, slot, expert in agent.held():
+                expected = tuple(self.digests[layer, expert].tolist())
+                assert bank.digest(layer, slot) == expected, (layer, slot, expert)
+
+    def publish(self, target: Placement) -> Migration:
+        migration = migration_to(self.agents[0].placement, target, self.store.next_plan_id())
+        self.store.publish(migration)
+        return migration
+
+    def moves_to(self, target: Placement) -> None:
+        """Bring the group to another placement, whatever it has been through."""
+        generation = self.generation()
+        self.publish(target)
+        self.step_until("commit", lambda: self.generation() > generation)
+        self.is_settled(target.slot_to_expert)
+
+    def drops(self, target: Placement, reason: str) -> None:
+        """Offer a plan that must be dropped on every rank, and the reason be told."""
+        self.publish(target)
+        self.step_until("end of the plan", lambda: self.store.published() is None)
+        self.step_until("quiet", lambda: {agent.phase for agent in self.agents} == {"idle"})
+        assert reason in self.told(), self.told()
+        self.is_settled()
+
+    def is_settled(self, expected: object = None) -> None:
+        """The store names the one placement that all ranks hold, and nobody is frozen."""
+        committed = self.store.committed()
+        assert committed is not None
+        found = {(agent.placement.generation, agent.placement.hash) for agent in self.agents}
+        assert found == {(committed.placement.generation, committed.placement.hash)}
+        assert [agent.describe().detail["frozen"] for agent in self.agents] == [""] * 4
+        self.check_bytes()
+        if expected is not None:
+            assert np.array_equal(committed.placement.slot_to_expert, np.asarray(expected))
+
+    def generation(self) -> int:
+        committed = self.store.committed()
+        assert committed is not None
+        return committed.placement.generation
+
+    def told(self) -> str:
+        """What events and journals say of the ends of plans.
+
+        The event is that of the rank that wrote first, which may know only that another asked.
+        """
+        ends = ("abort", "reject")
+        found = [event.detail["reason"] for event in self.store.events() if event.kind in ends]
+        return "; ".join(found + self.journal.reasons)
+
+    def stage(self, name: str) -> int:
+        return sum(int(agent.describe().detail["stage"][name]) for agent in self.agents)
+
+
+def migration_to(base: Placement, target: Placement, plan_id: int) -> Migration:
+    pace = Pace(staging_experts=4)
+    return build_migration(base, target, TOPOLOGY, plan_id=plan_id, pace=pace)
+
+
+MakeGroup = Callable[..., Group]
+WrapVotes = Callable[[int, VoteGroup], VoteGroup]
+
+
+def as_they_are(rank: int, votes: VoteGroup) -> VoteGroup:
+    return votes
+
+
+@pytest.fixture
+def make_group(
+    small_checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
+) -> Iterator[MakeGroup]:
+    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, transport_slab)``."""
+    with ExitStack() as stack:
+
+        def make(
+            wrap_votes: WrapVotes = as_they_are,
+            *,
+            deadline_s: float = DEADLINE_S,
+            wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
+            slab_of_transport: SlabAddress | None = None,
+            slab_settings: SlabSettings | None = None,
+        ) -> Group:
+            weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
+            address = SlabAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
+            slab = HostSlab(address, weights, small_model, small_schema, slab_settings)
+            stack.callback(slab.close)
+            size = small_schema.record_bytes
+
+            def reader(of: SlabAddress) -> SlabReader:
+                made = SlabReader(of, NUM_EXPERTS, size, deadline_s=DEADLINE_S)
+                stack.callback(made.close)
+                return made
+
+            digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
+            banks = [ExpertBank(small_schema, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
+            for rank, bank in enumerate(banks):
+                held = START.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
+                filled = fill_bank(bank, held, reader(address), deadline_s=DEADLINE_S)
+                for (layer, expert), found in filled.items():
+                    digests[layer, expert] = torch.tensor(found)
+            group = Group(MemoryStore("test"), weights, slab, digests, banks=banks)
+            group.store.commit(START, expected=None, reason="start")
+            settings = AgentSettings(
+                "test", "run", TOPOLOGY, sample_steps=4, vote_deadline_s=deadline_s, stage=STAGE
+            )
+            votes = group.votes
+            handles = {rank: bank.handle for rank, bank in enumerate(banks)}
+            for rank, bank in enumerate(banks):
+                clock, counter = Clockwork(), SlotCounter(NUM_LAYERS, 3)
+                table = RoutingTable(START, max_replicas=4)
+                memory = RankMemory(rank, bank, reader(slab_of_transport or address), 2)
+                transport = PullTransport(memory, SharedPeers(rank, TOPOLOGY, bank, handles))
+                links = Links(
+                    wrap_votes(rank, votes.member(rank)),
+                    wrap_transport(transport),
+                    group.store,
+                    Sink(group.store),
+                    journal=group.journal,
+                )
+                parts = RankParts(rank, bank, table, counter, clock, digests)
+                agent = RankAgent(settings, parts, links, START)
+                group.agents.append(agent)
+                group.clocks.append(clock)
+                agent.start()
+            stack.callback(close_all, group)
+            return group
+
+        yield make
+
+
+def close_all(group: Group) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(RankAgent.close, group.agents))
+
+
+# -- votes that are late, lost or repeated
+
+
+class LateVotes:
+    """Votes that are answered late: each tells its value only after some questions."""
+
+    def __init__(self, votes: VoteGroup, draw: Callable[[], int]) -> None:
+        self._votes, self._draw = votes, draw
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        return LateVote(self._votes.cast(ballot), self._draw())
+
+    def dead(self) -> frozenset[int]:
+        return self._votes.dead()
+
+    def close(self) -> None:
+        self._votes.close()
+
+
+class LateVote:
+    def __init__(self, vote: PendingVote, questions: int) -> None:
+        self._vote, self._left = vote, questions
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        self._left -= 1
+        return (Outcome.LATE, []) if self._left >= 0 else self._vote.poll(timeout_s)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_votes_that_every_rank_reads_at_another_time_mix_no_two_placements(
+    make_group: MakeGroup, seed: int
+) -> None:
+    draw = random.Random(seed)
+    group = make_group(lambda _, votes: LateVotes(votes, lambda: draw.choice((0, 0, 1, 2, 5))))
+
+    for target in (NEXT, START, NEXT):
+        group.moves_to(target)
+
+
+def test_a_rank_whose_votes_are_always_late_holds_up_nobody_s_placement(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(lambda rank, votes: LateVotes(votes, lambda: 3 * (rank == 2)))
+
+    group.moves_to(NEXT)
+    assert [event.kind for event in group.store.events()] == ["commit", "publish", "commit"]
+
+
+class RepeatedVotes:
+    """Votes of which every ballot arrives twice, and every value may be asked for again."""
+
+    def __init__(self, votes: LocalVotes, rank: int) -> None:
+        self._all, self._votes, self._rank = votes, votes.member(rank), rank
+        self._number = -1
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        self._number += 1
+        pending = self._votes.cast(ballot)
+        self._all.add(self._rank, self._number, list(ballot))
+        return pending
+
+    def dead(self) -> frozenset[int]:
+        return self._votes.dead()
+
+    def close(self) -> None:
+        self._votes.close()
+
+
+def test_ballots_that_arrive_twice_count_once(make_group: MakeGroup) -> None:
+    votes = LocalVotes(4)
+    group = make_group(lambda rank, _: RepeatedVotes(votes, rank))
+
+    for target in (NEXT, START):
+        group.moves_to(target)
+    assert group.generation() == 2
+
+
+@pytest.mark.parametrize("vote", range(1, 5))
+def test_a_lost_vote_stops_every_rank_in_words_before_two_placements_meet(
+    make_group: MakeGroup, vote: int
+) -> None:
+    """Rank 2 never hears of one vote in mid-migration. It must not serve on, nor may the others."""
+
+    def lose(rank: int, votes: VoteGroup) -> VoteGroup:
+        numbers = itertools.count()
+        return LateVotes(votes, lambda: NEVER if rank == 2 and next(numbers) == vote else 0)
+
+    group = make_group(lose, deadline_s=SHORT_S)
+    group.publish(NEXT)
+
+    # Every step that all ranks make is checked; the first that one refuses is no forward pass.
+    with pytest.raises(RankError, match=r"rank 2: the vote of step \d+ is late at step \d+"):
+        group.step_until("refusal", lambda: False)
+    group.votes.kill(2)  # its process ends with that error
+    for rank in (0, 1, 3):
+        with pytest.raises(RankError, match=f"rank {rank}: rank 2 died"):
+            group.steps_alone(rank)
+    group.check_bytes()
+
+
+# -- bytes
+
+
+def test_a_host_record_damaged_in_memory_is_read_again_and_never_served(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group()
+    damage_everything(group)
+
+    group.moves_to(NEXT)
+    assert group.stage("num_wrong_digests") > 0
+    assert group.slab.stats().damaged == 0  # the disk's bytes were right
+
+
+def damage_everything(group: Group) -> None:
+    """Turn a byte of each record that the slab holds, through its descriptor, as a stray write."""
+    memory = slab_memory(group)
+    with Path(f"/proc/self/fd/{memory}").open("r+b", buffering=0) as arena:
+        size = os.fstat(arena.fileno()).st_size
+        for at in range(17, size, 4096):
+            os.pwrite(arena.fileno(), bytes([os.pread(arena.fileno(), 1, at)[0] ^ 255]), at)
+
+
+def slab_memory(group: Group) -> int:
+    """A descriptor of the slab's memory."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return next(int(link.name) for link in links if "memfd:eplb-slab" in str(link.readlink()))
+
+
+class Damaging:
+    """A way on which the first bytes of every record are damaged, once."""
+
+    def __init__(self, transport: WeightTransport) -> None:
+        self._transport, self._seen = transport, set[Record]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        completion = self._transport.pull(record, place, offset, into)
+        if record not in self._seen:
+            self._seen.add(record)
+            into[7] ^= 255
+        return completion
+
+
+def test_a_staged_expert_that_was_damaged_on_its_way_is_staged_again(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(wrap_transport=Damaging)
+
+    group.moves_to(NEXT)
+    size = group.banks[0].schema.record_bytes
+    rejected = [agent.describe().detail["bytes_by_source"]["rejected"] for agent in group.agents]
+    # Ranks 0 and 2 get two other experts in each of two layers, ranks 1 and 3 one.
+    assert [found // size for found in rejected] == [4, 2, 4, 2]
+
+
+def test_weights_cut_short_while_serving_drop_the_plan_and_mended_ones_are_served(
+    make_group: MakeGroup,
+) -> None:
+    # A host that keeps eight of sixteen records has to go back to the disk for some.
+    group = make_group(slab_settings=SlabSettings(mode="ring", ring_records=8))
+    contents = {path: path.read_bytes() for path in group.checkpoint.path.glob("*.safetensors")}
+    for path in contents:
+        os.truncate(path, 10)
+
+    group.drops(NEXT, "is truncated: 10 bytes, expected")
+    for path, content in contents.items():
+        path.write_bytes(content)
+    group.moves_to(NEXT)
+
+
+SMALL_HOST = """
+import signal, sys
+from pathlib import Path
+from eplb.model import ModelShape
+from rebalance.slab import HostSlab, SlabAddress, SlabSettings
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+
+weights, memory, name = sys.argv[1:]
+model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
+settings = SlabSettings(memory_folder=Path(memory))
+schema = ExpertSchema.swiglu(16, 8)
+slab = HostSlab(SlabAddress(name, b"key"), Checkpoint(Path(weights)), model, schema, settings)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[SlabAddress]:
+    """A preload process whose memory is a tmpfs of two records, in a name space of its own."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    mount = f"mount -t tmpfs -o size=8k none {memory}"
+    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*own, mount], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs in a name space")
+    script = tmp_path / "script.py"
+    script.write_text(SMALL_HOST)
+    name = f"matrix-{os.getpid()}-small"
+    process = subprocess.Popen(
+        [
+            *own,
+            f"{mount} && exec {sys.executable} {script} {small_checkpoint.path} {memory} {name}",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        yield SlabAddress(name, b"key")
+        process.kill()
+
+
+def test_a_host_without_shared_memory_drops_the_plan_in_words_and_goes_on_with_what_fits(
+    make_group: MakeGroup, small_host: SlabAddress, capfd: pytest.CaptureFixture[str]
+) -> None:
+    group = make_group(slab_of_transport=small_host)
+
+    group.drops(NEXT, "preload on host matrix-")  # of each rank that found no room, and why
+    assert "[Errno 28] No space left on device" in group.told() + capfd.readouterr().err
+    held = START.slot_to_expert.copy()
+    held[0, 0] = 1  # in place of a replica; from the host, which has room for two records
+    held[0, 1] = 0
+    fits = Placement(held, NUM_EXPERTS)
+    deadline = time.monotonic() + DEADLINE_S
+    while group.generation() == 0:  # memory may be found missing once more, entry by entry
+        assert time.monotonic() < deadline, group.told()
+        group.publish(fits)
+        group.step_until("end of the plan", lambda: group.store.published() is None)
+    group.is_settled(held)
+
+
+# -- plans that must not be
+
+
+def test_a_plan_with_a_stale_base_is_refused_by_the_store_and_moves_nothing(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group()
+    stale = migration_to(START, NEXT, plan_id=7)
+    group.moves_to(NEXT)
+
+    with pytest.raises(StaleGeneration, match=r"plan 7 starts from generation 0 .* found gen"):
+        group.store.publish(stale)
+    for agent in group.agents:
+        agent.hear(group.store.control(), stale)  # as from a store that let it pass
+    for _ in range(6):
+        group.step()
+    group.is_settled(NEXT.slot_to_expert)
+
+
+@pytest.mark.parametrize(
+    ("expert", "sentence"),
+    [(9, "layer 0 slot 1 holds expert 9, expected"), (2, "layer 0: expert 1 has no slot")],
+)
+def test_a_plan_for_an_unknown_expert_or_without_a_last_replica_cannot_be_made(
+    expert: int, sentence: str
+) -> None:
+    held = START.slot_to_expert.copy()
+    held[0, 1] = expert
+
+    with pytest.raises(PlacementError, match=sentence):
+        Placement(held, NUM_EXPERTS)
+
+
+def forged(migration: Migration, change: Callable[[Move], Move | None]) -> Migration:
+    """A migration whose moves are not the way to its target: by a bug, or another maker."""
+    first, *others = migration.transactions
+    rounds = tuple(
+        tuple(changed for move in one if (changed := change(move))) for one in first.rounds
+    )
+    return replace(migration, transactions=(replace(first, rounds=rounds), *others))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda m: replace(m, expert=99), id="unknown"),
+        pytest.param(lambda m: replace(m, expert=(m.expert + 1) % NUM_EXPERTS), id="another"),
+        pytest.param(lambda m: None if m.dst_slot == 1 else m, id="missing"),
+    ],
+)
+def test_moves_that_do_not_lead_to_the_target_are_no_migration(
+    change: Callable[[Move], Move | None],
+) -> None:
+    with pytest.raises(MigrationError, match=r"plan 1: its moves bring expert .* its target's"):
+        forged(migration_to(START, NEXT, 1), change)

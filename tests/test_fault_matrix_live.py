@@ -1,0 +1,348 @@
+"""The fault matrix on a demo's processes: killed in a state of the phase machine, or damaged.
+
+A state is held from outside. A rank that is stopped (SIGSTOP) stays where it is, and its journal,
+which it writes as it goes, says where. The host's preload process, stopped, keeps a plan that needs
+a record of it in ``preload``, and in ``aborted`` if it is withdrawn then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rebalance.journal import JOURNAL_FOLDER
+from telemetry import open_store
+from telemetry.store import Control, LoadStore
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
+STATES = ("idle", "preload", "stage", "swap", "aborted")
+DEADLINE_S = 60.0
+HEARD_S = 0.5  # by then every rank has heard of a switch, and has said so
+# Larger experts than the smallest demo's, so that staging takes long enough to be met in it.
+LARGER = {"hidden": 64, "intermediate": 1024, "restart_after_death": 20}
+
+StartDemo = Callable[..., Any]
+
+
+class Whereabouts:
+    """State of the phase machine of one rank, by what its journal says so far."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._read, self._run, self.facts = 0, "", set[str]()
+
+    def phase(self) -> str:
+        with self._journal.open("rb") as file:
+            file.seek(self._read)
+            whole, _, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + 1 if whole else 0
+        for line in whole.splitlines():
+            entry = json.loads(line)
+            if entry["run"] != self._run:
+                self._run, self.facts = entry["run"], set()
+            self._take(entry["what"])
+        return self._found()
+
+    def _take(self, what: str) -> None:
+        if what in ("committed", "drained"):
+            self.facts.clear()
+        elif what == "swap ordered":
+            self.facts.discard("staged")
+        elif what in ("plan seen", "preloaded", "adopted by all", "staged", "aborted"):
+            self.facts.add(what)
+
+    def _found(self) -> str:
+        if not self.facts or "aborted" in self.facts:
+            return "aborted" if self.facts else "idle"
+        if {"preloaded", "adopted by all"} <= self.facts:
+            return "swap" if "staged" in self.facts else "stage"
+        return "preload"
+
+
+class Patient:
+    """A demo that serves, its store, and where the two ranks of host 0 are."""
+
+    def __init__(self, demo: Any, store: LoadStore) -> None:
+        self.demo, self.store = demo, store
+        folder = demo.state_dir / JOURNAL_FOLDER
+        self._ranks = {rank: Whereabouts(folder / f"rank-000{rank}.jsonl") for rank in (0, 1)}
+
+    def wait_for(self, what: str, look: Callable[[], Any], *, pause_s: float = 0.05) -> Any:
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := look()) is None or found is False:
+            assert self.demo.process.poll() is None, f"ended before {what}; {self.demo.told()}"
+            assert time.monotonic() < deadline, f"no {what} in time; {self.demo.told()}"
+            time.sleep(pause_s)  # a file that grows, or a process's end: no event of the store
+        return found
+
+    def pid(self, title: str) -> int:
+        pids = sorted(pid for pid, found in self.demo.processes().items() if found == title)
+        return int(pids[0])
+
+    @contextmanager
+    def held_in(self, state: str) -> Iterator[str]:
+        """Hold a rank of host 0 in a state, and the whole group, which waits for its tokens.
+
+        Gives the rank's title.
+        """
+        with ExitStack() as stack:
+            if state in ("preload", "aborted"):
+                stack.enter_context(stopped(self.pid("preload process")))
+            if state == "aborted":
+                self.wait_for("preload to abort", self._withdraw_in_preload)
+            if state == "idle":
+                self.switch(movement=False)
+            rank, pid = self.wait_for(state, lambda: self._stop_in(state), pause_s=0.0)
+            try:
+                yield f"rank {rank}"
+            finally:
+                go_on(pid)
+        if state == "idle":
+            self.switch(movement=True)
+
+    def _in_preload(self) -> list[int]:
+        """Ranks that only their host keeps in preload: all others work on the plan too."""
+        phases = {rank: where.phase() for rank, where in self._ranks.items()}
+        adopted = [rank for rank in phases if "adopted by all" in self._ranks[rank].facts]
+        return [rank for rank in adopted if phases[rank] == "preload"]
+
+    def _withdraw_in_preload(self) -> bool:
+        found = self.store.published()
+        if found is None or not self._in_preload():
+            return False
+        return self.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
+
+    def _stop_in(self, state: str) -> tuple[int, int] | None:
+        """Stop a rank that seems to be there, and let it go on if it is further by then."""
+        for rank, where in self._ranks.items():
+            is_there = rank in self._in_preload() if state == "preload" else where.phase() == state
+            if is_there:
+                pid = self.pid(f"rank {rank}")
+                os.kill(pid, signal.SIGSTOP)
+                if where.phase() == state:
+                    return rank, pid
+                go_on(pid)
+        return None
+
+    # -- what must be right afterwards
+
+    def switch(self, *, movement: bool) -> None:
+        self.store.set_control(Control(movement=movement), reason="the fault matrix")
+
+    def rebalances_again(self) -> None:
+        """Wait for a plan that is published from now on to be committed."""
+        since = self.events()[-1].id
+
+        def is_committed() -> bool:
+            plans: dict[str, set[int]] = {"publish": set(), "commit": set()}
+            for event in self.events(since):
+                if event.kind in plans:
+                    plans[event.kind].add(event.detail["plan_id"])
+            return not plans["publish"].isdisjoint(plans["commit"])
+
+        self.wait_for("rebalance", is_committed)
+
+    def all_hold_what_is_committed(self) -> None:
+        """With movement off every rank is idle at the store's generation, and nothing leaks."""
+        self.switch(movement=False)
+        begun = time.time()
+
+        def is_so() -> bool:
+            info, committed = self.store.current_run(), self.store.committed()
+            assert info is not None
+            assert committed is not None
+            states = self.store.rank_states(info.run)
+            assert not any(state.detail.get("frozen") for state in states), self.demo.told()
+            found = {(state.phase, state.generation) for state in states}
+            is_fresh = all(state.time > begun + HEARD_S for state in states)
+            return is_fresh and found == {("idle", committed.placement.generation)}
+
+        self.wait_for("one generation on all ranks", is_so)
+        assert not orphaned_memory(self.demo.processes())
+        self.switch(movement=True)
+
+    def events(self, after: int = 0) -> list[Any]:
+        return self.store.events(after=after, limit=1_000_000)
+
+    def wrong_digests(self) -> int:
+        """What the ranks have rejected of what was staged, by their own reports."""
+        info = self.store.current_run()
+        assert info is not None
+        states = self.store.rank_states(info.run)
+        return sum(int(state.detail["stage"]["num_wrong_digests"]) for state in states)
+
+    def errors(self) -> list[str]:
+        return [event.detail["message"] for event in self.events() if event.kind == "error"]
+
+    def hears_of_errors(self, number: int) -> None:
+        self.wait_for("news of the kill", lambda: len(self.errors()) == number)
+
+    def num_descriptors(self) -> int:
+        """Open files of the demo's own process, which outlives what is killed."""
+        return len(list(Path(f"/proc/{self.demo.process.pid}/fd").iterdir()))
+
+    def halts_right(self) -> dict[str, Any]:
+        """Halt it; all its answers were right, and it counts what it went through."""
+        self.demo.process.send_signal(signal.SIGINT)
+        assert self.demo.ends() == 0, self.demo.told()
+        assert "Traceback" not in self.demo.errors
+        summary: dict[str, Any] = self.demo.summary()
+        assert summary["reference_checks"] > 0
+        assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+        return summary
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        go_on(pid)
+
+
+def go_on(pid: int) -> None:
+    """Let a stopped process go on, unless it was killed meanwhile."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def memory_of(pid: int) -> list[Path]:
+    """Descriptors of a process's own shared memory."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if "memfd:eplb" in str(link.readlink())]
+
+
+def orphaned_memory(pids: Any) -> set[int]:
+    """Shared memory that these processes map and none of them owns, by inode."""
+    mapped, owned = set(), set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            owned |= {link.stat().st_ino for link in memory_of(pid)}
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended just now
+        mapped |= {int(line.split()[4]) for line in lines if "/memfd:eplb" in line}
+    return mapped - owned
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture
+def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Patient]]:
+    """Start a demo that serves until halted, and wait until it rebalances."""
+    with ExitStack() as stack:
+
+        def start(*flags: str) -> Patient:
+            demo = start_demo(tmp_path, "--serve", *flags, *TEXT, **LARGER)
+            demo.sees("the start", lambda store: store.current_run())
+            store = open_store(demo.state_dir / "store.sqlite", "demo")
+            patient = Patient(demo, stack.enter_context(closing(store)))
+            patient.rebalances_again()
+            return patient
+
+        names = shared_memory()
+        yield start
+        assert shared_memory() <= names
+
+
+def damage_host_records(pid: int) -> None:
+    """Turn a byte of each page that the host holds of records, as a stray write would."""
+    memory = next(link for link in memory_of(pid) if "eplb-slab" in str(link.readlink()))
+    with memory.open("r+b", buffering=0) as arena:
+        for at in range(17, os.fstat(arena.fileno()).st_size, 4096):
+            byte = os.pread(arena.fileno(), 1, at)
+            if byte != b"\0":  # a place that was never filled holds nothing to damage
+                os.pwrite(arena.fileno(), bytes([byte[0] ^ 255]), at)
+
+
+def test_a_damaged_host_a_slow_rank_and_a_killed_controller_cost_no_right_answer(
+    serve: Callable[..., Patient],
+) -> None:
+    patient = serve()
+    damage_host_records(patient.pid("preload process"))
+    with patient.held_in("swap"):
+        patient.demo.kill("controller")
+        patient.hears_of_errors(1)
+    patient.wait_for("a damaged record to be met", lambda: patient.wrong_digests() > 0)
+    patient.rebalances_again()
+    patient.all_hold_what_is_committed()
+
+    assert patient.errors() == ["the controller was killed by SIGKILL; it is started again"]
+    assert patient.halts_right()["controller_restarts"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_controller_killed_in_any_state_is_followed_by_one_that_goes_on(
+    serve: Callable[..., Patient],
+) -> None:
+    patient = serve()
+    descriptors = patient.num_descriptors()
+    for number, state in enumerate(STATES, start=1):
+        with patient.held_in(state):
+            patient.demo.kill("controller")
+            patient.hears_of_errors(number)
+        patient.rebalances_again()
+        patient.all_hold_what_is_committed()
+
+    assert patient.num_descriptors() == descriptors
+    assert patient.errors() == ["the controller was killed by SIGKILL; it is started again"] * 5
+    assert patient.halts_right()["controller_restarts"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_killed_in_any_state_is_survived(serve: Callable[..., Patient]) -> None:
+    patient, killed = serve(), list[str]()
+    descriptors = patient.num_descriptors()
+    for number, state in enumerate(STATES, start=1):
+        with patient.held_in(state) as title:
+            os.kill(patient.pid(title), signal.SIGKILL)
+            killed.append(title)
+        patient.hears_of_errors(number)
+        patient.rebalances_again()
+        patient.all_hold_what_is_committed()
+        record = patient.store.recovery()
+        assert record is not None
+        assert record.reason == f"{title} died"
+
+    assert patient.num_descriptors() == descriptors
+    assert patient.errors() == [f"{t} was killed by SIGKILL; all ranks start again" for t in killed]
+    assert patient.halts_right()["deaths"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_preload_process_killed_in_any_state_ends_the_demo_and_the_next_start_is_right(
+    serve: Callable[..., Patient],
+) -> None:
+    patient = serve()
+    for state in STATES:
+        with patient.held_in(state):
+            os.kill(patient.pid("preload process"), signal.SIGKILL)
+        sentence = "eplb: the preload process of host 0 was killed by SIGKILL, the demo cannot go"
+        assert patient.demo.ends() == 2, patient.demo.told()
+        assert patient.demo.errors.splitlines()[-1].startswith(sentence)
+        assert "Traceback" not in patient.demo.errors
+        committed = patient.store.committed()
+        assert committed is not None
+        patient = serve("--resume")
+        known = [line.placement.hash for line in patient.store.placements(limit=1000)]
+        assert committed.placement.hash in known  # it went on from there
+        patient.all_hold_what_is_committed()
+
+    patient.halts_right()
