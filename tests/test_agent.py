@@ -146,8 +146,9 @@ def group() -> Iterator[Group]:
     for agent in made.agents:
         agent.start()
     yield made
-    for agent in made.agents:
-        agent.close()
+    # At once: each waits for its watcher's turn to end.
+    with ThreadPoolExecutor(len(made.agents)) as pool:
+        list(pool.map(lambda agent: agent.close(), made.agents))
 
 
 def committed_generation(group: Group) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +171,9 @@ def group() -> Iterator[Group]:
     for agent in made.agents:
         agent.start()
     yield made
-    for agent in made.agents:
-        agent.close()
+    # At once: each waits for its watcher's turn to end.
+    with ThreadPoolExecutor(len(made.agents)) as pool:
+        list(pool.map(lambda agent: agent.close(), made.agents))
 
 
 def committed_generation(group: Group) -> int:

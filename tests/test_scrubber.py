@@ -212,8 +212,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     yield made
     for gate in made.gates:
         gate.set()
-    for agent in made.agents:
-        agent.close()
+    # At once: each waits for its watcher's turn to end.
+    with ThreadPoolExecutor(len(made.agents)) as pool:
+        list(pool.map(lambda agent: agent.close(), made.agents))
 
 
 def a_scrubber() -> Scrubber:
