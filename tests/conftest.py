@@ -206,8 +206,11 @@ class DemoProcess:
         deadline = time.monotonic() + DEMO_DEADLINE_S
         version = -1
         with closing(open_store(self.state_dir / "store.sqlite", "demo")) as store:
-            while not (found := look(store)):
-                assert self.process.poll() is None, f"ended before {what}; {self.told()}"
+            while True:
+                has_ended = self.process.poll() is not None  # first: what it wrote last counts
+                if found := look(store):
+                    break
+                assert not has_ended, f"ended before {what}; {self.told()}"
                 assert time.monotonic() < deadline, f"no {what} in time; {self.told()}"
                 version = store.wait(version, 0.2)
             return found

@@ -390,6 +390,7 @@ def commits(store: LoadStore) -> int:
     return committed.placement.generation
 
 
+@pytest.mark.slow
 def test_one_death_more_than_allowed_ends_the_demo_in_words(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:

@@ -269,6 +269,7 @@ def damage_host_records(pid: int) -> None:
                 os.pwrite(arena.fileno(), bytes([byte[0] ^ 255]), at)
 
 
+@pytest.mark.slow
 def test_a_damaged_host_a_slow_rank_and_a_killed_controller_cost_no_right_answer(
     serve: Callable[..., Patient],
 ) -> None:
