@@ -4,6 +4,9 @@ A verdict is the same for all who read it, but a death can keep some survivors f
 two survivors are more than one verdict apart, because a rank casts its next vote only after it has
 read the last. Whoever is behind still holds the staged bytes of what the others swapped: a swap
 needs every rank's bytes. So the way to one placement is forward, and nothing is ever undone.
+
+The store may know more than any survivor: whoever read the last verdict of a migration alone has
+perhaps had its end written down before it died. What is committed is what survivors go to.
 """
 
 from __future__ import annotations
@@ -49,8 +52,20 @@ class Recovery:
     time: float
 
 
+@dataclass(frozen=True)
+class WrittenEnd:
+    """The end of a migration that the store has as committed."""
+
+    plan_id: int
+    applied: int  # transactions of it
+    generation: int  # of what is committed
+
+
 def decide(
-    words: Sequence[LastWords], dead: Collection[int], silent: Collection[int] = ()
+    words: Sequence[LastWords],
+    dead: Collection[int],
+    silent: Collection[int] = (),
+    written: WrittenEnd | None = None,
 ) -> Recovery:
     """Draw the one conclusion that every survivor draws from the same words.
 
@@ -58,6 +73,7 @@ def decide(
         words: of every survivor; those of ranks that died since are left out of account.
         dead: ranks that are gone.
         silent: ranks that said nothing in time; they count as dead.
+        written: how the migration that survivors are at has ended, if the store says that it has.
 
     Raises:
         RankError: no placement fits all that was said; only a restart from the store can help.
@@ -75,7 +91,7 @@ def decide(
                     f"ranks {first.rank} and {said.rank} survive with {name} "
                     f"{getattr(first, name)} and {getattr(said, name)}, expected the same"
                 )
-    plan_id, applied, generation = _ended(alive)
+    plan_id, applied, generation = _ended(alive, written)
     return Recovery(
         membership=first.membership + 1,
         run=first.run,
@@ -88,9 +104,11 @@ def decide(
     )
 
 
-def _ended(alive: Sequence[LastWords]) -> tuple[int, int, int]:
+def _ended(alive: Sequence[LastWords], written: WrittenEnd | None) -> tuple[int, int, int]:
     """(plan id, transactions applied, generation) that all of them can reach."""
     newest = max(alive, key=lambda said: said.generation)
+    if written is not None and written.generation > newest.generation:
+        return _reachable(alive, written.plan_id, written.applied, written.generation)
     if min(said.generation for said in alive) < newest.generation:
         # Some have read the verdict that ended a migration, others have not.
         return _reachable(alive, newest.closed_plan_id, newest.closed_applied, newest.generation)

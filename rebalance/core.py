@@ -68,7 +68,7 @@ def make_core(
         placement: what serves at the start.
         listener: whom the watcher's thread tells what the store says.
     """
-    steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s)
+    steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s, links.monotonic)
     diary = Diary(links.journal, lambda: steps.last)
     box = PhaseBox(RankPhase(generation=placement.generation), diary.note_change)
     mover = Mover(
@@ -76,6 +76,7 @@ def make_core(
         links.transport,
         settings.stage,
         dead=links.votes.dead,
+        clock=links.monotonic,
         beat=watchdog.mover,
     )
     return RankCore(
@@ -90,7 +91,7 @@ def make_core(
         mover,
         _sampler(settings, parts, links),
         Voter(parts.rank, links.votes, settings.vote_deadline_s),
-        Watcher(links.store, listener, mover, box, links.reporter, watchdog),
+        links.threads(links.store, listener, mover, box, links.reporter, watchdog),
     )
 
 

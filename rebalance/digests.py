@@ -13,7 +13,7 @@ import torch
 
 from eplb.errors import MigrationError, RankError
 from rebalance.slab import Digest
-from rebalance.transport import Record, VoteGroup
+from rebalance.transport import PendingVote, Record, VoteGroup
 from rebalance.vote import Outcome
 
 _HIGHEST = torch.iinfo(torch.int64).max
@@ -33,13 +33,27 @@ def agree_on_digests(
         MigrationError: two ranks hold different bytes for one expert.
         RankError: a rank died or missed the deadline.
     """
+    vote = cast_digests(mine, num_layers, num_experts, votes)
+    return agreed_digests(vote, num_layers, num_experts, deadline_s=deadline_s)
+
+
+def cast_digests(
+    mine: Mapping[Record, Digest], num_layers: int, num_experts: int, votes: VoteGroup
+) -> PendingVote:
+    """Tell the other ranks what this one holds."""
     smallest = torch.full((num_layers, num_experts, 2), _HIGHEST, dtype=torch.int64)
     # The complement turns the order around without an overflow: its smallest is of the largest.
     complement = torch.full_like(smallest, _HIGHEST)
     for (layer, expert), digest in mine.items():
         smallest[layer, expert] = torch.tensor(digest)
         complement[layer, expert] = ~smallest[layer, expert]
-    vote = votes.cast(torch.stack([smallest, complement]).flatten().tolist())
+    return votes.cast(torch.stack([smallest, complement]).flatten().tolist())
+
+
+def agreed_digests(
+    vote: PendingVote, num_layers: int, num_experts: int, *, deadline_s: float
+) -> torch.Tensor:
+    """Read what all ranks have told; see ``agree_on_digests``."""
     outcome, reduced = vote.poll(deadline_s)
     if outcome is not Outcome.VALUE:
         raise RankError(

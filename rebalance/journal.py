@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -226,8 +226,8 @@ def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str
 
 def _differences(before: Ballot | Verdict | None, after: Ballot | Verdict) -> dict[str, Any]:
     """Fields that changed; the step alone is no news."""
-    found = asdict(after)
-    known = asdict(replace(before)) if before is not None else {}
+    found = vars(after)
+    known = vars(before) if before is not None else {}
     return {
         name: value for name, value in found.items() if name != "step" and known.get(name) != value
     }

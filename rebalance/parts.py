@@ -14,7 +14,7 @@ from eplb.topology import Topology
 from rebalance.journal import NoJournal, Notebook
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import VoteGroup, WeightTransport
-from rebalance.watcher import SampleSink
+from rebalance.watcher import SampleSink, Watcher
 from runtime.counters import SlotCounter
 from runtime.dispatch import Dispatcher
 from runtime.experts import ExpertBank
@@ -63,6 +63,8 @@ class Links:
     reporter: SampleSink
     clock: Callable[[], float] = time.time
     journal: Notebook = field(default_factory=NoJournal)
+    monotonic: Callable[[], float] = time.monotonic  # of the mover's and the watchdog's deadlines
+    threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
 
 
 @dataclass

@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery, decide
+from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from rebalance import phases
 from rebalance.phases import Phase, RankPhase
 from rebalance.transport import GlooVotes, PendingVote, VoteGroup
-from rebalance.vote import Ballot, Outcome, Verdict
+from rebalance.vote import NO_PLAN, Ballot, Outcome, Verdict
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
@@ -121,10 +121,21 @@ def _agree(
         silent = set(range(num_ranks)) - {one.rank for one in said} - survivor.dead()
         left_s = deadline - time.monotonic()
         if not silent or left_s <= 0:
-            record = decide(said, survivor.dead(), silent)
+            record = decide(said, survivor.dead(), silent, _written_end(survivor, store, words))
             return store.recover(record, expected_membership=words.membership)
         # A moment at most: that a rank is dead is told by its lifeline, not by the store.
         store.wait(version, min(left_s, RETRY_S))
+
+
+def _written_end(survivor: Survivor, store: LoadStore, words: LastWords) -> WrittenEnd | None:
+    """What the store says of this rank's migration, if it is over: a dead rank may have told it."""
+    committed = store.committed()
+    if committed is None or committed.plan_id != words.plan_id or words.plan_id == NO_PLAN:
+        return None
+    # It was dropped where it stands here, or else finished: then every rank had prepared it all.
+    is_dropped = committed.placement.hash == survivor.placement.hash
+    applied = words.swapped if is_dropped else words.prepared
+    return WrittenEnd(words.plan_id, applied, committed.placement.generation)
 
 
 def _own_run(record: Recovery, words: LastWords) -> Recovery:

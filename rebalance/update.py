@@ -14,7 +14,7 @@ from eplb.errors import RankError
 from eplb.placement import EMPTY
 from rebalance import phases
 from rebalance.core import RankCore
-from rebalance.digests import agree_on_digests
+from rebalance.digests import agreed_digests, cast_digests
 from rebalance.phases import Phase
 from rebalance.scrub_turns import ScrubTurns
 from rebalance.swapper import Swapper
@@ -34,6 +34,11 @@ class WeightUpdate:
 
     def begin(self, version: int) -> None:
         """Stop moving experts, on every rank; see RankAgent.begin_update."""
+        for _ in self.begin_steps(version):
+            pass
+
+    def begin_steps(self, version: int) -> Iterator[str]:
+        """``begin`` in steps: names what the next one may have to wait for."""
         core, step = self._core, self._core.steps.last
         with core.box.changed:
             core.fence.begin(version)
@@ -43,9 +48,14 @@ class WeightUpdate:
         if plan is not None:
             reason = f"the weights are updated to version {version}"
             core.box.update(phases.want_abort, plan.plan_id, reason)
+        yield "vote"
         self._voting.read(step, must_finish=True)
-        while self._vote().newest_plan_id != NO_PLAN:
-            pass  # each verdict drops what was voted on, so two are enough
+        is_moving = True
+        while is_moving:  # each verdict drops what was voted on, so two are enough
+            self._voting.cast(step)
+            yield "vote"
+            is_moving = self._verdict(step).newest_plan_id != NO_PLAN
+        yield "rest"
         self._wait_until_idle()
 
     def held(self) -> Iterator[tuple[int, int, int]]:
@@ -57,15 +67,17 @@ class WeightUpdate:
 
     def end(self) -> None:
         """Serve what the engine has loaded; see RankAgent.end_update."""
+        for _ in self.end_steps():
+            pass
+
+    def end_steps(self) -> Iterator[str]:
+        """``end`` in steps: names what the next one may have to wait for."""
         core, placement = self._core, self._swapper.placement
-        digests = agree_on_digests(
-            {(layer, e): core.parts.bank.digest(layer, slot) for layer, slot, e in self.held()},
-            placement.num_layers,
-            placement.num_experts,
-            core.links.votes,
-            deadline_s=self._deadline_s,
-        )
-        core.parts.digests.copy_(digests)
+        shape = placement.num_layers, placement.num_experts
+        found = {(layer, e): core.parts.bank.digest(layer, slot) for layer, slot, e in self.held()}
+        vote = cast_digests(found, *shape, core.links.votes)
+        yield "digests"
+        core.parts.digests.copy_(agreed_digests(vote, *shape, deadline_s=self._deadline_s))
         version = core.fence.next_version
         assert version is not None, "an update ends that has begun"
         core.links.transport.serve_weights(version, self._deadline_s)
@@ -75,9 +87,8 @@ class WeightUpdate:
             core.box.changed.notify_all()
         core.watchdog.step.busy(f"after the update to weights version {version}")
 
-    def _vote(self) -> Verdict:
-        rank, step = self._core.rank, self._core.steps.last
-        self._voting.cast(step)
+    def _verdict(self, step: int) -> Verdict:
+        rank = self._core.rank
         verdict = self._voting.read(step, must_finish=True)
         assert verdict is not None, "a vote that must finish has a verdict"
         if verdict.weights_version is None:

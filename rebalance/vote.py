@@ -7,7 +7,7 @@ value, so "they differ" is the same finding on every rank. Nobody ever acts on a
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
 NO_PLAN = 0
@@ -30,7 +30,14 @@ class Ballot:
 
     def encode(self) -> list[int]:
         """The vector that is reduced with MIN."""
-        mirrored = astuple(self)[:6]
+        mirrored = (
+            self.step,
+            self.generation,
+            self.membership,
+            self.weights_version,
+            self.plan_id,
+            self.plan_hash,
+        )
         pairs = [value for field in mirrored for value in (field, -field)]
         return [*pairs, self.prepared, self.applied, -self.abort, -self.halt]
 

@@ -152,49 +152,61 @@ class Watcher:
         version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
-            self._watchdog.watcher.busy("asking the load store for news")
-            try:
-                version = self._store.wait(version, 0.0 if is_last else patience_s)
-                is_settled = self._agent.hear(self._store.control(), self._store.published())
-                patience_s = POLL_S if is_settled else SOON_S
-            except StoreError as exc:
-                log.warning("the load store failed, trying again: %s", exc)
+            heard = self.listen(version, 0.0 if is_last else patience_s)
+            if heard is None:
                 self._closing.wait(POLL_S)
-            except Exception:
-                # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
-                # adopted any more, the rank's state says so, and serving goes on.
-                log.exception("the watcher failed")
-                self._box.update(phases.freeze, "the watcher thread failed, see the log")
-                self._closing.wait(POLL_S)
+            else:
+                version, patience_s = heard
             self._sink.state(self._agent.describe())
             if is_last:
                 self._watchdog.watcher.idle("closed")
                 return
+
+    def listen(self, version: int, patience_s: float) -> tuple[int, float] | None:
+        """Hear the store's news, once.
+
+        Returns:
+            Their version, and how long to wait for the next; None if it failed.
+        """
+        self._watchdog.watcher.busy("asking the load store for news")
+        try:
+            version = self._store.wait(version, patience_s)
+            is_settled = self._agent.hear(self._store.control(), self._store.published())
+            return version, POLL_S if is_settled else SOON_S
+        except StoreError as exc:
+            log.warning("the load store failed, trying again: %s", exc)
+        except Exception:
+            # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
+            # adopted any more, the rank's state says so, and serving goes on.
+            log.exception("the watcher failed")
+            self._box.update(phases.freeze, "the watcher thread failed, see the log")
+        return None
 
     def _write_down(self) -> None:
         """Write commits and events in order, each until the store has it, or at the end once."""
         beat = self._watchdog.scribe
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
-            while True:
-                try:
-                    writing.write()
-                    break
-                except StaleGeneration as exc:
-                    # What serves here is not what the store says serves: only people can tell why.
-                    log.exception("a commit was refused")
-                    self._box.update(phases.freeze, f"a commit was refused: {exc}")
-                    break
-                except StoreError as exc:
-                    log.warning("%s failed, trying again: %s", writing.what, exc)
-                    if self._closing.wait(POLL_S):
-                        break
-                except Exception:
-                    # As above: the commits that follow must still be written.
-                    log.exception("the scribe failed")
-                    self._box.update(phases.freeze, f"{writing.what} failed, see the log")
-                    break
+            while not self.is_written(writing) and not self._closing.wait(POLL_S):
+                pass
             beat.idle()
+
+    def is_written(self, writing: Writing) -> bool:
+        """Try to write something down; False when it is to be tried again."""
+        try:
+            writing.write()
+        except StaleGeneration as exc:
+            # What serves here is not what the store says serves: only people can tell why.
+            log.exception("a commit was refused")
+            self._box.update(phases.freeze, f"a commit was refused: {exc}")
+        except StoreError as exc:
+            log.warning("%s failed, trying again: %s", writing.what, exc)
+            return False
+        except Exception:
+            # As above: the commits that follow must still be written.
+            log.exception("the scribe failed")
+            self._box.update(phases.freeze, f"{writing.what} failed, see the log")
+        return True
 
     def _move(self) -> None:
         try:

@@ -245,10 +245,10 @@ def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
         agent.pause_staging()
     group.publish(FULL)
     group.step_until(lambda: all(agent.phase == "stage" for agent in group.agents))
+    group.step_until(lambda: group.agents[0].describe().detail["stage"]["ring_in_use"] == 4)
     for _ in range(20):
         group.step()
     assert not any("peer" in a.describe().detail["bytes_by_source"] for a in group.agents)
-    assert group.agents[0].describe().detail["stage"]["ring_in_use"] == 4
 
     for agent in group.agents:
         agent.resume_staging()

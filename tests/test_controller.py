@@ -135,6 +135,18 @@ def test_a_skewed_window_is_answered_with_a_better_placement(deployment: Deploym
     assert (event.detail["generation"], event.detail["window"]) == (0, 0)
 
 
+def test_a_plan_is_made_for_the_weights_that_ranks_say_they_serve(deployment: Deployment) -> None:
+    for rank in range(2):
+        detail = {"weights_version": 3}
+        state = RankState("run-1", rank, 1.0, 4, 0, "idle", 0, 0, 1, detail)
+        deployment.store.report(state)
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert deployment.published().weights_version == 3
+
+
 def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Deployment) -> None:
     pace = Pace(mode="flip", spare_slots=1)
     deployment.serve(SKEWED)

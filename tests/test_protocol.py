@@ -15,6 +15,10 @@ In flip mode there is one layer, which every transaction changes, and a rank's s
            L L S   frees slot n, which it reads at every peer; n counts on from plan to plan
 
 The device is then a third clock: a swap is ordered at a boundary and complete some time after it.
+
+In every state with a dead rank the survivors could stop where they are and recover: what
+``eplb/recovery.py`` decides then, and ``rebalance/recovery.py`` has each of them do, is worked out
+there and then, and must bring all of them and the store to one placement.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from eplb.errors import RankError
+from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from rebalance import phases
 from rebalance.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.vote import Ballot, Verdict
+from rebalance.recovery import missed_verdicts
+from rebalance.vote import NO_PLAN, Ballot, Verdict
 
 NUM_RANKS = 3
 VOTE_EVERY = 2
@@ -41,6 +48,7 @@ NUM_SERVING = 2  # slots of a rank that serve at any time, in flip mode
 # Per layer, the plan that wrote what it serves, 0 for the start. In flip mode, which has one layer,
 # per transaction that was applied, the plan that it was of.
 Layers = tuple[int, ...]
+Missed = Callable[[RankPhase, Recovery], list[tuple[Ballot, Verdict]]]
 ReadVerdict = Callable[[RankPhase, Ballot, Verdict], tuple[RankPhase, Swap | None]]
 
 
@@ -99,6 +107,7 @@ class Rank(NamedTuple):
     halt_at: int = NONE
     has_ended: bool = False  # halted, or found a vote broken: runs no further step
     is_dead: bool = False
+    closed: tuple[int, int] = (NO_PLAN, 0)  # the plan that made its generation, how much of it
 
     @property
     def state(self) -> RankPhase:
@@ -139,6 +148,8 @@ class Scenario:
     stages_at_once: bool = False  # a broken rank: waits for no earlier transaction
     completes_early: bool = False  # a broken rank: says applied when a swap is only ordered
     adopts_early: bool = False  # a broken rank: adopts a plan while a swap is not complete
+    missed: Missed = missed_verdicts
+    is_store_asked: bool = True  # broken survivors: do not look what the dead have written
 
     def reads_after(self, number: int) -> int:
         """Transaction.reads_after of a plan's transaction, counted from 0."""
@@ -282,7 +293,8 @@ def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...
         assert state.plan is not None, "an aborted plan drains first"
         base = state.plan.base_generation
         write = Write(state.plan.plan_id, base, state.generation, rank.serving)
-        return rank._replace(to_write=(*rank.to_write, write))
+        closed = (state.plan.plan_id, state.swapped) if state.swapped else rank.closed
+        return rank._replace(to_write=(*rank.to_write, write), closed=closed)
     return rank
 
 
@@ -324,7 +336,8 @@ def committed(rank: Rank, plan: PlanRef) -> Rank:
     if rank.state.plan is None:
         serving = rank.serving
         write = Write(plan.plan_id, plan.base_generation, rank.state.generation, serving)
-        rank = rank._replace(to_write=(*rank.to_write, write))
+        closed = plan.plan_id, plan.num_transactions
+        rank = rank._replace(to_write=(*rank.to_write, write), closed=closed)
     return rank
 
 
@@ -343,6 +356,81 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
     after = after._replace(votes=tuple(sorted(votes.items())))
     check_step(after, index)
     return label, after
+
+
+# -- after a death
+
+
+def words_of(rank: Rank, index: int) -> LastWords:
+    """Survival.last_words."""
+    state = rank.state
+    plan = state.plan if state.phase is not Phase.ABORTED else None
+    return LastWords(
+        run="run",
+        rank=index,
+        membership=0,
+        generation=state.generation,
+        weights_version=0,
+        plan_id=plan.plan_id if plan else NO_PLAN,
+        plan_hash=plan.plan_hash if plan else 0,
+        swapped=state.swapped if plan else 0,
+        prepared=state.prepared if plan else 0,
+        closed_plan_id=rank.closed[0],
+        closed_applied=rank.closed[1],
+        dead=(),
+        time=0.0,
+    )
+
+
+def written_end(world: World, rank: Rank, words: LastWords) -> WrittenEnd | None:
+    """What the store says of the plan that a survivor is at."""
+    generation, serving = world.committed
+    if words.plan_id == NO_PLAN or generation != words.generation + 1:
+        return None
+    applied = words.swapped if serving == rank.serving else words.prepared
+    return WrittenEnd(words.plan_id, applied, generation)
+
+
+def recovered(scenario: Scenario, rank: Rank, record: Recovery) -> tuple[int, Layers]:
+    """Survival.take_over: the generation and what serves afterwards."""
+    state, serving = phases.freeze(rank.state, "a rank died"), rank.serving
+    for cast, verdict in scenario.missed(state, record):
+        plan = state.plan
+        state, order = phases.read_verdict(state, cast, verdict)
+        if order is None or plan is None:
+            continue
+        state = phases.finish_swap(phases.completed(state, plan.plan_id, order.last))
+        layers = range(order.first, order.last)
+        if scenario.spares:
+            serving += (plan.plan_id,) * len(layers)
+        else:
+            serving = tuple(plan.plan_id if n in layers else w for n, w in enumerate(serving))
+    return state.generation, serving
+
+
+def check_recovery(scenario: Scenario, world: World) -> None:
+    """Survivors that stop where they are end with one placement, which the store can name."""
+    alive = {n: rank for n, rank in enumerate(world.ranks) if not rank.is_dead}
+    dead = set(range(NUM_RANKS)) - alive.keys()
+    if not dead or not alive:
+        return
+    words = {n: words_of(rank, n) for n, rank in alive.items()}
+    for n, rank in alive.items():  # any of them may be the one that decides
+        written = written_end(world, rank, words[n]) if scenario.is_store_asked else None
+        try:
+            record = decide(list(words.values()), dead, (), written)
+        except RankError as exc:
+            raise Violation(f"survivors cannot agree: {exc}") from exc
+        ends = {recovered(scenario, one, record) for one in alive.values()}
+        if len(ends) > 1:
+            raise Violation(f"survivors end with {ends}")
+        ((generation, serving),) = ends
+        committed, stored = world.committed
+        if generation < committed or (generation == committed and serving != stored):
+            raise Violation(
+                f"survivors end with generation {generation} {serving}, "
+                f"the store has {committed} {stored}"
+            )
 
 
 # -- the store
@@ -564,6 +652,7 @@ def visit(scenario: Scenario, explored: Explored, front: list[World]) -> list[Wo
     reached = []
     for world in front:
         try:
+            check_recovery(scenario, world)
             following = [(what, canonical(w)) for what, w in successors(scenario, world)]
         except AssertionError as exc:  # of ours, or one that the phase machine states itself
             raise Violation(f"{exc}, after\n{explored.story(world)}") from exc
@@ -678,9 +767,16 @@ def deaf_to_aborts(
     return phases.read_verdict(state, cast, replace(verdict, abort=cast.abort))
 
 
+def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
+    """A broken survivor: it drops the plan where it stands itself."""
+    return missed_verdicts(state, replace(record, applied=0))
+
+
 @pytest.mark.parametrize(
     ("broken", "finding"),
     [
+        (Scenario((1,), deaths=1, missed=never_forward), "survivors end with"),
+        (Scenario((1,), deaths=1, is_store_asked=False), "the store has 1"),
         (Scenario((1,), read_verdict=on_its_own_flag), "run one step with"),
         (Scenario((1,), skips_when_prepared=True), "run one step with"),
         (Scenario((1,), wishes=1, read_verdict=deaf_to_aborts), "run one step with"),
@@ -691,6 +787,8 @@ def deaf_to_aborts(
         (Scenario((1, 1), spares=1, adopts_early=True), "writes slot 0, which is draining"),
     ],
     ids=[
+        "not rolled forward",
+        "store not asked",
         "own flag",
         "skipped vote",
         "deaf",

@@ -17,7 +17,7 @@ from eplb.errors import RankError, StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration, Pace, build_migration
 from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery, decide
+from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from eplb.topology import Topology
 from rebalance import phases
 from rebalance.agent import RankAgent
@@ -410,6 +410,27 @@ def test_a_migration_of_which_one_survivor_has_all_is_ended_on_every_one(group: 
 
     group.assert_one_placement([0, 1, 2], OTHER)
     assert [event.kind for event in group.store.events()][-2:].count("commit") == 1
+
+
+def test_survivors_go_to_what_a_rank_has_committed_before_it_died(group: Group) -> None:
+    kill_after_one_has_swapped(group, 3)
+    # Rank 3 lives: it was rank 0 that read the last verdict, told the store, and died.
+    group.votes._dead = {0}
+    deadline = time.monotonic() + DEADLINE_S
+    while len(group.store.placements()) == 1:
+        assert time.monotonic() < deadline
+        group.store.wait(group.store.version(), 1.0)
+    assert [swapped(agent) for agent in group.agents[1:]] == [2, 2, 2]
+
+    group.recover([1, 2, 3])
+
+    group.assert_one_placement([1, 2, 3], OTHER)
+
+
+def test_a_drop_that_a_dead_rank_has_written_down_is_what_survivors_end_with() -> None:
+    record = decide([at_plan(0, 1, 2), at_plan(1, 1, 3)], {2}, (), WrittenEnd(7, 1, generation=5))
+
+    assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
 
 
 def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:

@@ -1,0 +1,60 @@
+"""Runs schedules and prints what came of them; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+
+from benchmarks.schedules.mutants import MUTANTS
+from benchmarks.schedules.run import run_one
+
+ROWS = (
+    "schedules",
+    "plans",
+    "committed",
+    "dropped",
+    "deaths",
+    "recoveries",
+    "refusals",
+    "updates",
+    "bytes refused",
+    "turns",
+    "violations",
+    "hangs",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--trace", action="store_true", help="print every turn of every schedule")
+    parser.add_argument(
+        "--mutant", choices=MUTANTS, help="break the ranks on purpose; ends when it is found"
+    )
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # what ranks say of the faults that they are given
+    started, total = time.monotonic(), Counter[str]()
+    with MUTANTS[args.mutant]() if args.mutant else nullcontext():
+        for seed in range(args.first, args.first + args.count):
+            found = run_one(seed)
+            total.update(found.counts)
+            if args.trace or found.violation:
+                print(found.story(seed))
+            if time.monotonic() - started > args.seconds or (args.mutant and found.violation):
+                break
+    spent_s = time.monotonic() - started
+    for name in ROWS:
+        print(f"{name:<16} {total[name]:>12,}")
+    print(f"{'ms a schedule':<16} {1e3 * spent_s / max(1, total['schedules']):>12.2f}")
+    print(f"{'seeds':<16} {args.first}..{args.first + total['schedules'] - 1}")
+    return 1 if total["violations"] or total["hangs"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

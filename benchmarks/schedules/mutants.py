@@ -1,0 +1,119 @@
+"""Ranks that were broken on purpose: what looks for faults must find these.
+
+Each is one line of the real code made wrong, for as long as the context lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import rebalance.survival
+from rebalance import phases
+from rebalance.fetcher import Fetcher
+from rebalance.phases import RankPhase, Swap
+from rebalance.ring import StagingRing
+from rebalance.staging import Stager
+from rebalance.swapper import Swapper
+from rebalance.vote import Ballot, Verdict
+from rebalance.voter import Voter
+from runtime.streams import Completion
+
+DONE = Completion(is_cuda=False)
+
+
+@contextmanager
+def _replaced(where: Any, name: str, by: object) -> Iterator[None]:
+    kept = getattr(where, name)
+    setattr(where, name, by)
+    try:
+        yield
+    finally:
+        setattr(where, name, kept)
+
+
+read_verdict, may_stage = phases.read_verdict, phases.may_stage
+release, adopt, swap, read = StagingRing.release, Swapper.adopt, Swapper.swap, Voter.read
+
+
+def on_its_own_flag(
+    state: RankPhase, cast: Ballot, verdict: Verdict
+) -> tuple[RankPhase, Swap | None]:
+    """Swaps what it has itself prepared, one vote early."""
+    return read_verdict(state, cast, replace(verdict, prepared=cast.prepared))
+
+
+def deaf(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[RankPhase, Swap | None]:
+    """Drops a plan only when it wishes so itself."""
+    return read_verdict(state, cast, replace(verdict, abort=cast.abort))
+
+
+def frees_when_ordered(ring: StagingRing, moves: Any, completion: Completion) -> None:
+    """Uses a staging entry again while it is still copied from."""
+    release(ring, moves, DONE)
+
+
+def stages_at_once(state: RankPhase, reads_after: int) -> bool:
+    """Waits for no earlier transaction of the plan."""
+    return may_stage(state, 0)
+
+
+def stages_unadopted(state: RankPhase, reads_after: int) -> bool:
+    """Does not wait until every rank works on the plan."""
+    return may_stage(replace(state, is_adopted=True), reads_after)
+
+
+def applied_when_ordered(swapper: Swapper, order: Swap, step: int) -> None:
+    """Says that a swap is applied when it is only ordered."""
+    swap(swapper, order, step)
+    swapper.last_swap = DONE
+
+
+def adopts_early(swapper: Swapper, migration: Any) -> bool:
+    """Adopts a plan while the last swap is still being copied."""
+    last_swap, swapper.last_swap = swapper.last_swap, DONE
+    try:
+        return adopt(swapper, migration)
+    finally:
+        swapper.last_swap = last_swap
+
+
+def skips_when_prepared(voter: Voter, step: int, *, swapped: int, must_finish: bool) -> Any:
+    """Never waits for a late vote, though others may swap by it."""
+    if voter._pending is not None:
+        swapped = voter._pending[0].prepared
+    return read(voter, step, swapped=swapped, must_finish=must_finish)
+
+
+def never_drains(fetcher: Fetcher, box: Any) -> Generator[Any, None, None]:
+    """Frees what chunks of a dropped plan are still written to."""
+    for lane in fetcher._stager._lanes.values():
+        lane.clear()
+    fetcher._stager._landed.clear()
+    fetcher._stager._check = None
+    fetcher._stager.host.release()
+    yield from ()
+
+
+def forgets_forward(state: RankPhase, record: Any) -> list[tuple[Ballot, Verdict]]:
+    """After a death drops the plan, though others have swapped more of it."""
+    cast = phases.ballot(state, step=0, membership=record.membership, halt=False)
+    dropped = replace(cast, abort=True)
+    return [(dropped, Verdict.decode(dropped.encode()))] if state.plan else []
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    "own flag": lambda: _replaced(phases, "read_verdict", on_its_own_flag),
+    "deaf": lambda: _replaced(phases, "read_verdict", deaf),
+    "ring freed when ordered": lambda: _replaced(StagingRing, "release", frees_when_ordered),
+    "reads_after ignored": lambda: _replaced(phases, "may_stage", stages_at_once),
+    "staged unadopted": lambda: _replaced(phases, "may_stage", stages_unadopted),
+    "digest not checked": lambda: _replaced(Stager, "_reject", Stager._accept),
+    "applied when ordered": lambda: _replaced(Swapper, "swap", applied_when_ordered),
+    "adopted early": lambda: _replaced(Swapper, "adopt", adopts_early),
+    "skipped when prepared": lambda: _replaced(Voter, "read", skips_when_prepared),
+    "not drained": lambda: _replaced(Fetcher, "settle", never_drains),
+    "not rolled forward": lambda: _replaced(rebalance.survival, "missed_verdicts", forgets_forward),
+}

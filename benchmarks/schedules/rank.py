@@ -1,0 +1,240 @@
+"""One real rank agent without threads: whoever holds it takes each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from benchmarks.schedules.ballots import Member, NotYet, Violation
+from benchmarks.schedules.device import Copy, Event, Step, Table, record_words
+from benchmarks.schedules.houses import NUM_RANKS
+from benchmarks.schedules.played import PlayedWatcher, StepCounter, World, make_agent
+from benchmarks.schedules.wires import Transport
+from eplb.errors import RankError
+from rebalance.phases import Phase
+from rebalance.recovery import Deadlines, recover
+from rebalance.waiting import WAIT_S, Wait
+
+
+class Life(Enum):
+    """What a rank is at."""
+
+    SERVING = "serving"
+    UPDATING = "updating"  # between begin_update and the end of end_update
+    RECOVERING = "recovering"
+    RECOVERED = "recovered"
+    REFUSED = "refused"  # to recover: only a start from the store can help
+    DEAD = "dead"
+
+
+class Rank:
+    """An agent, its memory, its wires, and what its threads are at."""
+
+    def __init__(self, number: int, world: World, member: Member, transport: Transport) -> None:
+        house = world.house
+        self.number, self.world, self.member, self.transport = number, world, member, transport
+        self.bank, self.stream = transport.bank, transport.bank.stream
+        self.columns, self.steps = house.topology.slots_on(number), StepCounter()
+        self.life, self.why = Life.SERVING, ""
+        self.agent = make_agent(number, world, member, transport, self.steps)
+        self.core = self.agent._core
+        table: object = self.core.parts.table
+        assert isinstance(table, Table), "made by make_agent"
+        self.table = table
+        watcher = self.core.watcher
+        assert isinstance(watcher, PlayedWatcher), "the links name the class"
+        self.watcher, self.box = watcher, self.core.box
+        self.heard_version, self.hears_at = -1, 0.0
+        self._work: Iterator[Wait] | None = None
+        self.wait: Wait | None = None
+        self._seen, self._is_for_news = -1, False
+        self._update: Iterator[str] | None = None
+        self.update_waits_for = ""
+        self.patience_s = 1e9  # for others' last words
+        transport.plan_id = self._plan_id
+        for layer, slot, expert in self.agent.held():
+            self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
+
+    def _plan_id(self) -> int:
+        plan = self.box.state.plan
+        return plan.plan_id if plan else 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Say whether it was not killed."""
+        return self.life is not Life.DEAD
+
+    @property
+    def has_ended(self) -> bool:
+        """Say whether it runs no step any more."""
+        return self.life not in (Life.SERVING, Life.UPDATING)
+
+    def is_live(self, plan_id: int) -> bool:
+        """Say whether bytes of a plan may still come to serve here."""
+        return self.is_alive and self.box.is_live(plan_id)
+
+    # -- steps
+
+    def would_wait(self) -> bool:
+        """Say whether the next step would wait for a vote that others have yet to cast."""
+        pending = self.core.voter._pending
+        if pending is None or self.member.result is not None or self.member.can_arrive:
+            return False
+        is_vote_due = self.steps.steps % self.core.settings.vote_every == 0
+        return is_vote_due or pending[0].prepared != self.box.state.swapped
+
+    def step(self) -> Step:
+        """Begin the next step."""
+        number = self.steps.steps
+        if not self.agent.step():
+            raise Violation(f"rank {self.number} halts, which nobody asked for")
+        rows, version = self.table.rows, self.core.fence.version
+        if self.table.generation != self.agent.placement.generation and not self._is_moving():
+            raise Violation(f"rank {self.number}: table and placement differ in generation")
+        step = Step(number, rows, (rows.tobytes(), version))
+        self.stream.queue.append(step)
+        self.steps.steps += 1
+        return step
+
+    def _is_moving(self) -> bool:
+        return self.box.state.phase is not Phase.IDLE
+
+    def step_again(self) -> None:
+        """Call the hook twice between two steps: the second call must do nothing."""
+        before = (self.box.version, self.table.generation, self.member.number)
+        self.steps.steps -= 1
+        is_on = self.agent.step()
+        self.steps.steps += 1
+        if not is_on or before != (self.box.version, self.table.generation, self.member.number):
+            raise Violation(f"rank {self.number}: a repeated call of step did something")
+
+    # -- off the steps
+
+    def can_hear(self) -> bool:
+        """Say whether the store has news, or it is time to look again all the same."""
+        if not self.is_alive:
+            return False
+        if self.heard_version != self.world.store._version:
+            return True
+        opened = self.world.store._placements.open
+        is_news = (opened.plan_id if opened else 0) != self._plan_id()
+        return is_news and self.world.clock() >= self.hears_at
+
+    def hear(self) -> None:
+        """The watcher's thread, once."""
+        heard = self.watcher.listen(self.heard_version, 0.0)
+        if heard is not None:
+            self.heard_version, patience_s = heard
+            self.hears_at = self.world.clock() + patience_s
+
+    @property
+    def is_moving(self) -> bool:
+        """Say whether the mover has something to do or to wait for."""
+        return self._work is not None or bool(self.watcher.migrations)
+
+    def can_move(self) -> bool:
+        """Say whether the mover's wait is over."""
+        if self._work is None:
+            return self.is_alive and bool(self.watcher.migrations)
+        if not self.is_alive:
+            return False
+        if self.wait is None or self._seen != self.box.version:
+            return True
+        return not self._is_for_news and self.wait.is_over(self.world.clock())
+
+    def move(self) -> None:
+        """The mover's thread, from one wait to the next."""
+        if self._work is None:
+            self._work = self.core.mover.work(self.watcher.migrations.popleft(), self.box)
+        self._seen = self.box.version
+        self.wait = next(self._work, None)
+        # Who waits for news alone looks again after WAIT_S, should some be lost. None may be: here
+        # that would be a hang.
+        until = self.world.clock() + WAIT_S
+        self._is_for_news = self.wait is not None and self.wait.until == until
+        if self.wait is None:
+            self._work = None
+            self.core.mover.beat.idle()
+
+    def device_is_free(self) -> bool:
+        """Say whether the device can get on without the others."""
+        orders = self.stream.queue
+        return bool(orders) and (not isinstance(orders[0], Step) or bool(self.member.votes.dead))
+
+    def get_on(self) -> Copy | None:
+        """Let the device do the next thing; return a copy that is to be made."""
+        order = self.stream.queue.popleft()
+        if isinstance(order, Event):
+            order.is_done = True
+        return order if isinstance(order, Copy) else None
+
+    # -- new weights
+
+    def begin_update(self, version: int) -> None:
+        """Begin to replace the weights."""
+        self.life = Life.UPDATING
+        self._update = self._updating(version)
+
+    def _updating(self, version: int) -> Iterator[str]:
+        update = self.agent._update
+        yield from update.begin_steps(version)
+        for layer, slot, expert in self.agent.held():
+            row = layer * self.bank.num_slots + slot
+            self.watch_load(row)
+            self.bank.words[row] = record_words(version)[layer, expert]
+        yield "engine"
+        yield from update.end_steps()
+
+    def watch_load(self, row: int) -> None:
+        """Told of each slot that is loaded; the claims' to replace."""
+
+    def can_update(self) -> bool:
+        """Say whether the update's next step would not wait."""
+        if self.life is not Life.UPDATING:
+            return False
+        if self.update_waits_for in ("vote", "digests"):
+            has_vote = self.core.voter._pending is not None or self.update_waits_for == "digests"
+            is_there = self.member.result is not None or self.member.can_arrive
+            return is_there or not has_vote
+        if self.update_waits_for == "rest":
+            is_done = self.agent._swapper.last_swap.is_complete() or self.member.known_dead
+            return self.box.state.phase is Phase.IDLE and bool(is_done)
+        return True
+
+    def update(self) -> None:
+        """The update's next step."""
+        assert self._update is not None, "it was begun"
+        waits_for = next(self._update, None)
+        self.update_waits_for = waits_for or ""
+        if waits_for is None:
+            self.life = Life.SERVING
+
+    # -- after a death
+
+    def can_hear_of_death(self) -> bool:
+        """Say whether a lifeline broke that it has not been told of."""
+        return self.is_alive and len(self.member.votes.dead) > len(self.member.known_dead)
+
+    def hear_of_death(self) -> None:
+        """Be told."""
+        self.member.known_dead = frozenset(self.member.votes.dead)
+
+    def can_recover(self) -> bool:
+        """Say whether it may try to agree with the others; each try asks the store anew."""
+        return self.life is Life.RECOVERING and not self.world.store.is_down
+
+    def breaks(self, why: str) -> None:
+        """Run no further step."""
+        self.life, self.why = Life.RECOVERING, why
+
+    def recover(self) -> None:
+        """Try to agree with the other survivors."""
+        deadlines = Deadlines(words_s=self.patience_s, store_s=1e9)
+        try:
+            recover(self.agent, self.world.store, num_ranks=NUM_RANKS, deadlines=deadlines)
+        except NotYet:
+            return
+        except RankError as exc:
+            self.life, self.why = Life.REFUSED, str(exc)
+        else:
+            self.life = Life.RECOVERED

@@ -1,0 +1,166 @@
+"""What agents talk to besides each other: bytes that land late or wrong, and a store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from benchmarks.schedules.ballots import NotYet, Violation
+from benchmarks.schedules.device import RECORD_BYTES, Bank, record_words
+from eplb.errors import MigrationError, StoreError
+from eplb.migration import Source
+from eplb.topology import Topology
+from rebalance.links import ranks_beside
+from rebalance.transport import HOST, Place, Record
+from runtime.streams import Completion
+from telemetry.memory import MemoryStore
+
+Row = tuple[int, int]  # rank, and row in its bank
+
+
+@dataclass(eq=False)
+class Landing(Completion):
+    """A chunk under way."""
+
+    plan_id: int
+    record: Record
+    source: Row | None  # None: the host
+    target: Row
+    put: Callable[[], None]  # writes the bytes
+    has_landed: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(is_cuda=False)
+
+    def is_complete(self) -> bool:
+        """Say whether the bytes are there."""
+        return self.has_landed
+
+
+@dataclass
+class Faults:
+    """What is wrong with the wires now."""
+
+    wrong_bytes: float = 0.0  # probability of a chunk
+    wrong_places: set[tuple[Record, Place]] = field(default_factory=set)  # always wrong there
+    refusals: float = 0.0  # of a pull
+    host_refuses: bool = False
+
+
+class Transport:
+    """One rank's wires."""
+
+    def __init__(
+        self, rank: int, topology: Topology, banks: list[Bank], faults: Faults, rng: random.Random
+    ) -> None:
+        self.rank, self.bank = rank, banks[rank]
+        self._banks, self._faults, self._rng = banks, faults, rng
+        self.readable = frozenset([rank, *ranks_beside(rank, topology)])
+        self.host_room = 100
+        self.flying: list[Landing] = []
+        self.dead: set[int] = set()
+        self.watch: Callable[[Landing], None] = lambda landing: None
+        self.plan_id: Callable[[], int] = lambda: 0
+        self._held: set[Record] = set()
+        self._version, self._has_new_weights = 0, rng.random() < 0.5
+
+    def begin(self) -> None:
+        """No device to bind to."""
+
+    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+        """Have the host hold records."""
+        if self._faults.host_refuses:
+            raise MigrationError("the host's disk is gone")
+        if self._version and not self._has_new_weights:
+            raise MigrationError(f"weights version {self._version} is not in the host's slab")
+        self._held.update(records)
+        return RECORD_BYTES * len(records)
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Reading ahead takes no time."""
+
+    def reload(self, record: Record, deadline_s: float) -> None:
+        """Read a record again; what was wrong with it may be the disk's."""
+        if self._rng.random() < 0.5:
+            raise MigrationError(f"{record} is damaged on the disk")
+        self._faults.wrong_places.discard((record, HOST))
+
+    def release(self, records: Sequence[Record]) -> None:
+        """Forget records."""
+        self._held.difference_update(records)
+
+    def serve_weights(self, version: int, deadline_s: float) -> None:
+        """Have no older records."""
+        self._held.clear()
+        self._version = version
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order a chunk."""
+        if self._rng.random() < self._faults.refusals:
+            raise MigrationError("the link broke")
+        if place == HOST and record not in self._held:
+            raise Violation(f"rank {self.rank} pulls {record}, which its host was not asked for")
+        if place.rank not in self.readable and place != HOST:
+            raise Violation(f"rank {self.rank} reads rank {place.rank}, which is on another host")
+        source = None
+        if place.source is not Source.HOST:
+            bank = self._banks[place.rank]
+            source = (place.rank, record[0] * bank.num_slots + place.slot)
+        row, start = self._banks[self.rank].row_of(into)
+        put = self._write(record, place, source, (row, start, len(into)))
+        landing = Landing(self.plan_id(), record, source, (self.rank, row), put)
+        if start != offset:
+            raise Violation(f"rank {self.rank} writes byte {offset} of {record} to byte {start}")
+        self.watch(landing)
+        self.flying.append(landing)
+        return landing
+
+    def _write(
+        self, record: Record, place: Place, source: Row | None, span: tuple[int, int, int]
+    ) -> Callable[[], None]:
+        row, start, size = span
+        is_wrong = self._rng.random() < self._faults.wrong_bytes
+        is_wrong |= (record, place) in self._faults.wrong_places
+        version = self._version
+
+        def put() -> None:
+            lanes = slice(start // 4, (start + size) // 4)
+            if source is None:
+                found = record_words(version)[record][lanes]
+            elif source[0] in self.dead and self._rng.random() < 0.5:
+                found = np.full(size // 4, -1, dtype=np.int32)  # its memory is gone
+            else:
+                found = self._banks[source[0]].words[source[1], lanes]
+            self._banks[self.rank].words[row, lanes] = ~found if is_wrong else found
+
+        return put
+
+    def land(self, landing: Landing) -> None:
+        """Let a chunk be there."""
+        self.flying.remove(landing)
+        landing.put()
+        landing.has_landed = True
+
+
+# -- the store
+
+
+class Store(MemoryStore):
+    """A store that fails for a while, and in which nobody can wait."""
+
+    is_down = False
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Give the version at once, or say that nobody can wait here."""
+        if timeout_s > 0 and version == self.version():
+            raise NotYet
+        return self.version()
+
+    def _check_open(self) -> None:
+        if self.is_down:
+            raise StoreError("the disk is full")
+        super()._check_open()
