@@ -273,6 +273,7 @@ def demo_on_a_full_disk(start_demo: StartDemo, folder: Path) -> Any:
     return demo
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_no_answer_and_no_sample(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:

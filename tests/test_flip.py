@@ -263,6 +263,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo) -> d
     return {"summary": demo.summary(), "folder": folder}
 
 
+@pytest.mark.slow
 def test_a_demo_with_spares_gives_right_answers(served: dict[str, Any]) -> None:
     summary = served["summary"]
 

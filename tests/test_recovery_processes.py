@@ -314,6 +314,7 @@ def live_and_die(folder: Path, seed: int) -> Recovery:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_survivors_of_a_kill_agree_and_a_start_serves_what_they_held(
     tmp_path: Path, seed: int
