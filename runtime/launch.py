@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
 
@@ -41,12 +41,15 @@ def launch(main: RankMain, num_ranks: int, *args: Any, deadline_s: float) -> lis
         RankError: a rank failed, was killed, or was late; the message has its words.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    # Held open here: a port that was only looked up may be another's when ranks come to listen.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_run, args=(rank, num_ranks, port, deadline_s, theirs, main, args), daemon=True
+            target=_run,
+            args=(rank, num_ranks, store.port, deadline_s, theirs, main, args),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -100,7 +103,7 @@ def _run(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            store=TCPStore("127.0.0.1", port, timeout=timedelta(seconds=deadline_s)),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=deadline_s),
@@ -113,9 +116,3 @@ def _run(
         pipe.close()
         # Library threads and half-closed communicators must not keep a finished rank alive.
         os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
