@@ -23,6 +23,7 @@ from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
 from rebalance.links import Peers, PullTransport, RankMemory, SharedPeers
+from rebalance.stage_settings import SERVING_BYTES_PER_SECOND
 from rebalance.transport import GlooVotes, Record
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.streams import Completion
@@ -39,6 +40,7 @@ class Shapes:
     spare_slots: int = 0
     staging_experts: int = 16
     precision: str = "fp8"  # or bfloat16, or float32 on a CPU
+    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # of a rank's link while serving
 
     @property
     def schema(self) -> ExpertSchema:

@@ -38,7 +38,7 @@ from rebalance.lanes import Pull
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.phases import RankPhase
 from rebalance.sources import Sources
-from rebalance.stage_settings import StageSettings
+from rebalance.stage_settings import SERVING_BYTES_PER_SECOND, StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import Record
 from rebalance.waiting import PhaseBox, drive
@@ -123,6 +123,7 @@ def measure_stage(rank: int, num_ranks: int, shapes: Shapes, source: Source) -> 
     records = [(move.layer, move.expert) for move in moves]
     slab = PinnedSlab(big, records) if source is Source.HOST else None
     transport = big.transport(slab)
+    transport.begin()
     sources = Sources(rank, big.topology, transport.readable, frozenset)
     stager = Stager(transport, sources, big.digests, StageSettings(), time.monotonic)
     box = PhaseBox(RankPhase(generation=0))
@@ -286,7 +287,9 @@ def agent_of(
 ) -> tuple[RankAgent, Clockwork]:
     """The real agent, over a clock that counts whole steps."""
     store, clock = open_store(path, DEPLOYMENT), Clockwork()
-    stage = StageSettings.while_serving() if is_cuda() else StageSettings()
+    stage = (
+        StageSettings.while_serving(big.shapes.bytes_per_second) if is_cuda() else StageSettings()
+    )
     settings = AgentSettings(DEPLOYMENT, "bench", big.topology, sample_steps=16, stage=stage)
     parts: Any = RankParts(big.rank, big.bank, table, counter, clock, big.digests)  # type: ignore[arg-type]
     links = Links(big.votes, transport, store, Reporter(store))
@@ -472,7 +475,9 @@ def measure_whole(
     ]
 
 
-def runs(device: str, ranks: int, folder: Path) -> dict[str, Callable[[], Iterator[Row]]]:
+def runs(
+    device: str, ranks: int, folder: Path, budget: float
+) -> dict[str, Callable[[], Iterator[Row]]]:
     """Every measurement by name."""
     on_gpu = device == "cuda"
     small = ModelShape(tuple(range(4)), 64, 8, hidden=512, intermediate=256)
@@ -492,7 +497,8 @@ def runs(device: str, ranks: int, folder: Path) -> dict[str, Callable[[], Iterat
         yield from launch(measure_flip, 1, device, deadline_s=60)[0]
 
     def decode(mode: str) -> Iterator[Row]:
-        made = v3(4, 64 * ranks, slots_per_rank=72, spare_slots=4 if mode == "flip" else 0)
+        spares = 4 if mode == "flip" else 0
+        made = v3(4, 64 * ranks, slots_per_rank=72, spare_slots=spares, bytes_per_second=budget)
         path = folder / f"{mode}.sqlite"
         begin_store(path, made, ranks)
         yield from launch(measure_decode, ranks, made, mode, path, deadline_s=200)[0]
@@ -520,10 +526,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--only", default="", help="names, with commas between")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", type=float, default=SERVING_BYTES_PER_SECOND)
     given = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        every = runs(given.device, given.ranks, Path(folder))
+        every = runs(given.device, given.ranks, Path(folder), given.budget)
         for name in given.only.split(",") if given.only else every:
             for what, found, target in every[name]():
                 rows.append((what, found, target))

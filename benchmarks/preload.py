@@ -1,6 +1,6 @@
 """Phase one, preload, measured: disk -> host memory against plain reads of the same file.
 
-    python benchmarks/preload.py FOLDER [--records 24] [--runs 5]
+    python benchmarks/preload.py FOLDER [--records 24] [--runs 5] [--readers 4]
 
 Writes a checkpoint of DeepSeek-V3's experts (7168 x 2048, FP8: 44 MB) and its record file under
 FOLDER, 2.2 GB with 24 records, and removes both. Every run reads cold: past the page cache, which
@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from eplb.model import ModelShape
 from rebalance.preload import make_all
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.slab_settings import NUM_READERS
 from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, digest
@@ -37,7 +38,7 @@ HIDDEN, INTERMEDIATE = 7168, 2048
 DEADLINE_S = 600.0
 DD_BLOCK = "16M"
 
-NUM_FILLS = 4  # of a slab that is to be measured in use
+NUM_FILLS = 2  # of a slab that is to be measured in use: the first finds memory, and is not timed
 
 Row = tuple[str, str, str]
 
@@ -90,6 +91,7 @@ class Slab:
     schema: ExpertSchema
     record_file: Path | None
     num_entries: int
+    num_readers: int
 
     def rate(self) -> float:
         """GB/s that a rank sees that asks for a slab's fill at a time.
@@ -98,7 +100,9 @@ class Slab:
         memory then. The rest goes into entries that held other records.
         """
         address = SlabAddress(f"bench-{os.getpid()}", os.urandom(16))
-        settings = SlabSettings("ring", None, self.num_entries, self.record_file)
+        settings = SlabSettings(
+            "ring", None, self.num_entries, self.record_file, num_readers=self.num_readers
+        )
         size, num_experts = self.schema.record_bytes, self.model.num_experts
         checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped
         taken_s, num_timed = 0.0, 0
@@ -115,16 +119,18 @@ class Slab:
         return num_timed * size / taken_s / 1e9
 
 
-def measure(folder: Path, *, num_records: int = 24, num_runs: int = 5) -> list[Row]:
+def measure(
+    folder: Path, *, num_records: int = 24, num_runs: int = 5, num_readers: int = NUM_READERS
+) -> list[Row]:
     """Rows (what, GB/s, share of dd) of a scratch folder's disk; leaves nothing behind."""
     scratch = Path(tempfile.mkdtemp(prefix="preload-", dir=folder))
     try:
-        return _measure(scratch, num_records, num_runs)
+        return _measure(scratch, num_records, num_runs, num_readers)
     finally:
         shutil.rmtree(scratch)
 
 
-def _measure(scratch: Path, num_records: int, num_runs: int) -> list[Row]:
+def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -> list[Row]:
     schema = ExpertSchema.swiglu_fp8(HIDDEN, INTERMEDIATE)
     model = ModelShape((0,), num_records, 8, hidden=HIDDEN, intermediate=INTERMEDIATE)
     weights, records = scratch / "weights", scratch / "records"
@@ -132,12 +138,16 @@ def _measure(scratch: Path, num_records: int, num_runs: int) -> list[Row]:
     write_experts(weights, num_records, schema)
     total_gb = num_records * schema.record_bytes / 1e9
     making_s = seconds(lambda: make_all(Checkpoint(weights), model, schema, records))
-    slab = partial(Slab, weights, model, schema)
+    slab = partial(Slab, weights, model, schema, num_readers=num_readers)
     ways: dict[str, Callable[[], float]] = {
         f"dd iflag=direct bs={DD_BLOCK}": lambda: total_gb / read_with_dd(records),
-        "preload from the record file": slab(records, num_records // NUM_FILLS).rate,
-        "  the same into memory never used before": slab(records, num_records).rate,
-        "preload by cooking": slab(None, num_records // NUM_FILLS).rate,
+        "preload from the record file": slab(
+            record_file=records, num_entries=num_records // NUM_FILLS
+        ).rate,
+        "  the same into memory never used before": slab(
+            record_file=records, num_entries=num_records
+        ).rate,
+        "preload by cooking": slab(record_file=None, num_entries=num_records // NUM_FILLS).rate,
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(num_runs):
@@ -167,9 +177,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path(tempfile.gettempdir()))
     parser.add_argument("--records", type=int, default=24)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--readers", type=int, default=NUM_READERS)
     given = parser.parse_args()
     print(f"{'disk -> host, 44 MB records, cold cache':44} {'GB/s (range)':>20} {'of dd':>6}")
-    for what, rate, share in measure(given.folder, num_records=given.records, num_runs=given.runs):
+    wanted = {"num_records": given.records, "num_runs": given.runs, "num_readers": given.readers}
+    for what, rate, share in measure(given.folder, **wanted):
         print(f"{what:44} {rate:>20} {share:>6}")
 
 

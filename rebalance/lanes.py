@@ -37,6 +37,9 @@ class Pull:
     is_reloaded: bool = False  # the host has read it again, once
     failed: dict[Place, str] = field(default_factory=dict)  # and why
 
+    def __post_init__(self) -> None:
+        self.num_bytes = self.into.numel()  # asked for often, and torch takes its time to say
+
     @property
     def name(self) -> str:
         """For messages."""
@@ -96,15 +99,17 @@ class Lane:
         """Say whether something is in line or under way."""
         return bool(self._queue or self.flying)
 
+    @property
+    def is_flowing(self) -> bool:
+        """Say whether another chunk goes now, or as soon as one lands."""
+        is_full = len(self.flying) >= self._in_flight
+        return bool(self._queue) and (is_full or self.ready_at() <= self._clock())
+
     def add(self, pull: Pull) -> None:
         """Put a record in line."""
         self._queue.append(pull)
         if self._active_since is None:
             self._active_since = self._clock()
-
-    def may_order(self) -> bool:
-        """Say whether a chunk may go now."""
-        return bool(self._queue) and self.ready_at() <= self._clock()
 
     def next(self) -> Pull | None:
         """The record whose next chunk may go now, if there is one."""
@@ -125,7 +130,7 @@ class Lane:
         if not self._queue or len(self.flying) >= self._in_flight:
             return math.inf
         pull = self._queue[0]
-        num_bytes = min(self.chunk_bytes, len(pull.into) - pull.offset)
+        num_bytes = min(self.chunk_bytes, pull.num_bytes - pull.offset)
         return max(self._bucket.ready_at(num_bytes), self._hold.ready_at())
 
     def ordered(self, pull: Pull, num_bytes: int, completion: Completion) -> None:
@@ -135,7 +140,7 @@ class Lane:
         self.flying.append(Chunk(pull, completion, num_bytes, deadline))
         pull.offset += num_bytes
         pull.num_chunks, pull.num_flying = pull.num_chunks + 1, pull.num_flying + 1
-        if pull.offset == len(pull.into):
+        if pull.offset == pull.num_bytes:
             self._queue.popleft()
 
     def give_up(self, pull: Pull) -> None:

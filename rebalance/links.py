@@ -15,7 +15,7 @@ from eplb.topology import Topology
 from rebalance.slab import Digest, SlabReader
 from rebalance.transport import HOST, Place, Record
 from runtime.experts import ExpertBank, PeerBank
-from runtime.streams import Completion, new_stream, on_stream
+from runtime.streams import Completion, OnStream, new_stream
 
 FILL_RECORDS = 64  # a rank's first experts are leased so many at a time
 
@@ -100,8 +100,8 @@ class PullTransport:
         self._peers, self._device = peers, memory.bank.device
         self._ranks_on_host = memory.ranks_on_host
         self._is_cuda, self._weights_version = self._device.type == "cuda", 0
-        self._from_peers = new_stream(self._device) if self._is_cuda else None
-        self._from_host = new_stream(self._device) if self._is_cuda else None
+        streams = (new_stream(self._device) if self._is_cuda else None for _ in range(2))
+        self._from_peers, self._from_host = map(OnStream, streams)
         self.readable = peers.ranks | {memory.rank}
 
     def begin(self) -> None:
@@ -111,7 +111,9 @@ class PullTransport:
         """
         if self._is_cuda:
             torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(new_stream(self._device))
+            own = new_stream(self._device)
+            torch.cuda.set_stream(own)
+            self._from_peers.back = self._from_host.back = own
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> int:
         """Have the host's slab hold these records; return the bytes that came from disk."""
@@ -147,7 +149,8 @@ class PullTransport:
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a part of a record."""
-        with on_stream(self._from_host if place == HOST else self._from_peers):
+        link = self._from_host if place == HOST else self._from_peers
+        with link:
             if place == HOST:
                 self._slab.read_part(record, offset, into)
             elif place.rank == self._rank:
@@ -156,7 +159,7 @@ class PullTransport:
             else:
                 self._refuse_unreadable(record, place)
                 self._peers.read(place, record[0], offset, into)
-            return Completion(is_cuda=self._is_cuda)
+            return Completion(is_cuda=self._is_cuda, stream=link.stream)
 
     def _refuse_unreadable(self, record: Record, place: Place) -> None:
         if place.rank not in self.readable:

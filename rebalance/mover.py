@@ -180,6 +180,8 @@ class Mover:
         for first in range(0, len(records), at_once):
             if not box.is_wanted(migration.plan_id):
                 return False
+            # Named before the others are waited for, so that the disk never rests in between.
+            self._transport.hint(records[first + at_once : first + 2 * at_once])
             self._stager.host.preload(records[first : first + at_once])
             yield Wait("nothing: others may take their turn", self._clock())
         return True

@@ -54,9 +54,9 @@ class StageSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0 s")
 
     @staticmethod
-    def while_serving() -> StageSettings:
+    def while_serving(bytes_per_second: float = SERVING_BYTES_PER_SECOND) -> StageSettings:
         """For GPUs: as fast as serving was measured not to notice."""
         return StageSettings(
-            peer=LinkSettings(8 * MIB, SERVING_BYTES_PER_SECOND),
-            host=LinkSettings(2 * MIB, SERVING_BYTES_PER_SECOND),
+            peer=LinkSettings(8 * MIB, bytes_per_second),
+            host=LinkSettings(2 * MIB, bytes_per_second),
         )

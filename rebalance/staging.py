@@ -1,20 +1,19 @@
 """Phase two, stage: brings records in chunks, within budgets, and proves each before it counts.
 
-    in line -> chunks under way -> landed -> digest under way -> right: done
-       ^                                          | wrong, or a source failed
-       +------------ from the next source --------+
+    in line -> chunks under way, then its digest -> landed -> right: done
+       ^                                               | wrong, or a source failed
+       +----------------- from the next source --------+
 
 ``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when only time or
-the device can bring it further. Records follow one another without a gap: while one is digested the
-next is pulled. Nothing is written but the destinations that the caller gives.
+the device can bring it further. A record's digest is ordered behind its last chunk, so records
+follow one another without a gap. Nothing is written but the destinations that the caller gives.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
 
 import numpy as np
 import torch
@@ -25,23 +24,15 @@ from eplb.migration import Move
 from rebalance.figures import Link, StageMeter
 from rebalance.host_records import HostRecords
 from rebalance.lanes import Lane, Pull
+from rebalance.proofs import Proofs
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.throttle import Hold
 from rebalance.transport import HOST, WeightTransport
 from rebalance.waiting import Wait
 from rebalance.watchdog import Heartbeat
-from runtime.experts import PendingDigests, evenly_spaced
+from runtime.digests import TOGETHER
 from runtime.streams import Completion
-
-
-@dataclass(frozen=True)
-class _Check:
-    """Records that have landed and are being digested."""
-
-    digests: PendingDigests
-    pulls: Sequence[Pull]
-    deadline: float
 
 
 class Stager:
@@ -57,14 +48,14 @@ class Stager:
         *,
         beat: Heartbeat | None = None,
     ) -> None:
-        self._transport, self._sources, self._digests = transport, sources, digests
+        self._transport, self._sources = transport, sources
         self._settings, self._clock = settings, clock
         self.meter, self.hold = StageMeter(), Hold(clock)
         self._beat = beat or Heartbeat("mover", clock)
         self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
-        self._landed: deque[Pull] = deque()
-        self._check: _Check | None = None  # one at a time: meanwhile, more land to be the next
+        self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
+        self._is_said = False  # that it waits, and for what
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Say whether the host's slab is where a move's bytes are taken from first."""
@@ -84,15 +75,15 @@ class Stager:
         while waiting or self._has_work():
             if not is_wanted():
                 return False
-            if waiting:
-                # One at a time: the first is on its way while the next one's source is looked up.
-                self._begin(waiting.popleft())
-            has_moved = [self._order(lane) for lane in self._lanes.values()]
-            has_moved += [self._land(lane) for lane in self._lanes.values()]
-            if self._prove(has_more=bool(waiting)) or any(has_moved) or waiting:
+            has_moved = [self._feed(waiting)]
+            has_moved += [self._land(lane) for lane in self._lanes.values() if lane.flying]
+            has_moved.append(self._prove(is_more_coming=bool(waiting)))
+            if any(has_moved):
+                self._is_said = False
+                continue
+            if not self._is_said:
                 self._say()
-            else:
-                yield self._wait()
+            yield self._wait()
         return True
 
     def drain(self) -> Generator[Wait, None, None]:
@@ -113,16 +104,14 @@ class Stager:
             yield Wait("copies that were given up", deadline, (left[-1],))
         for lane in self._lanes.values():
             lane.clear()
-        self._landed.clear()
-        self._check = None
+        self._proofs.clear()
 
     def _completions(self) -> list[Completion]:
         flying = [chunk.completion for lane in self._lanes.values() for chunk in lane.flying]
-        return flying + ([self._check.digests.completion] if self._check else [])
+        return flying + self._proofs.completions
 
     def _has_work(self) -> bool:
-        is_active = any(lane.is_active for lane in self._lanes.values())
-        return is_active or bool(self._landed) or self._check is not None
+        return self._proofs.is_active or any(lane.is_active for lane in self._lanes.values())
 
     def _begin(self, pull: Pull) -> None:
         """Put a record in line for its next source.
@@ -150,6 +139,21 @@ class Stager:
         self.meter.add("num_retries")
         self._begin(pull)
 
+    def _feed(self, waiting: deque[Pull]) -> bool:
+        """Order what may go now, but look after what has landed every few records.
+
+        One record at a time: it is on its way while the next one's source is looked up.
+        """
+        has_moved = False
+        for _ in range(TOGETHER):
+            if waiting:
+                self._begin(waiting.popleft())
+            moved = [self._order(lane) for lane in self._lanes.values() if lane.is_active]
+            if not any(moved) and not waiting:
+                break
+            has_moved = True
+        return has_moved
+
     def _order(self, lane: Lane) -> bool:
         """Order one chunk, if there is one and it may go now."""
         pull = lane.next()
@@ -167,7 +171,9 @@ class Stager:
             pull.failed[place] = str(exc)
             self._fail(lane, pull)
         else:
-            lane.ordered(pull, len(part), completion)
+            lane.ordered(pull, part.numel(), completion)
+            if pull.offset == pull.num_bytes:
+                self._proofs.add(pull, completion)
         return True
 
     def _fail(self, lane: Lane, pull: Pull) -> None:
@@ -184,39 +190,23 @@ class Stager:
             return False
         if not pull.num_flying and pull.has_failed:
             self._again(pull)
-        elif not pull.num_flying and pull.offset == len(pull.into):
-            self._landed.append(pull)
         lane.rest()
         return True
 
-    def _prove(self, *, has_more: bool) -> bool:
-        """Judge the digests under way if they are there, and begin the next ones."""
-        check = self._check
-        if check is not None:
-            if not check.digests.completion.is_complete():
-                if self._clock() < check.deadline:
-                    return False
-                raise MigrationError(f"{check.pulls[0].name}: its digest is not worked out in time")
-            self._check = None
-            for pull, found in zip(check.pulls, check.digests.values(), strict=True):
-                is_right = found == tuple(self._digests[pull.record].tolist())
-                self._accept(pull) if is_right else self._reject(pull)
-        # In one launch, and only when no chunk may be ordered: a launch takes the host as long as
-        # a link takes for 44 MB, and the link would stand idle meanwhile.
-        is_ordering = has_more or any(lane.may_order() for lane in self._lanes.values())
-        if self._landed and not is_ordering:
-            together = evenly_spaced([pull.into for pull in self._landed])
-            pulls = [self._landed.popleft() for _ in range(together)]
-            deadline = self._clock() + self._settings.pull_deadline_s
-            self._check = _Check(PendingDigests([pull.into for pull in pulls]), pulls, deadline)
-            return True
-        return check is not None
+    def _prove(self, *, is_more_coming: bool) -> bool:
+        """Order digests that are due, and judge the oldest that are there."""
+        is_flowing = any(lane.is_flowing for lane in self._lanes.values())
+        has_ordered = self._proofs.order(is_more_coming=is_more_coming or is_flowing)
+        judged = self._proofs.judged()
+        for pull, is_right in judged:
+            self._accept(pull) if is_right else self._reject(pull)
+        return has_ordered or bool(judged)
 
     def _accept(self, pull: Pull) -> None:
         place = pull.places[0]
         if len(pull.places) == 1:
             self._sources.right(pull.move, place, pull.suspected)
-        self.meter.add_bytes(place.source.name.lower(), len(pull.into))
+        self.meter.add_bytes(place.source.name.lower(), pull.num_bytes)
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
@@ -231,19 +221,20 @@ class Stager:
             pull.failed[pull.places[0]] = "wrong digest"
         else:
             pull.suspected = pull.places
-        self.meter.add_bytes("rejected", len(pull.into))
+        self.meter.add_bytes("rejected", pull.num_bytes)
         self.meter.add("num_wrong_digests")
         self._again(pull)
 
     def _say(self) -> None:
-        """Name the oldest chunk under way, for whoever asks why nothing lands."""
+        """Name what it waits for, once: to whoever asks, saying it again would be progress."""
+        self._is_said = True
         for lane in self._lanes.values():
             if lane.flying:
                 pull = lane.flying[0].pull
                 self._beat.busy(f"pulling {pull.name} from {pull.origin}")
                 return
-        if self._check is not None:
-            self._beat.busy(f"working out the digest of {self._check.pulls[0].name}")
+        if (proof := self._proofs.oldest) is not None:
+            self._beat.busy(f"working out the digest of {proof.pulls[0].name}")
         else:
             self._beat.idle("waiting for the budget of a link, or for the engine's hold to end")
 
@@ -260,9 +251,9 @@ class Stager:
             for lane, ready_at in zip(lanes, times, strict=True)
             if lane.flying and ready_at == math.inf
         ]
-        if self._check is not None:
-            oldest.append(self._check.digests.completion)
-            times.append(self._check.deadline)
+        if (proof := self._proofs.oldest) is not None and proof.deadline is not None:
+            oldest += proof.digests.completions
+            times.append(proof.deadline)
         times += [lane.flying[0].deadline for lane in lanes if lane.flying]
         what = "chunks to land, or the budget of a link"
         return Wait(what, min(times, default=math.inf), tuple(oldest))

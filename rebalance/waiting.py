@@ -15,7 +15,7 @@ from rebalance.phases import Phase, RankPhase
 from runtime.streams import Completion
 
 WAIT_S = 1.0  # news that got lost would cost this long, not for ever
-FIRST_POLL_S, LONGEST_POLL_S = 50e-6, 1e-3
+FIRST_POLL_S, LONGEST_POLL_S = 20e-6, 1e-3
 
 
 @dataclass(frozen=True)

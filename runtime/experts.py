@@ -8,9 +8,8 @@ Shapes:  L MoE layers, C slots of this rank, K staging entries, H hidden, M inte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 from math import prod
 from typing import Protocol
 
@@ -212,47 +211,3 @@ class PlainArena:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-class PendingDigests:
-    """Digests of some records, worked out on this thread's stream. On a CPU they are there at once.
-
-    One launch for all of them: ordering one takes the host nearly as long as a link takes to bring
-    44 MB.
-
-    Args:
-        records: [record_bytes] each, of one arena and evenly spaced (``evenly_spaced``).
-    """
-
-    def __init__(self, records: Sequence[torch.Tensor]) -> None:
-        first = records[0]
-        if first.is_cuda:
-            from runtime.kernels.digest import digest_records
-
-            sums = torch.empty((len(records), 2), dtype=torch.int64, device=first.device)
-            apart = records[1].data_ptr() - first.data_ptr() if len(records) > 1 else len(first)
-            lowest = first if apart > 0 else records[-1]
-            size = (len(records), len(first))
-            digest_records(torch.as_strided(lowest, size, (abs(apart), 1)), sums)
-            # Pinned: a copy into pageable memory would make the host wait for it here.
-            self._sums = torch.empty(sums.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._sums.copy_(sums, non_blocking=True)
-            self._is_reversed = apart < 0
-        else:
-            self._sums = torch.tensor([digest(record) for record in records], dtype=torch.int64)
-            self._is_reversed = False
-        self.completion = Completion(is_cuda=first.is_cuda)
-
-    def values(self) -> list[tuple[int, int]]:
-        """The digests in order, as ``runtime.memory.digest`` gives them; once they are complete."""
-        assert self.completion.is_complete(), "a digest is read once it is worked out"
-        found = [(plain, weighted) for plain, weighted in self._sums.tolist()]
-        return found[::-1] if self._is_reversed else found
-
-
-def evenly_spaced(records: Sequence[torch.Tensor]) -> int:
-    """How many of ``records``, from the first on, lie at even distances in memory."""
-    places = [record.data_ptr() for record in records]
-    steps = [after - before for before, after in pairwise(places)]
-    even = takewhile(lambda step: step == steps[0], steps)
-    return 1 + sum(1 for _ in even)

@@ -89,7 +89,7 @@ class SymmetricPeer:
             MigrationError: the copy cannot be ordered.
         """
         try:
-            part = self._live[layer, slot, offset : offset + len(into)]
+            part = self._live[layer, slot, offset : offset + into.numel()]
             into.copy_(part, non_blocking=True)
         except RuntimeError as exc:
             raise MigrationError(

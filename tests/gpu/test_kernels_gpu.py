@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from runtime.digests import RESULTS_AT_ONCE, RecordDigests
 from runtime.draws import choose_by_draw
-from runtime.experts import PendingDigests, evenly_spaced
+from runtime.streams import Completion
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -171,16 +172,23 @@ def test_a_replayed_choice_reads_the_seed_and_the_table_of_its_step() -> None:
         assert torch.equal(out, choose_by_draw(slots, cumulative, experts, seed)), f"step {step}"
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [5, 3, 1], [4]])
-def test_digests_of_several_records_come_in_their_order(order: list[int]) -> None:
-    arena = torch.randint(0, 256, (6, 8192), dtype=torch.uint8)
-    records = [arena[number] for number in order]
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [5, 3, 1], [4]])
+def test_digests_are_those_of_the_bytes_that_came_before_them(order: list[int]) -> None:
+    arena = torch.zeros((6, 8192), dtype=torch.uint8)
+    records, copies = RecordDigests(), torch.cuda.Stream()
+    # More turns than places are made at once, and again in places that were read.
+    for turn in range(2 * RESULTS_AT_ONCE + 2):
+        made = torch.randint(0, 256, arena.shape, dtype=torch.uint8)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(copies):
+            torch.cuda._sleep(10_000)  # a digest that did not wait would see the bytes before
+            arena.copy_(made)
+            landed = Completion(is_cuda=True)
+        pending = records.order([arena[number] for number in order], [landed])
+        torch.cuda.synchronize()
 
-    found = PendingDigests(records)
-    torch.cuda.synchronize()
-
-    assert evenly_spaced(records) == len(order)
-    assert found.values() == [tuple(row) for row in digests(torch.stack(records)).tolist()]
+        expected = [tuple(row) for row in digests(made[order]).tolist()]
+        assert records.read(pending) == expected, f"turn {turn}"
 
 
 def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
