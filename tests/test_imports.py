@@ -36,8 +36,8 @@ RULES = {
     # The controller folds windows; the agent is handed what it reads of the runtime.
     "rebalance": rule(
         "eplb telemetry.store telemetry.windows runtime.experts runtime.routing runtime.memory "
-        "runtime.checkpoint runtime.counters runtime.dispatch runtime.streams runtime.symmetric "
-        "runtime.agreement",
+        "runtime.checkpoint runtime.counters runtime.digests runtime.dispatch runtime.streams "
+        "runtime.symmetric runtime.agreement",
         "numpy torch",
     ),
     "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),
