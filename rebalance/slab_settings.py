@@ -12,7 +12,7 @@ from eplb.errors import ConfigError
 Mode = Literal["full", "hot", "ring"]
 # Disks want more than one request in flight, and each reader also digests: on a host of 64 cores
 # four of them brought 72 % of what the disk gives.
-NUM_READERS = max(4, min(16, (os.cpu_count() or 1) // 4))
+NUM_READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
 RING_RECORDS = 64
 
 
