@@ -1,6 +1,6 @@
 """Moving experts, measured: each phase against the plain copy, and what decode steps feel of it.
 
-    python3 benchmarks/migrate.py --device cuda [--only stage,flip,whole,disk,decode-copy]
+    python3 benchmarks/migrate.py --device cuda [--only stage,slab,flip,whole,disk,decode-copy]
     python benchmarks/migrate.py                 # the same on CPU ranks, small
 
 On GPUs it needs four of one host and deep_ep. Shapes are DeepSeek-V3's, made-up weights; a decode
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from big_rank import BigRank, Shapes, build, fill, first_slots, seconds, v3, wait_for
+from big_rank import DEADLINE_S, BigRank, Shapes, build, fill, first_slots, seconds, v3, wait_for
 from numpy.typing import NDArray
+from preload import write_experts
 
 from eplb.migration import Migration, Move, Pace, Source, build_migration
 from eplb.model import ModelShape
@@ -37,11 +41,13 @@ from rebalance.agent import RankAgent
 from rebalance.lanes import Pull
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.phases import RankPhase
+from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.sources import Sources
 from rebalance.stage_settings import SERVING_BYTES_PER_SECOND, StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import Record
 from rebalance.waiting import PhaseBox, drive
+from runtime.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.launch import launch
 from runtime.memory import digest
@@ -116,12 +122,22 @@ def incoming(big: BigRank, source: Source) -> list[Move]:
     return moves
 
 
-def measure_stage(rank: int, num_ranks: int, shapes: Shapes, source: Source) -> list[Row]:
-    """Ours, digests and all, against one plain copy of each record, in turns."""
+def measure_stage(
+    rank: int, num_ranks: int, shapes: Shapes, source: Source, address: SlabAddress | None = None
+) -> list[Row]:
+    """Ours, digests and all, against one plain copy of each record, in turns.
+
+    Args:
+        address: of the host's slab; None: in its place, locked memory of this process.
+    """
     big = build(rank, num_ranks, shapes)
     moves = incoming(big, source)
     records = [(move.layer, move.expert) for move in moves]
-    slab = PinnedSlab(big, records) if source is Source.HOST else None
+    slab: Any = None
+    if address is not None:
+        slab = leased(big, address, records)
+    elif source is Source.HOST:
+        slab = PinnedSlab(big, records)
     transport = big.transport(slab)
     transport.begin()
     sources = Sources(rank, big.topology, transport.readable, frozenset)
@@ -155,7 +171,8 @@ def measure_stage(rank: int, num_ranks: int, shapes: Shapes, source: Source) -> 
             found.append((times[0], times[1]))
         plain_s, ours_s = (median(pair[n] for pair in found[1:]) for n in (0, 1))
         what = f"stage {shapes.schema.record_bytes / 1e6:.0f} MB experts from "
-        what += f"{'a peer' if source is Source.PEER else 'the host'}, {who}"
+        host = "the host" if address is None else "the host's slab"
+        what += f"{'a peer' if source is Source.PEER else host}, {who}"
         target = ">= 85 %" if source is Source.PEER else ">= 90 %"
         rates = f"{gigabytes / plain_s:.1f} -> {gigabytes / ours_s:.1f} GB/s"
         rows.append((what, f"{rates}, {plain_s / ours_s:.0%} of the plain copy", target))
@@ -165,6 +182,34 @@ def measure_stage(rank: int, num_ranks: int, shapes: Shapes, source: Source) -> 
     )
     rows.append(("every staged record has its digest", str(right), "True"))
     big.votes.close()
+    return rows
+
+
+def leased(big: BigRank, address: SlabAddress, records: list[Record]) -> SlabReader:
+    """The host's slab with ``records`` in it; their digests are what the bank goes by."""
+    num_experts, size = big.shapes.model.num_experts, big.bank.schema.record_bytes
+    reader = SlabReader(
+        address, num_experts, size, deadline_s=DEADLINE_S, for_gpu=big.device.type == "cuda"
+    )
+    found, _ = reader.load(records, deadline_s=DEADLINE_S)
+    for (layer, expert), known in zip(records, found, strict=True):
+        big.digests[layer, expert] = torch.tensor(known)
+    if big.device.type == "cuda":
+        reader.prepare_for_gpu(records)
+    return reader
+
+
+def stage_from_slab(ranks: int, shapes: Shapes, folder: Path) -> list[Row]:
+    """The same from a slab that is filled from a checkpoint, as a server's is."""
+    weights = folder / "weights"
+    write_experts(weights, shapes.model.num_experts, shapes.schema)
+    address = SlabAddress(f"bench-{os.getpid()}", os.urandom(16))
+    settings = SlabSettings("full")
+    with closing(HostSlab(address, Checkpoint(weights), shapes.model, shapes.schema, settings)):
+        rows: list[Row] = launch(
+            measure_stage, ranks, shapes, Source.HOST, address, deadline_s=150
+        )[0]
+    shutil.rmtree(weights)
     return rows
 
 
@@ -493,6 +538,11 @@ def runs(
             for source in (Source.PEER, Source.HOST):
                 yield from launch(measure_stage, ranks, made, source, deadline_s=150)[0]
 
+    def slab() -> Iterator[Row]:
+        one_layer = replace(tiny, slots_per_rank=16, model=replace(small, layer_ids=(0,)))
+        made = v3(1, 16 * ranks, slots_per_rank=16) if on_gpu else one_layer
+        yield from stage_from_slab(ranks, made, folder)
+
     def flip() -> Iterator[Row]:
         yield from launch(measure_flip, 1, device, deadline_s=60)[0]
 
@@ -514,7 +564,7 @@ def runs(
 
         yield from measure(folder)
 
-    every = {"stage": stage, "flip": flip, "whole": whole, "disk": disk}
+    every = {"stage": stage, "slab": slab, "flip": flip, "whole": whole, "disk": disk}
     decodes = {f"decode-{m}": partial(decode, m) for m in ("copy", "flip", "host")}
     return every | decodes if on_gpu else every
 
