@@ -18,6 +18,7 @@ from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
+from telemetry.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
@@ -71,6 +72,19 @@ class Task:
     request: Details
     state: TaskState
     result: Details
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to act as the deployment's one controller, for a while.
+
+    ``token`` is the fencing token: it grows with each new holder and is never given out again. A
+    controller passes it with whatever it writes; once another holds the lease, that is refused.
+    """
+
+    holder: str
+    token: int  # 1 or more
+    expires: float  # seconds since the epoch, by the store's clock
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,30 @@ class LoadStore(Protocol):
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time``, of any run, and return how many."""
 
+    # -- roll-ups
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups and return how many were new; a repeated (run, phase, seconds, start) is not."""
+
+    def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
+        """Return roll-ups of that length that start past ``after``, of every run, oldest first."""
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups of that length that ended before ``before_time``, and return how many."""
+
+    # -- the one controller
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take the controller's lease for ``ttl_s``, or renew one's own; None while another holds it.
+
+        Renewing keeps the token as long as nobody else held the lease in between, be it run out or
+        not. Whoever takes it over gets a greater token.
+        """
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up; False when it was not this holder's any more."""
+
+    def lease(self) -> Lease | None:
+        """Return the lease that holds now, or None."""
+
     # -- placements and migrations
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves, or None before the first."""
@@ -170,18 +208,28 @@ class LoadStore(Protocol):
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
 
-    def publish(self, migration: Migration) -> None:
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
         """Offer a migration to the ranks.
+
+        Args:
+            fence: the token of the writer's lease; None for a writer that needs none.
 
         Raises:
             StaleGeneration: its base is not the committed placement, or another is still open.
+            FencedOut: another controller has taken the lease since.
         """
 
     def published(self) -> Migration | None:
         """Return the open migration, or None."""
 
-    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
-        """Close an open migration of which nothing was applied; False when it was not open."""
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
+        """Close an open migration of which nothing was applied; False when it was not open.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     # -- after a death
     def last_words(self, words: LastWords) -> None:
@@ -210,17 +258,30 @@ class LoadStore(Protocol):
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
 
+    def prune_events(self, keep: int) -> int:
+        """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
+
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
 
-    def claim(self) -> Task | None:
-        """Take the oldest queued task, which is then running; None when there is none."""
+    def claim(self, *, fence: int | None = None) -> Task | None:
+        """Take the oldest queued task, which is then running; None when there is none.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     def running(self) -> list[Task]:
         """Return the tasks that were claimed and have not ended, oldest first."""
 
-    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
-        """End a task with its result."""
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
+        """End a task with its result.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     def task(self, task_id: int) -> Task | None:
         """Return a task, or None when there is no such task."""
