@@ -113,8 +113,8 @@ def rank_state_of(row: Row) -> RankState:
     return RankState(*(*plain, details_from_text(detail)))
 
 
-def sample_row(sample: LoadSample) -> Row:
-    """Give a sample as the values of INSERT_SAMPLE."""
+def sample_row(sample: LoadSample, version: int) -> Row:
+    """Give a sample as the values of INSERT_SAMPLE, its record in that version."""
     return (
         sample.deployment,
         sample.run,
@@ -124,7 +124,7 @@ def sample_row(sample: LoadSample) -> Row:
         sample.first_step,
         sample.last_step,
         sample.generation,
-        sample_to_bytes(sample),
+        sample_to_bytes(sample, version),
     )
 
 

@@ -17,14 +17,15 @@ from telemetry.unreadable import Unreadable
 class SampleTables:
     """One deployment's samples and roll-ups, of which some records may be damaged."""
 
-    def __init__(self, file: SqliteFile, deployment: str) -> None:
+    def __init__(self, file: SqliteFile, deployment: str, sample_version: int) -> None:
         self._file = file
         self._deployment = deployment
+        self._sample_version = sample_version
         self._unreadable = Unreadable()
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples and return how many were new."""
-        packed = [rows.sample_row(sample) for sample in samples]
+        packed = [rows.sample_row(sample, self._sample_version) for sample in samples]
         with self._file.write() as connection:
             added = connection.executemany(rows.INSERT_SAMPLE, packed)
             return max(0, added.rowcount)  # -1 when there were no samples
