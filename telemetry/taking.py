@@ -72,17 +72,17 @@ def _take_alike(samples: list[LoadSample], fit: Fit, place: Place, taken: Taken)
         except HistoryError as exc:
             taken.refused.append(str(exc))
             continue
-        if found is LATE:
-            taken.late += 1
-        elif found is REPEATED:
-            taken.repeated += 1
-        else:
+        if isinstance(found, Filling):
             fit.follow(sample)
             taken.accepted += 1
             counts = found.note(sample)
             _, numbers, ranks = to_count.setdefault(id(counts), (counts, [], []))
             numbers.append(number)
             ranks.append(sample.rank)
+        elif found == LATE:
+            taken.late += 1
+        else:
+            taken.repeated += 1
     for counts, numbers, ranks in to_count.values():
         stack.count(numbers, ranks, counts)
 
