@@ -123,6 +123,79 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
+FORKED_DEADLINE_S = 30.0
+
+
+class ForkedProcess:
+    """A process of a test's own, which starts in milliseconds. It talks through a pipe.
+
+    Fork while no store is open: SQLite must not be carried over.
+    """
+
+    def __init__(self, function: Callable[..., object], *args: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_forked, args=(function, theirs, *args))
+        self._process.start()
+        theirs.close()
+
+    def hears(self) -> Any:
+        """Wait for what it says next."""
+        assert self._pipe.poll(FORKED_DEADLINE_S), f"it said nothing in {FORKED_DEADLINE_S} s"
+        return self._pipe.recv()
+
+    def last_words(self) -> list[Any]:
+        """Return what it said before its end, and nobody heard yet."""
+        heard = []
+        while True:
+            try:
+                heard.append(self.hears())
+            except EOFError:
+                return heard
+
+    def tells(self, words: object) -> None:
+        """Send it something."""
+        self._pipe.send(words)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self._process.kill()
+        self.ends()
+
+    def ends(self) -> int | None:
+        """Wait for its end and return the exit status."""
+        self._process.join(FORKED_DEADLINE_S)
+        assert self._process.exitcode is not None, f"it did not end in {FORKED_DEADLINE_S} s"
+        return self._process.exitcode
+
+
+def _run_forked(function: Callable[..., object], pipe: Connection, *args: Any) -> None:
+    status = 1
+    try:
+        function(pipe, *args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        pipe.close()
+        # No exit handlers: the fixtures of the parent process are not this one's to tear down.
+        os._exit(status)
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[..., ForkedProcess]]:
+    """Run ``function(pipe, *args)`` in a process of its own."""
+    started: list[ForkedProcess] = []
+
+    def start(function: Callable[..., object], *args: Any) -> ForkedProcess:
+        started.append(ForkedProcess(function, *args))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
 # -- every kind of store, for the contract that all of them keep
 
 

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -312,24 +313,24 @@ def test_a_turn_that_fails_at_any_step_is_made_good_by_the_next(
     assert set(samples_kept(store).values()) == {150}
 
 
+def turn_until_killed(_: Connection, path: Path, step: int) -> None:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    mortal: Any = Mortal(SqliteStore(path, "demo"), step, die)
+    Keeper(mortal, SHORT).turn(NOW)
+
+
 @pytest.mark.parametrize("step", range(NUM_STEPS))
 def test_kill_9_of_the_keeper_at_any_step_loses_and_doubles_nothing(
-    tmp_path: Path, step: int, wanted: Any
+    tmp_path: Path, step: int, wanted: Any, fork: Callable[..., Any]
 ) -> None:
     path = tmp_path / "store.sqlite"
     with closing(SqliteStore(path, "demo")) as store:
         with_five_hours_of_load(store)
 
-    child = os.fork()
-    if child == 0:
-        mortal: Any = Mortal(
-            SqliteStore(path, "demo"), step, lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        Keeper(mortal, SHORT).turn(NOW)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
+    assert fork(turn_until_killed, path, step).ends() == -signal.SIGKILL
 
-    assert os.WTERMSIG(status) == signal.SIGKILL
     with closing(SqliteStore(path, "demo")) as store:
         assert all(kept >= 150 for kept in samples_kept(store).values()), "something is lost"
         assert settled(store) == wanted

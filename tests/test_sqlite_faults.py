@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import resource
 import sqlite3
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,29 +25,7 @@ from telemetry.rollup import MINUTE
 from telemetry.sqlite import SqliteStore
 from telemetry.sqlite_schema import SCHEMA_VERSION
 
-TIMEOUT_S = 30.0
-ROOT = Path(__file__).resolve().parent.parent
-
-PRELUDE = """
-import os, sys
-from eplb.errors import EplbError
-from eplb.load import LoadSample
-from telemetry.sqlite import SqliteStore
-
-def sample(sequence):
-    return LoadSample("demo", "run-1", 0, sequence, 0.0, sequence, sequence, "decode", 1,
-                      [[0, 1]], [[0, sequence]])
-
-path = sys.argv[1]
-"""
-
-
-def output_of(script: str, path: Path) -> str:
-    command = [sys.executable, "-c", PRELUDE + script, str(path)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True
-    )
-    return done.stdout.strip()
+Fork = Callable[..., Any]
 
 
 def make_sample(sequence: int) -> LoadSample:
@@ -207,15 +187,15 @@ def test_a_new_file_left_by_a_process_that_died_before_the_tables_is_completed(p
 
 # -- read-only, full
 
-AS_NOBODY = """
-if os.getuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)  # permissions do not bind root
-try:
-    SqliteStore(path, "demo").add_event("note", {})
-except EplbError as exc:
-    print(exc)
-"""
+
+def open_as_nobody(pipe: Connection, path: Path) -> None:
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)  # permissions do not bind root
+    try:
+        SqliteStore(path, "demo").add_event("note", {})
+    except StoreError as exc:
+        pipe.send(str(exc))
 
 
 def open_to_others(folder: Path) -> None:
@@ -228,58 +208,62 @@ def open_to_others(folder: Path) -> None:
         pytest.skip("other users cannot enter the folder of temporary files")
 
 
-def test_a_read_only_file_is_refused(path: Path) -> None:
+def test_a_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     SqliteStore(path, "demo").close()
     open_to_others(path.parent)
     path.parent.chmod(0o777)
     path.chmod(0o444)
 
-    assert f"store {path} is read-only: expected the file and its folder" in output_of(
-        AS_NOBODY, path
-    )
+    words = fork(open_as_nobody, path).hears()
+    assert f"store {path} is read-only: expected the file and its folder" in words
 
 
-def test_a_read_only_folder_is_refused(path: Path) -> None:
+def test_a_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
     open_to_others(path.parent)
     path.parent.chmod(0o555)
 
-    assert "cannot be opened: found no permission" in output_of(AS_NOBODY, path)
+    assert "cannot be opened: found no permission" in fork(open_as_nobody, path).hears()
     path.parent.chmod(0o755)
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path) -> None:
-    script = """
-import resource
-store = SqliteStore(path, "demo")
-resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-acknowledged = 0
-try:
-    while True:
-        store.append([sample(acknowledged)])
-        acknowledged += 1
-except EplbError as exc:
-    assert store.sample_counts("run-1") == {0: acknowledged}
-    print(acknowledged, exc)
-"""
-    acknowledged, words = output_of(script, path).split(" ", 1)
+def limit_files(num_bytes: int) -> None:
+    """Let no file of this process grow past a size, which stands in for a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def fill_up(pipe: Connection, path: Path) -> None:
+    store = SqliteStore(path, "demo")
+    limit_files(400_000)
+    acknowledged = 0
+    try:
+        while True:
+            store.append([make_sample(acknowledged)])
+            acknowledged += 1
+    except StoreError as exc:
+        assert store.sample_counts("run-1") == {0: acknowledged}
+        pipe.send((acknowledged, str(exc)))
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
+    acknowledged, words = fork(fill_up, path).hears()
 
     assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
     with closing(SqliteStore(path, "demo")) as store:
-        assert store.sample_counts("run-1") == {0: int(acknowledged)}
-        store.append([make_sample(int(acknowledged))])
+        assert store.sample_counts("run-1") == {0: acknowledged}
+        store.append([make_sample(acknowledged)])
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path) -> None:
-    script = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    SqliteStore(path, "demo")
-except EplbError as exc:
-    print(exc)
-"""
-    assert "could not be read or written" in output_of(script, path)
+def open_on_a_full_disk(pipe: Connection, path: Path) -> None:
+    limit_files(20_000)
+    try:
+        SqliteStore(path, "demo")
+    except StoreError as exc:
+        pipe.send(str(exc))
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, fork: Fork) -> None:
+    assert "could not be read or written" in fork(open_on_a_full_disk, path).hears()
 
     with closing(SqliteStore(path, "demo")) as store:
         assert store.events() == []
