@@ -40,10 +40,7 @@ def details_from_text(text: str) -> dict[str, Any]:
 
 
 def check_samples(deployment: str, samples: Sequence[LoadSample]) -> None:
-    """Refuse samples of another deployment, which would be counted as this one's load.
-
-    One without a time could neither be read by time nor pruned.
-    """
+    """Refuse samples of another deployment, and those that no time could be found or pruned by."""
     for sample in samples:
         if not isfinite(sample.time):
             raise HistoryError(
@@ -141,10 +138,8 @@ def next_lease(holder: str, ttl_s: float, *, now: float, latest: Lease | None) -
         raise ConfigError(
             f"holder {holder!r} asked for the lease for {ttl_s} s, expected a name and more than 0"
         )
-    if latest is None:
-        return Lease(holder, 1, now + ttl_s)
-    if latest.holder == holder:
-        return Lease(holder, latest.token, now + ttl_s)
+    if latest is None or latest.holder == holder:
+        return Lease(holder, latest.token if latest else 1, now + ttl_s)
     return None if now < latest.expires else Lease(holder, latest.token + 1, now + ttl_s)
 
 

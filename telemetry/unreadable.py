@@ -1,7 +1,7 @@
 """Records that cannot be read: passed over and counted, by every store alike.
 
 A reader goes on past a damaged record, and past one that a newer program wrote. Both are counted
-once, however often they are read.
+once, however often they are read; past 100,000 of them, one that is read again may count again.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from telemetry.packing import UnknownVersion
 Value = TypeVar("Value")
 Fetch = Callable[[int, int], list[tuple[int, bytes]]]  # (past this cursor, limit) -> records
 
+_MOST_NAMES = 100_000  # that are remembered
+
 
 class Unreadable:
     """Unpacks records and counts those that it could not."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._known: dict[Hashable, str] = {}  # reason, by what names the record
+        self._counts: Counter[str] = Counter()
+        self._counted: set[Hashable] = set()  # what names the records
         self._passed: dict[Hashable, tuple[int, int]] = {}
 
     def counts(self) -> dict[str, int]:
         """Return how many records could not be read, by reason."""
         with self._lock:
-            return dict(Counter(self._known.values()))
+            return dict(self._counts)
 
     def readable(
         self, records: Iterable[tuple[int, bytes]], unpack: Callable[[bytes], Value], kind: str
@@ -41,9 +44,17 @@ class Unreadable:
                 found.append((cursor, unpack(record)))
             except StoreError as exc:
                 reason = "version" if isinstance(exc, UnknownVersion) else "damaged"
-                with self._lock:
-                    self._known.setdefault((kind, cursor), reason)
+                self._count((kind, cursor), reason)
         return found
+
+    def _count(self, name: Hashable, reason: str) -> None:
+        with self._lock:
+            if name in self._counted:
+                return
+            if len(self._counted) >= _MOST_NAMES:
+                self._counted.clear()
+            self._counted.add(name)
+            self._counts[reason] += 1
 
     def page(
         self,

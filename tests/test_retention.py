@@ -20,9 +20,10 @@ from eplb.load import LoadSample
 from eplb.model import ModelShape
 from eplb.records import model_to_dict, topology_to_dict
 from eplb.topology import Topology
-from telemetry import retention
+from telemetry import retention, rolling
 from telemetry.memory import MemoryStore
-from telemetry.retention import Keeper, Retention, hours_of
+from telemetry.retention import Keeper, Retention
+from telemetry.rolling import hours_of
 from telemetry.rollup import HOUR, MINUTE, Rollup
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore, RunInfo
@@ -166,7 +167,7 @@ def test_samples_that_do_not_fit_their_run_are_left_out_and_counted(store: LoadS
 def test_a_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
     store: LoadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "_MOST_MINUTES", 3)
+    monkeypatch.setattr(rolling, "_MOST_MINUTES", 3)
     monkeypatch.setattr(retention, "_PAGE", 4)
     monkeypatch.setattr(retention, "_ROLLUP_PAGE", 2)
     started(store, "run-1", "run-2", "run-3")
