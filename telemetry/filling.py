@@ -66,7 +66,9 @@ class Filling:
         chosen = [c for name, c in self.by_phase.items() if phase is None or name == phase]
         if len(chosen) == 1:
             return chosen[0]
-        return Counts(sum(c.tokens for c in chosen), sum(c.received for c in chosen))  # type: ignore[arg-type]
+        tokens: NDArray[np.int64] = np.sum([counts.tokens for counts in chosen], axis=0)
+        received: NDArray[np.int64] = np.sum([counts.received for counts in chosen], axis=0)
+        return Counts(tokens, received)
 
 
 def count(sample: LoadSample, counts: Counts) -> None:
