@@ -6,6 +6,7 @@ import os
 import re
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -93,7 +94,7 @@ def write_for_ever(pipe: Connection, path: Path, rank: int) -> None:
     store = SqliteStore(path, "demo")
     for sequence in range(1_000_000):
         store.append([make_sample(sequence, rank)])
-        store.add_event("note", {"sequence": sequence})
+        store.add_event("note", {"rank": rank})
         pipe.send(sequence)
 
 
@@ -107,6 +108,32 @@ def test_what_was_acknowledged_survives_kill_9_of_the_writer(path: Path, fork: F
 
         with closing(SqliteStore(path, "demo")) as store:
             assert store.sample_counts("run-1")[rank] > acknowledged
+
+
+@pytest.mark.slow
+def test_kill_9_at_a_hundred_random_moments_loses_nothing(path: Path, fork: Fork) -> None:
+    rng = np.random.default_rng(9)
+    acknowledged = {}
+    for rank in range(100):
+        process = fork(write_for_ever, path, rank)
+        process.hears()
+        threading.Event().wait(rng.uniform(0, 0.03))
+        process.kill()
+        acknowledged[rank] = max([0, *process.last_words()])
+
+    with closing(SqliteStore(path, "demo")) as store:
+        stored = store.sample_counts("run-1")
+        noted = Counter(event.detail["rank"] for event in store.events(limit=10**9))
+        # What is written and not acknowledged is one sample and one event at most.
+        for rank, last in acknowledged.items():
+            assert last + 1 <= noted[rank] <= last + 2
+            assert noted[rank] <= stored[rank] <= last + 2
+        samples = store.samples("run-1", limit=10**9)
+        assert len({(s.rank, s.sequence) for _, s in samples}) == len(samples)
+        assert len(samples) == sum(stored.values())
+        assert store.refused() == {}
+    with closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 def add_an_event(pipe: Connection, path: Path) -> None:
