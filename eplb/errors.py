@@ -8,7 +8,8 @@
     ├── MigrationError    moves that cannot be made, or were not
     ├── CheckpointError   weights on disk that are missing, damaged or of another shape
     ├── StoreError        the load store cannot be used
-    │   └── StaleGeneration   the placement moved on since the caller looked
+    │   ├── StaleGeneration   the placement moved on since the caller looked
+    │   └── FencedOut         another controller holds the lease now
     └── RankError         a rank died, fell out of step, or missed a deadline
 
 Each message says where, what was found and what was expected. Our own broken invariants are
@@ -50,6 +51,10 @@ class StoreError(EplbError):
 
 class StaleGeneration(StoreError):
     """The placement moved on since the caller looked; look again and decide again."""
+
+
+class FencedOut(StoreError):
+    """Another controller holds the lease now; whoever was the controller must stop acting."""
 
 
 class RankError(EplbError):

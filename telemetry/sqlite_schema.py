@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 3  # counts up with each change of the tables below
+SCHEMA_VERSION = 4  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -72,6 +72,16 @@ CREATE TABLE recovery (
     deployment TEXT NOT NULL, membership INTEGER NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (deployment, membership));
 """,
+    4: """
+CREATE TABLE lease (
+    deployment TEXT PRIMARY KEY, holder TEXT NOT NULL, token INTEGER NOT NULL,
+    expires REAL NOT NULL);
+CREATE TABLE rollup (
+    id INTEGER PRIMARY KEY, deployment TEXT NOT NULL, seconds INTEGER NOT NULL,
+    start REAL NOT NULL, run TEXT NOT NULL, phase TEXT NOT NULL, num_samples INTEGER NOT NULL,
+    record BLOB NOT NULL, UNIQUE (deployment, seconds, start, run, phase));
+CREATE INDEX sample_in_time ON sample (deployment, time);
+""",
 }
 _OLDEST = 2  # the oldest version that can be brought up to date
 _NEW = 0  # version of a file without tables
@@ -92,7 +102,7 @@ def prepare(
     # so that tables made by another process meanwhile are seen with their version or not at all.
     connection.execute("BEGIN")
     try:
-        _check(connection, path)
+        check(connection, path)
     finally:
         connection.execute("ROLLBACK")
     _use_write_ahead_log(connection, busy_timeout_s)
@@ -104,7 +114,7 @@ def prepare(
     connection.execute("BEGIN IMMEDIATE")
     try:
         # Checked again under the lock: another process may have made the tables in between.
-        _bring_up_to_date(connection, _check(connection, path))
+        _bring_up_to_date(connection, check(connection, path))
         connection.execute(
             "INSERT INTO deployment VALUES (?, 0, 0) ON CONFLICT DO NOTHING", (deployment,)
         )
@@ -115,8 +125,12 @@ def prepare(
         raise
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """Refuse what is not ours; return the version of the file, _NEW for one without tables."""
+def check(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the version of a file, 0 for one without tables.
+
+    Raises:
+        StoreError: it is not ours, or of a version that is not known here.
+    """
     application_id, version = (
         _number(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")
     )

@@ -3,9 +3,10 @@
 Nobody talks to anybody but through a LoadStore. Ranks append samples and report their state; the
 controller folds samples, publishes a migration and watches; the ranks commit the placement that
 they serve after the swap. ``telemetry/memory.py`` is the shipped fake, ``telemetry/sqlite.py`` the
-embedded default; one contract test runs over both.
+embedded default; one contract test runs over every store.
 
 Placements and migrations are compare-and-set: whoever decided on an old generation is refused.
+There is one controller, the holder of the lease: whoever held it before is refused too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
+from telemetry.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
@@ -74,6 +76,19 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """The right to act as the deployment's one controller, for a while.
+
+    ``token`` is the fencing token: it grows with each new holder and is never given out again. A
+    controller passes it with whatever it writes; once another holds the lease, that is refused.
+    """
+
+    holder: str
+    token: int  # 1 or more
+    expires: float  # seconds since the epoch, by the store's clock
+
+
+@dataclass(frozen=True)
 class Control:
     """Switches that every process obeys at once.
 
@@ -117,6 +132,9 @@ class LoadStore(Protocol):
     def current_run(self) -> RunInfo | None:
         """Return the latest start, or None before the first."""
 
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
 
@@ -130,13 +148,59 @@ class LoadStore(Protocol):
     def samples(
         self, run: str, *, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) in order of arrival, those past the cursor ``after``."""
+        """Return (cursor, sample) in order of arrival, those past the cursor ``after``.
+
+        A record that cannot be read is left out and counted in ``refused``. Only when there is
+        nothing more past the cursor is the result empty.
+        """
+
+    def samples_before(
+        self, before_time: float, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return what ``prune(before_time)`` would forget, of every run; else as ``samples``."""
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
 
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time``, of any run, and return how many."""
+
+    def refused(self) -> dict[str, int]:
+        """Return how many stored records this object could not read, by reason.
+
+        Reasons: "damaged", and "version" for one written by a version that is not known here. A
+        record that is read again is not counted again.
+        """
+
+    # -- roll-ups
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups, all or none, and return how many were new.
+
+        Of one (run, phase, seconds, start) the first stands.
+        """
+
+    def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
+        """Return roll-ups of that length that start past ``after``, of every run, oldest first."""
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups of that length that ended by ``before_time``, and return how many."""
+
+    # -- the one controller
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take the controller's lease, or renew one's own; None while another holds it.
+
+        Renewing keeps the token as long as nobody else held the lease in between, be it run out or
+        not. Whoever takes it over gets a greater token. Two processes must not share a name.
+
+        Raises:
+            ConfigError: a holder without a name, or a time to live that is not positive.
+        """
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up; False when it has run out, was given up or is another's by now."""
+
+    def lease(self) -> Lease | None:
+        """Return the lease that holds now, or None."""
 
     # -- placements and migrations
     def committed(self) -> CommittedPlacement | None:
@@ -170,18 +234,30 @@ class LoadStore(Protocol):
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
 
-    def publish(self, migration: Migration) -> None:
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
         """Offer a migration to the ranks.
+
+        Args:
+            fence: the token of the writer's lease, run out or not; None for a writer that needs
+                none.
 
         Raises:
             StaleGeneration: its base is not the committed placement, or another is still open.
+            FencedOut: ``fence`` is not the newest token: another controller has taken the lease
+                since, or the store never gave this token out. Nothing is changed.
         """
 
     def published(self) -> Migration | None:
         """Return the open migration, or None."""
 
-    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
-        """Close an open migration of which nothing was applied; False when it was not open."""
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
+        """Close an open migration of which nothing was applied; False when it was not open.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     # -- after a death
     def last_words(self, words: LastWords) -> None:
@@ -210,17 +286,30 @@ class LoadStore(Protocol):
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
 
+    def prune_events(self, keep: int) -> int:
+        """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
+
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
 
-    def claim(self) -> Task | None:
-        """Take the oldest queued task, which is then running; None when there is none."""
+    def claim(self, *, fence: int | None = None) -> Task | None:
+        """Take the oldest queued task, which is then running; None when there is none.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     def running(self) -> list[Task]:
         """Return the tasks that were claimed and have not ended, oldest first."""
 
-    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
-        """End a task with its result."""
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
+        """End a task with its result.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
 
     def task(self, task_id: int) -> Task | None:
         """Return a task, or None when there is no such task."""

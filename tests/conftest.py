@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,6 +29,8 @@ from eplb.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
+from telemetry.memory import MemoryStore
+from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,6 +121,169 @@ def small_checkpoint(
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
+
+
+FORKED_DEADLINE_S = 30.0
+
+
+class ForkedProcess:
+    """A process of a test's own, which starts in milliseconds. It talks through a pipe.
+
+    Fork while no store is open: SQLite must not be carried over.
+    """
+
+    def __init__(self, function: Callable[..., object], *args: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_forked, args=(function, theirs, *args))
+        self._process.start()
+        theirs.close()
+
+    def hears(self) -> Any:
+        """Wait for what it says next."""
+        assert self._pipe.poll(FORKED_DEADLINE_S), f"it said nothing in {FORKED_DEADLINE_S} s"
+        return self._pipe.recv()
+
+    def last_words(self) -> list[Any]:
+        """Return what it said before its end, and nobody heard yet."""
+        heard = []
+        while True:
+            try:
+                heard.append(self.hears())
+            except EOFError:
+                return heard
+
+    def tells(self, words: object) -> None:
+        """Send it something."""
+        self._pipe.send(words)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self._process.kill()
+        self.ends()
+
+    def ends(self) -> int | None:
+        """Wait for its end and return the exit status."""
+        self._process.join(FORKED_DEADLINE_S)
+        assert self._process.exitcode is not None, f"it did not end in {FORKED_DEADLINE_S} s"
+        return self._process.exitcode
+
+
+def _run_forked(function: Callable[..., object], pipe: Connection, *args: Any) -> None:
+    status = 1
+    try:
+        function(pipe, *args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        pipe.close()
+        # No exit handlers: the fixtures of the parent process are not this one's to tear down.
+        os._exit(status)
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[..., ForkedProcess]]:
+    """Run ``function(pipe, *args)`` in a process of its own."""
+    started: list[ForkedProcess] = []
+
+    def start(function: Callable[..., object], *args: Any) -> ForkedProcess:
+        started.append(ForkedProcess(function, *args))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+# -- every kind of store, for the contract that all of them keep
+
+
+class StoreClock:
+    """The clock of the stores under test. It stands still until a test makes time pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+OpenStore = Callable[[str], LoadStore]  # of a deployment; the same again sees the same store
+Place = Callable[[pytest.FixtureRequest, StoreClock], OpenStore]
+
+
+def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    opened: dict[str, LoadStore] = {}
+    return lambda deployment: opened.setdefault(deployment, MemoryStore(deployment, clock=clock))
+
+
+def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    path = request.getfixturevalue("tmp_path") / "store.sqlite"
+    return lambda deployment: SqliteStore(path, deployment, clock=clock)
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A kind of store under test.
+
+    ``place`` makes the function that opens stores; a fixture that it needs (a server, say) it asks
+    of the request. Where leases follow a server's clock, time passes by waiting.
+    """
+
+    place: Place
+    has_own_clock: bool = False
+
+
+# One line for each kind: the tests of the contract run over all of these.
+STORE_KINDS = {
+    "memory": StoreKind(_in_memory),
+    "sqlite": StoreKind(_in_sqlite),
+}
+
+
+@pytest.fixture(params=STORE_KINDS)
+def store_kind(request: pytest.FixtureRequest) -> StoreKind:
+    return STORE_KINDS[request.param]
+
+
+@pytest.fixture
+def store_clock() -> StoreClock:
+    return StoreClock()
+
+
+@pytest.fixture
+def open_stores(
+    request: pytest.FixtureRequest, store_kind: StoreKind, store_clock: StoreClock
+) -> Iterator[OpenStore]:
+    """Open stores of one place: ``open_stores(deployment)``, again for another look at the same."""
+    place, opened = store_kind.place(request, store_clock), list[LoadStore]()
+
+    def open_one(deployment: str) -> LoadStore:
+        opened.append(place(deployment))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def store(open_stores: OpenStore) -> LoadStore:
+    """A new store of each kind, of the deployment "demo"."""
+    return open_stores("demo")
+
+
+@pytest.fixture
+def pass_time(store_kind: StoreKind, store_clock: StoreClock) -> Callable[[float], None]:
+    """Let seconds pass for stores; few, because some kinds of store really wait."""
+
+    def wait_for(seconds: float) -> None:
+        store_clock.now += seconds
+        if store_kind.has_own_clock:
+            threading.Event().wait(seconds)
+
+    return wait_for
 
 
 # The smallest demo that still has everything: two hosts, replicas, and a plan every few steps.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import resource
 import sqlite3
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,33 +21,11 @@ import pytest
 from eplb.errors import StoreError
 from eplb.load import LoadSample
 from eplb.recovery import Recovery
+from telemetry.rollup import MINUTE
 from telemetry.sqlite import SqliteStore
-from telemetry.sqlite_errors import translated
 from telemetry.sqlite_schema import SCHEMA_VERSION
 
-TIMEOUT_S = 30.0
-ROOT = Path(__file__).resolve().parent.parent
-
-PRELUDE = """
-import os, sys
-from eplb.errors import EplbError
-from eplb.load import LoadSample
-from telemetry.sqlite import SqliteStore
-
-def sample(sequence):
-    return LoadSample("demo", "run-1", 0, sequence, 0.0, sequence, sequence, "decode", 1,
-                      [[0, 1]], [[0, sequence]])
-
-path = sys.argv[1]
-"""
-
-
-def output_of(script: str, path: Path) -> str:
-    command = [sys.executable, "-c", PRELUDE + script, str(path)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True
-    )
-    return done.stdout.strip()
+Fork = Callable[..., Any]
 
 
 def make_sample(sequence: int) -> LoadSample:
@@ -78,38 +58,51 @@ def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> 
         raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 4, expected 3"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 5, expected 4"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
 
 
-# Of all tables and indexes of a version 2 file, as released; they must never change again.
-VERSION_2 = "f3247ddedfd9bbd9"
+# Of all tables and indexes of a file of each version, as released; they must never change again.
+RELEASED = {2: "f3247ddedfd9bbd9", 3: "daf5a7aa7fe85409"}
+# What takes away from a file what a version added.
+UNDO = {
+    4: ("DROP INDEX sample_in_time", "DROP TABLE lease", "DROP TABLE rollup"),
+    3: ("DROP TABLE last_words", "DROP TABLE recovery"),
+}
 
 
-def as_version_2(path: Path) -> None:
-    """Take from a file what version 3 added."""
+def as_version(wanted: int, path: Path) -> None:
+    """Take from a file what versions past ``wanted`` added."""
     with closing(sqlite3.connect(path)) as raw:
-        raw.execute("DROP TABLE last_words")
-        raw.execute("DROP TABLE recovery")
-        raw.execute("PRAGMA user_version = 2")
+        for version in range(SCHEMA_VERSION, wanted, -1):
+            for statement in UNDO[version]:
+                raw.execute(statement)
+        raw.execute(f"PRAGMA user_version = {wanted}")
         found = raw.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
-        assert hashlib.sha256(repr(found.fetchall()).encode()).hexdigest()[:16] == VERSION_2
+        digest = hashlib.sha256(repr(found.fetchall()).encode()).hexdigest()[:16]
+    assert digest == RELEASED[wanted]
 
 
-def test_a_file_of_version_2_is_brought_up_to_date_and_keeps_all_it_holds(path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_file_of_an_older_version_is_brought_up_to_date_and_keeps_all_it_holds(
+    path: Path, version: int
+) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(3)])
         store.add_event("note", {"n": 1})
-    as_version_2(path)
+    as_version(version, path)
 
     with closing(SqliteStore(path, "demo")) as store, closing(SqliteStore(path, "demo")) as other:
         record = Recovery(1, "run-1", (0,), 4, 0, 0, "rank 1 died", 2.0)
         assert store.recovery() is None
         store.recover(record, expected_membership=0)
+        lease = store.acquire_lease("one", 10.0)
 
         assert other.recovery() == record
+        assert other.lease() == lease
+        assert other.rollups(MINUTE) == []
         assert [sample.sequence for _, sample in other.samples("run-1")] == [0, 1, 2]
         assert [event.kind for event in other.events()] == ["note", "recovery"]
     with closing(sqlite3.connect(path)) as raw:
@@ -118,7 +111,7 @@ def test_a_file_of_version_2_is_brought_up_to_date_and_keeps_all_it_holds(path: 
 
 def test_a_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Path) -> None:
     SqliteStore(path, "demo").close()
-    as_version_2(path)
+    as_version(2, path)
 
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: SqliteStore(path, "demo"), range(8)))
@@ -133,7 +126,7 @@ def test_a_file_older_than_version_2_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("PRAGMA user_version = 1")
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 3"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 4"):
         SqliteStore(path, "demo")
 
 
@@ -194,15 +187,15 @@ def test_a_new_file_left_by_a_process_that_died_before_the_tables_is_completed(p
 
 # -- read-only, full
 
-AS_NOBODY = """
-if os.getuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)  # permissions do not bind root
-try:
-    SqliteStore(path, "demo").add_event("note", {})
-except EplbError as exc:
-    print(exc)
-"""
+
+def open_as_nobody(pipe: Connection, path: Path) -> None:
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)  # permissions do not bind root
+    try:
+        SqliteStore(path, "demo").add_event("note", {})
+    except StoreError as exc:
+        pipe.send(str(exc))
 
 
 def open_to_others(folder: Path) -> None:
@@ -215,70 +208,80 @@ def open_to_others(folder: Path) -> None:
         pytest.skip("other users cannot enter the folder of temporary files")
 
 
-def test_a_read_only_file_is_refused(path: Path) -> None:
+def test_a_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     SqliteStore(path, "demo").close()
     open_to_others(path.parent)
     path.parent.chmod(0o777)
     path.chmod(0o444)
 
-    assert f"store {path} is read-only: expected the file and its folder" in output_of(
-        AS_NOBODY, path
-    )
+    words = fork(open_as_nobody, path).hears()
+    assert f"store {path} is read-only: expected the file and its folder" in words
 
 
-def test_a_read_only_folder_is_refused(path: Path) -> None:
+def test_a_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
     open_to_others(path.parent)
     path.parent.chmod(0o555)
 
-    assert "cannot be opened: found no permission" in output_of(AS_NOBODY, path)
+    assert "cannot be opened: found no permission" in fork(open_as_nobody, path).hears()
     path.parent.chmod(0o755)
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path) -> None:
-    script = """
-import resource
-store = SqliteStore(path, "demo")
-resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-acknowledged = 0
-try:
-    while True:
-        store.append([sample(acknowledged)])
-        acknowledged += 1
-except EplbError as exc:
-    assert store.sample_counts("run-1") == {0: acknowledged}
-    print(acknowledged, exc)
-"""
-    acknowledged, words = output_of(script, path).split(" ", 1)
+def limit_files(num_bytes: int) -> None:
+    """Let no file of this process grow past a size, which stands in for a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def fill_up(pipe: Connection, path: Path) -> None:
+    store = SqliteStore(path, "demo")
+    limit_files(400_000)
+    acknowledged = 0
+    try:
+        while True:
+            store.append([make_sample(acknowledged)])
+            acknowledged += 1
+    except StoreError as exc:
+        assert store.sample_counts("run-1") == {0: acknowledged}
+        pipe.send((acknowledged, str(exc)))
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
+    acknowledged, words = fork(fill_up, path).hears()
 
     assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
     with closing(SqliteStore(path, "demo")) as store:
-        assert store.sample_counts("run-1") == {0: int(acknowledged)}
-        store.append([make_sample(int(acknowledged))])
+        assert store.sample_counts("run-1") == {0: acknowledged}
+        store.append([make_sample(acknowledged)])
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path) -> None:
-    script = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    SqliteStore(path, "demo")
-except EplbError as exc:
-    print(exc)
-"""
-    assert "could not be read or written" in output_of(script, path)
+def open_on_a_full_disk(pipe: Connection, path: Path) -> None:
+    limit_files(20_000)
+    try:
+        SqliteStore(path, "demo")
+    except StoreError as exc:
+        pipe.send(str(exc))
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, fork: Fork) -> None:
+    assert "could not be read or written" in fork(open_on_a_full_disk, path).hears()
 
     with closing(SqliteStore(path, "demo")) as store:
         assert store.events() == []
 
 
-def test_a_full_disk_is_told_in_words(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as raw:
-        raw.execute("CREATE TABLE note (text TEXT)")
-        raw.execute("PRAGMA max_page_count = 3")
+def test_a_full_store_is_told_in_words_and_takes_more_once_there_is_room(path: Path) -> None:
+    with closing(SqliteStore(path, "demo")) as store:
+        store.append([make_sample(n) for n in range(50)])
+        # SQLite's own limit stands in for a disk: the error that it raises is the same.
+        writer = store._file._writer
+        num_pages = writer.execute("PRAGMA page_count").fetchone()[0]
+        writer.execute(f"PRAGMA max_page_count = {num_pages}")
 
-        with (
-            pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"),
-            translated(path, 1.0),
-        ):
-            raw.execute("INSERT INTO note VALUES (?)", ("x" * 20_000,))
+        with pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"):
+            store.append([make_sample(n) for n in range(50, 500)])
+
+        assert store.sample_counts("run-1") == {0: 50}
+        assert [sample.sequence for _, sample in store.samples("run-1")] == list(range(50))
+        assert store.prune(1.0) == 50
+        assert store.append([make_sample(n) for n in range(50, 60)]) == 10
+        assert store.sample_counts("run-1") == {0: 60}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,51 +22,14 @@ from eplb.placement import Placement
 from telemetry.sqlite import SqliteStore
 
 TIMEOUT_S = 30.0
-ROOT = Path(__file__).resolve().parent.parent
-
-PRELUDE = """
-import os, sys
-from eplb.errors import EplbError
-from eplb.load import LoadSample
-from telemetry.sqlite import SqliteStore
-
-def sample(rank, sequence):
-    return LoadSample("demo", "run-1", rank, sequence, 0.0, sequence, sequence, "decode", 1,
-                      [[0, 1]], [[rank, sequence]])
-
-path, rank = sys.argv[1], int(sys.argv[2])
-"""
+Fork = Callable[..., Any]
 
 
-@contextmanager
-def child(script: str, path: Path, rank: int = 0) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PRELUDE + script, str(path), str(rank)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def output_of(script: str, path: Path) -> str:
-    with child(script, path) as process:
-        out, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0
-    return out.strip()
-
-
-def make_sample(sequence: int) -> LoadSample:
+def make_sample(sequence: int, rank: int = 0) -> LoadSample:
     return LoadSample(
         "demo",
         "run-1",
-        0,
+        rank,
         sequence,
         0.0,
         sequence,
@@ -87,46 +51,37 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
-def tell(process: subprocess.Popen[str], word: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(word + "\n")
-    process.stdin.flush()
+def open_new_files(pipe: Connection, folder: Path) -> None:
+    while name := pipe.recv():
+        SqliteStore(folder / name, "demo").add_event("note", {})
+        pipe.send("done")
 
 
-def test_processes_that_open_a_new_file_at_once_all_succeed(path: Path) -> None:
-    script = """
-print("ready", flush=True)
-for line in sys.stdin:
-    store = SqliteStore(path + line.strip(), "demo")
-    store.add_event("note", {})
-    print("done", flush=True)
-"""
-    with ExitStack() as stack:
-        openers = [stack.enter_context(child(script, path)) for _ in range(4)]
-        assert [line_of(process) for process in openers] == ["ready"] * 4
-        for attempt in range(20):
-            for process in openers:
-                tell(process, str(attempt))
+def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path, fork: Fork) -> None:
+    openers = [fork(open_new_files, tmp_path) for _ in range(4)]
+    for attempt in range(20):
+        for process in openers:
+            process.tells(f"store-{attempt}")
 
-            assert [line_of(process) for process in openers] == ["done"] * 4
+        assert [process.hears() for process in openers] == ["done"] * 4
 
 
-def test_processes_that_write_at_once_lose_nothing(path: Path) -> None:
-    script = """
-store = SqliteStore(path, "demo")
-print("ready", flush=True)
-sys.stdin.readline()
-for sequence in range(50):
-    store.append([sample(rank, sequence)])
-    store.add_event("note", {"rank": rank})
-print(*(store.next_plan_id() for _ in range(10)), flush=True)
-"""
-    with ExitStack() as stack:
-        writers = [stack.enter_context(child(script, path, rank)) for rank in range(3)]
-        assert [line_of(process) for process in writers] == ["ready"] * 3
-        for process in writers:
-            tell(process, "go")
-        plan_ids = [int(word) for process in writers for word in line_of(process).split()]
+def write_at_once(pipe: Connection, path: Path, rank: int) -> None:
+    store = SqliteStore(path, "demo")
+    pipe.send("ready")
+    pipe.recv()
+    for sequence in range(50):
+        store.append([make_sample(sequence, rank)])
+        store.add_event("note", {"rank": rank})
+    pipe.send([store.next_plan_id() for _ in range(10)])
+
+
+def test_processes_that_write_at_once_lose_nothing(path: Path, fork: Fork) -> None:
+    writers = [fork(write_at_once, path, rank) for rank in range(3)]
+    assert [process.hears() for process in writers] == ["ready"] * 3
+    for process in writers:
+        process.tells("go")
+    plan_ids = [plan_id for process in writers for plan_id in process.hears()]
 
     with closing(SqliteStore(path, "demo")) as store:
         assert store.sample_counts("run-1") == {0: 50, 1: 50, 2: 50}
@@ -135,34 +90,65 @@ print(*(store.next_plan_id() for _ in range(10)), flush=True)
         assert sorted(plan_ids) == list(range(1, 31))
 
 
-def test_what_was_acknowledged_survives_kill_9_of_the_writer(path: Path) -> None:
-    script = """
-store = SqliteStore(path, "demo")
-for sequence in range(1_000_000):
-    store.append([sample(rank, sequence)])
-    store.add_event("note", {"sequence": sequence})
-    print(sequence, flush=True)
-"""
+def write_for_ever(pipe: Connection, path: Path, rank: int) -> None:
+    store = SqliteStore(path, "demo")
+    for sequence in range(1_000_000):
+        store.append([make_sample(sequence, rank)])
+        store.add_event("note", {"rank": rank})
+        pipe.send(sequence)
+
+
+def test_what_was_acknowledged_survives_kill_9_of_the_writer(path: Path, fork: Fork) -> None:
     for rank in range(3):
-        with child(script, path, rank) as process:
-            for _ in range(40 + 17 * rank):
-                acknowledged = int(line_of(process))
-            process.send_signal(signal.SIGKILL)
-            process.wait(TIMEOUT_S)
-            assert process.stdout is not None
-            acknowledged = max([acknowledged, *map(int, process.stdout.read().split("\n")[:-1])])
+        process = fork(write_for_ever, path, rank)
+        for _ in range(40 + 17 * rank):
+            acknowledged = process.hears()
+        process.kill()
+        acknowledged = max([acknowledged, *process.last_words()])
 
         with closing(SqliteStore(path, "demo")) as store:
             assert store.sample_counts("run-1")[rank] > acknowledged
 
 
-def test_a_wait_ends_with_another_process_s_change(path: Path) -> None:
+@pytest.mark.slow
+def test_kill_9_at_a_hundred_random_moments_loses_nothing(path: Path, fork: Fork) -> None:
+    rng = np.random.default_rng(9)
+    acknowledged = {}
+    for rank in range(100):
+        process = fork(write_for_ever, path, rank)
+        process.hears()
+        threading.Event().wait(rng.uniform(0, 0.03))
+        process.kill()
+        acknowledged[rank] = max([0, *process.last_words()])
+
+    with closing(SqliteStore(path, "demo")) as store:
+        stored = store.sample_counts("run-1")
+        noted = Counter(event.detail["rank"] for event in store.events(limit=10**9))
+        # What is written and not acknowledged is one sample and one event at most.
+        for rank, last in acknowledged.items():
+            assert last + 1 <= noted[rank] <= last + 2
+            assert noted[rank] <= stored[rank] <= last + 2
+        samples = store.samples("run-1", limit=10**9)
+        assert len({(s.rank, s.sequence) for _, s in samples}) == len(samples)
+        assert len(samples) == sum(stored.values())
+        assert store.refused() == {}
+    with closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def add_an_event(pipe: Connection, path: Path) -> None:
+    pipe.recv()
+    SqliteStore(path, "demo").add_event("note", {})
+
+
+def test_a_wait_ends_with_another_process_s_change(path: Path, fork: Fork) -> None:
+    process = fork(add_an_event, path)
     with closing(SqliteStore(path, "demo")) as store:
         before = store.version()
-        script = 'SqliteStore(path, "demo").add_event("note", {})'
-        with child(script, path) as process:
-            assert store.wait(before, TIMEOUT_S) == before + 1
-            process.wait(TIMEOUT_S)
+        process.tells("go")
+
+        assert store.wait(before, TIMEOUT_S) == before + 1
+        assert process.ends() == 0
 
 
 def test_two_deployments_in_one_file_are_kept_apart(path: Path) -> None:
@@ -181,21 +167,24 @@ def test_two_deployments_in_one_file_are_kept_apart(path: Path) -> None:
         assert other.next_plan_id() == 1
 
 
-def test_a_store_carried_over_a_fork_is_refused(path: Path) -> None:
-    script = """
-store = SqliteStore(path, "demo")
-if os.fork() == 0:
-    try:
-        store.version()
-    except EplbError as exc:
-        print(exc, flush=True)
-    os._exit(0)
-os.wait()
-store.add_event("note", {})
-"""
-    words = output_of(script, path)
+def carry_over(pipe: Connection, path: Path) -> None:
+    store = SqliteStore(path, "demo")
+    if os.fork() == 0:
+        try:
+            store.version()
+        except StoreError as exc:
+            pipe.send(str(exc))
+        os._exit(0)
+    os.wait()
+    store.add_event("note", {})
 
-    assert re.search(r"opened in process \d+ and is used in process \d+, expected each", words)
+
+def test_a_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
+    process = fork(carry_over, path)
+
+    expected = r"opened in process \d+ and is used in process \d+, expected each"
+    assert re.search(expected, process.hears())
+    assert process.ends() == 0
     with closing(SqliteStore(path, "demo")) as store:
         assert len(store.events()) == 1
 
