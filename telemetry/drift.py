@@ -233,5 +233,5 @@ def _floor(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.fl
 
 
 def _x_log_x(values: Counts) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = values * np.log(np.where(values > 0, values, 1.0))
-    return found
+    logarithm: NDArray[np.float64] = np.log(np.where(values > 0, values, 1.0))
+    return np.multiply(values, logarithm, dtype=np.float64)
