@@ -63,6 +63,7 @@ def demo(
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
+    metrics_level: Annotated[str | None, typer.Option(help="layer or rank: more series.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Any other: NAME=VALUE.")] = None,
 ) -> None:
     """Serve a small real model on rank processes, let its load drift, and balance it."""

@@ -190,7 +190,8 @@ def candidates(
         period: windows in a day, if the history is long enough to show days.
         seed: of the learnt domains.
     """
-    found: list[Forecaster] = [LastWindow(), Mean(4), Mean(16), Ewma(1.0), Ewma(4.0), SinceChange()]
+    found: list[Forecaster] = [LastWindow(), Mean(4), Mean(16), SinceChange()]
+    found += [Ewma(half_life) for half_life in (0.5, 1.0, 4.0)]
     if period is not None:
         found += [DayProfile(period), DayProfile(period, is_relative=True)]
     found += [
