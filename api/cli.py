@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from api.journal import journal
+from api.observability import observability
 from api.settings import load_settings
 from api.simulate import simulate
 from eplb.errors import EplbError
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(journal)
+app.command()(observability)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 StoreFile = Annotated[Path, typer.Option(help="The store's file.")]
