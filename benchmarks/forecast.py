@@ -149,7 +149,7 @@ def skill_rows(series: Series, seeds: int, most: int) -> Iterator[tuple[str, ...
 
 STEADY = {
     "independent draws": {"domains": 1, "dispersion": 1.0},
-    "512 requests of 4 domains": {"domains": 4, "dispersion": 30.0, "requests": 512},
+    "256 requests of 4 domains": {"domains": 4, "dispersion": 30.0, "requests": 256},
     "32 requests of 1 domain": {"domains": 1, "dispersion": 30.0, "requests": 32},
     "32 requests of 4 domains": {"domains": 4, "dispersion": 30.0, "requests": 32},
 }

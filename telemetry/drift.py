@@ -31,6 +31,7 @@ FALSE_ALARM = 0.01  # of one look at a history in which nothing changed
 LOOK_BACK = 32  # windows; longer ones cost time and would find slow drift, not its end
 # Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
 PAIRS_PER_FACT = 1.5
+MOST_CHANGES = 4  # one pair in so many may be a change
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
 
@@ -173,13 +174,11 @@ def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> Change | 
     before = tokens.cumsum(axis=0, dtype=np.float64)
     evidence = _evidence(before[:-1], before[-1] - before[:-1]).sum(axis=1)  # [T - 1]
     chance = false_alarm / num_splits
-    # A pair that straddles the split would take the change itself for noise.
-    limits = [
-        _limit(_noise(np.delete(neighbours, split), freedom), chance) for split in range(num_splits)
-    ]
-    strength = evidence / np.array(limits)
-    best = int(strength.argmax())
-    return Change(best + 1, float(strength[best])) if strength[best] > 1 else None
+    best = int(evidence.argmax())  # chance alone would make all splits alike
+    # The pair that straddles the split would take the change itself for noise.
+    steady = _without_changes(np.delete(neighbours, best), freedom, chance)
+    strength = float(evidence[best]) / _limit(_noise(steady, freedom), chance)
+    return Change(best + 1, strength) if strength > 1 else None
 
 
 def _of_neighbours(tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
@@ -197,6 +196,22 @@ def _evidence(first: Counts, second: Counts) -> NDArray[np.float64]:
         apart.sum(axis=-1) - _x_log_x(a) - _x_log_x(b) + _x_log_x(a + b)
     )
     return found
+
+
+def _without_changes(
+    evidence: NDArray[np.float64], freedom: float, chance: float
+) -> NDArray[np.float64]:
+    """Leave out pairs that are changes themselves: they would hide all others among noise.
+
+    As many as still stand out from the rest, up to a fourth; taken together, because two changes
+    would excuse one another (Rosner's generalised test for outliers, 1983).
+    """
+    ordered = np.sort(evidence)
+    for num_out in range(len(ordered) // MOST_CHANGES, 0, -1):
+        rest, least = ordered[:-num_out], ordered[-num_out]
+        if least > _limit(_noise(rest, freedom), chance):
+            return rest
+    return ordered
 
 
 def _noise(evidence: NDArray[np.float64], freedom: float) -> Noise:
