@@ -32,7 +32,7 @@ from api.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
-from api.tally import RunTally, oldest_progress, scrubbed_slots
+from api.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
 from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
 from telemetry.store import Event, LoadStore, RankState, RunInfo
@@ -77,8 +77,7 @@ class Monitor:
         self._info, self._cursor, self._samples_read = info, 0, 0
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
-        self._sampled_at: dict[int, float] = {}  # rank -> time of its newest sample
-        self._received: dict[int, NDArray[np.int64]] = {}  # rank -> [L] tokens of all its samples
+        self._samples = SampleTally()
         self._windows: dict[int, Window] = {}  # by index, oldest first
         self._scores: dict[int, WindowScore] = {}  # by index, oldest first
         if info is None:
@@ -142,11 +141,7 @@ class Monitor:
         self._samples_read += 1
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
-        self._sampled_at[sample.rank] = max(
-            sample.time, self._sampled_at.get(sample.rank, sample.time)
-        )
-        received = sample.tokens.sum(axis=1)
-        self._received[sample.rank] = self._received.get(sample.rank, 0) + received
+        self._samples.note(sample)
         self._folder.add(sample)
 
     def _score_windows(self) -> None:
@@ -216,31 +211,18 @@ class Monitor:
                 samples_lost=detail_sum(self._states, "samples_lost"),
                 movement=self._control.movement,
                 observe=self._control.observe,
-                ended_plans=dict(self._tally.ended_plans),
-                decided=dict(self._tally.decided),
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=detail_sum(self._states, "digest_failures"),
                 mover_failures=detail_sum(self._states, "mover_failures"),
-                rebalances=dict(self._tally.rebalances),
-                anomalies=dict(self._tally.anomalies),
-                plan_s=self._tally.plan_s,
-                rebalance_s=self._tally.rebalance_s,
                 store_errors=detail_sum(self._states, "store_errors"),
-                sample_age_s=self._sample_age_s(now),
+                sample_age_s=self._samples.age_s(now),
+                **self._tally.shown(),
             )
 
     def received(self) -> NDArray[np.int64] | None:
         """[L, R] tokens that each rank received over all samples read so far; None without one."""
         with self._lock:
-            if not self._received:
-                return None
-            empty = np.zeros_like(next(iter(self._received.values())))
-            by_rank = [self._received.get(r, empty) for r in range(self._topology.num_ranks)]
-            return np.stack(by_rank, axis=1)
-
-    def _sample_age_s(self, now: float) -> float | None:
-        oldest = min(self._sampled_at.values(), default=None)
-        return None if oldest is None else max(0.0, now - oldest)
+            return self._samples.received(self._topology.num_ranks) if self._info else None
 
     def _rank_views(self, now: float) -> tuple[RankView, ...]:
         if self._info is None:

@@ -10,7 +10,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.load import LoadSample
 from telemetry.store import Event, RankState
 
 OUTCOME_OF_EVENT = {"commit": "committed", "abort": "aborted", "reject": "rejected"}
@@ -70,12 +75,49 @@ class RunTally:
         elif event.kind == "recovery":
             self.anomalies["rank_death"] += 1
 
+    def shown(self) -> dict[str, Any]:
+        """Give the counts of now as fields of a Snapshot."""
+        return {
+            "ended_plans": dict(self.ended_plans),
+            "decided": dict(self.decided),
+            "rebalances": dict(self.rebalances),
+            "anomalies": dict(self.anomalies),
+            "plan_s": self.plan_s,
+            "rebalance_s": self.rebalance_s,
+        }
+
     def _note_end(self, plan_id: int, outcome: str, time: float) -> None:
         self.ended_plans[outcome] += 1
         offered_id, trigger, since = self._offered
         self.rebalances[trigger if offered_id == plan_id else UNTOLD, outcome] += 1
         if outcome == "committed" and offered_id == plan_id:
             self.rebalance_s = self.rebalance_s.plus(max(0.0, time - since))
+
+
+class SampleTally:
+    """What the samples of a run say beside their windows."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, float] = {}  # rank -> time of its newest sample
+        self._received: dict[int, NDArray[np.int64]] = {}  # rank -> [L] tokens of all its samples
+
+    def note(self, sample: LoadSample) -> None:
+        """Count one more sample."""
+        self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
+        received = sample.tokens.sum(axis=1)
+        self._received[sample.rank] = self._received.get(sample.rank, 0) + received
+
+    def age_s(self, now: float) -> float | None:
+        """Age of the newest sample of the rank that is furthest behind; None before any."""
+        oldest = min(self._newest.values(), default=None)
+        return None if oldest is None else max(0.0, now - oldest)
+
+    def received(self, num_ranks: int) -> NDArray[np.int64] | None:
+        """[L, R] tokens that each rank received over all samples; None before any."""
+        if not self._received:
+            return None
+        silent = np.zeros_like(next(iter(self._received.values())))
+        return np.stack([self._received.get(r, silent) for r in range(num_ranks)], axis=1)
 
 
 def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:

@@ -8,8 +8,6 @@ never taken to be less than that of independent draws.
 
     windows -> G of neighbours -> noise     windows before | after a split -> G     G over noise?
 
-Pure: no clock, no store.
-
 Shapes:  T windows, L MoE layers, E experts.
 """
 
