@@ -334,7 +334,7 @@ def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
 def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_them(
     store: MemoryStore,
 ) -> None:
-    service = HttpService(create_app(store))
+    service = HttpService(create_app(store, metrics_level="layer"))
     service.start()
     try:
         answer = httpx.get(f"{service.url}/metrics", timeout=DEADLINE_S)
@@ -345,5 +345,6 @@ def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_t
     assert answer.headers["content-type"].startswith("text/plain; version=")
     found = figures_in(answer.text)
     assert found["eplb_migrated_experts_total"] == {(): 4}
+    assert set(found["eplb_layer_balancedness"]) == {("0",), ("1",)}
     assert found["eplb_progress_age_seconds"][()] >= time.time() - NOW - DEADLINE_S
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("eplb")]
