@@ -90,7 +90,7 @@ def get_readyz(service: Service) -> Health:
 
 @probes.get("/metrics", include_in_schema=False)  # text, of a format with a document of its own
 def get_metrics(service: Service) -> Response:
-    """A few dozen series of the current run; counters are the run's, not this process's."""
+    """Under a hundred series of the current run; counters are the run's, not this process's."""
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: figures of the current run, in base units, a few dozen series in all.
+"""What Prometheus scrapes: figures of the current run, in base units, under a hundred series.
 
 Nothing is counted here. Every figure comes from the store, where ranks keep theirs for as long as
 they live, so a counter does not fall when this process is started again. By default there is no
