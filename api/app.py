@@ -20,6 +20,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from api.metric_rows import Level
 from api.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.requests import ControlRequest, ReasonRequest, RebalanceRequest
 from api.schemas import (
@@ -89,7 +90,7 @@ def get_readyz(service: Service) -> Health:
 
 @probes.get("/metrics", include_in_schema=False)  # text, of a format with a document of its own
 def get_metrics(service: Service) -> Response:
-    """A few dozen series of the current run; counters are the run's, not this process's."""
+    """Under a hundred series of the current run; counters are the run's, not this process's."""
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
@@ -185,7 +186,9 @@ def patch_control(service: Service, body: ControlRequest) -> ControlAnswer:
     return service.set_control(body)
 
 
-def create_app(store: LoadStore, *, plan_wait_s: float = 10.0) -> FastAPI:
+def create_app(
+    store: LoadStore, *, plan_wait_s: float = 10.0, metrics_level: Level = "default"
+) -> FastAPI:
     """Make the service of one deployment; who binds it to a port is the caller's business."""
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
@@ -195,7 +198,7 @@ def create_app(store: LoadStore, *, plan_wait_s: float = 10.0) -> FastAPI:
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
     )
-    app.state.service = AdminService(store, plan_wait_s=plan_wait_s)
+    app.state.service = AdminService(store, plan_wait_s=plan_wait_s, metrics_level=metrics_level)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES, www_redirect=False)
     app.include_router(probes)
     app.include_router(routes)

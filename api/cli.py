@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from api.journal import journal
+from api.observability import observability
 from api.settings import load_settings
 from api.simulate import simulate
 from api.store_commands import app as store_commands
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(journal)
+app.command()(observability)
 app.add_typer(store_commands, name="store")
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -65,6 +67,7 @@ def demo(
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
+    metrics_level: Annotated[str | None, typer.Option(help="layer or rank: more series.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Any other: NAME=VALUE.")] = None,
 ) -> None:
     """Serve a small real model on rank processes, let its load drift, and balance it."""

@@ -13,6 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from api.snapshot import (
     Decision,
     RankView,
@@ -29,7 +32,7 @@ from api.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
-from api.tally import RunTally, oldest_progress, scrubbed_slots
+from api.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
 from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
 from telemetry.store import Event, LoadStore, RankState, RunInfo
@@ -74,6 +77,7 @@ class Monitor:
         self._info, self._cursor, self._samples_read = info, 0, 0
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
+        self._samples = SampleTally()
         self._windows: dict[int, Window] = {}  # by index, oldest first
         self._scores: dict[int, WindowScore] = {}  # by index, oldest first
         if info is None:
@@ -137,6 +141,7 @@ class Monitor:
         self._samples_read += 1
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
+        self._samples.note(sample)
         self._folder.add(sample)
 
     def _score_windows(self) -> None:
@@ -206,12 +211,18 @@ class Monitor:
                 samples_lost=detail_sum(self._states, "samples_lost"),
                 movement=self._control.movement,
                 observe=self._control.observe,
-                ended_plans=dict(self._tally.ended_plans),
-                decided=dict(self._tally.decided),
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=detail_sum(self._states, "digest_failures"),
                 mover_failures=detail_sum(self._states, "mover_failures"),
+                store_errors=detail_sum(self._states, "store_errors"),
+                sample_age_s=self._samples.age_s(now),
+                **self._tally.shown(),
             )
+
+    def received(self) -> NDArray[np.int64] | None:
+        """[L, R] tokens that each rank received over all samples read so far; None without one."""
+        with self._lock:
+            return self._samples.received(self._topology.num_ranks) if self._info else None
 
     def _rank_views(self, now: float) -> tuple[RankView, ...]:
         if self._info is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from api.metric_rows import Level
 from api.metrics import Exposition
 from api.monitor import Monitor
 from api.readiness import unready
@@ -58,13 +59,19 @@ class AdminService:
     Args:
         plan_wait_s: how long a request for a plan waits for the controller.
         stalled_after_s: without a step for so long, the deployment is not ready.
+        metrics_level: how many series /metrics has.
     """
 
     def __init__(
-        self, store: LoadStore, *, plan_wait_s: float = 10.0, stalled_after_s: float = 30.0
+        self,
+        store: LoadStore,
+        *,
+        plan_wait_s: float = 10.0,
+        stalled_after_s: float = 30.0,
+        metrics_level: Level = "default",
     ) -> None:
         self._store, self._monitor = store, Monitor(store)
-        self.metrics = Exposition(store, self._monitor)
+        self.metrics = Exposition(store, self._monitor, metrics_level)
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
 
     def _snapshot(self) -> Snapshot:

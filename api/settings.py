@@ -106,6 +106,9 @@ class DemoSettings(BaseModel):
         3, ge=0, description="restarts after a rank's death; 0: the first one ends the demo"
     )
     check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
+    metrics_level: Literal["default", "layer", "rank"] = Field(
+        "default", description="series of /metrics for each layer, or each layer and rank"
+    )
     view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
 
     @field_validator("precision")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from api.tally import Durations
 from eplb.balance import imbalance_of
 from eplb.migration import Migration
 from eplb.topology import Topology
@@ -133,6 +134,12 @@ class Snapshot:
     scrubbed_slots: Mapping[str, int] = field(default_factory=dict)  # of all ranks, by result
     digest_failures: int = 0
     mover_failures: int = 0
+    rebalances: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # (trigger, outcome)
+    anomalies: Mapping[str, int] = field(default_factory=dict)  # of this run, by type
+    plan_s: Durations = field(default_factory=Durations)
+    rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
+    store_errors: int = 0  # failed attempts of ranks to write to the store
+    sample_age_s: float | None = None  # newest sample of the rank that is furthest behind
 
     @property
     def silent_ranks(self) -> tuple[int, ...]:

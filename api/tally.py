@@ -6,13 +6,39 @@ counter does not fall when the process that shows it is started again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.load import LoadSample
 from telemetry.store import Event, RankState
 
 OUTCOME_OF_EVENT = {"commit": "committed", "abort": "aborted", "reject": "rejected"}
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
+TRIGGERS = ("load", "request")  # the controller's own, after a window; asked for by a person
+UNTOLD = "untold"  # a migration that no noted plan led to
+# What an anomaly counts as, by the place that an "error" event names; any other is "other".
+ANOMALIES = ("load", "plan", "rank_death", "other")
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """A histogram: how many took at most each of BUCKETS_S, and longer; and their sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)  # not cumulative; the last is longer
+    total_s: float = 0.0
+
+    def plus(self, seconds: float) -> Durations:
+        """Give the histogram with one more."""
+        at = bisect_left(BUCKETS_S, seconds)
+        counts = (*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :])
+        return Durations(counts, self.total_s + seconds)
 
 
 class RunTally:
@@ -21,14 +47,77 @@ class RunTally:
     def __init__(self) -> None:
         self.ended_plans = Counter(dict.fromkeys(OUTCOME_OF_EVENT.values(), 0))  # by outcome
         self.decided: Counter[tuple[str, ...]] = Counter()  # by (policy, decision)
+        self.rebalances: Counter[tuple[str, ...]] = Counter(  # by (trigger, outcome)
+            {(trigger, outcome): 0 for trigger in TRIGGERS for outcome in self.ended_plans}
+        )
+        self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
+        self.plan_s = Durations()
+        self.rebalance_s = Durations()  # from offered to committed
+        self._trigger = UNTOLD  # of the plan noted last
+        self._offered: tuple[int, str, float] = (0, UNTOLD, 0.0)  # plan id, trigger, when
 
     def note(self, event: Event) -> None:
         """Count one more event."""
         detail = event.detail
         if event.kind == "plan":
             self.decided[str(detail.get("policy", "")), str(detail.get("decision", ""))] += 1
+            self._trigger = str(detail.get("trigger", UNTOLD))
+            if "plan_seconds" in detail:
+                self.plan_s = self.plan_s.plus(float(detail["plan_seconds"]))
+        elif event.kind == "publish":
+            self._offered = (int(detail.get("plan_id", 0)), self._trigger, event.time)
+            self._trigger = UNTOLD
         elif event.kind in OUTCOME_OF_EVENT and int(detail.get("plan_id", 0)) > 0:
-            self.ended_plans[OUTCOME_OF_EVENT[event.kind]] += 1
+            self._note_end(int(detail["plan_id"]), OUTCOME_OF_EVENT[event.kind], event.time)
+        elif event.kind == "error":
+            where = str(detail.get("where", ""))
+            self.anomalies[where if where in ANOMALIES else "other"] += 1
+        elif event.kind == "recovery":
+            self.anomalies["rank_death"] += 1
+
+    def shown(self) -> dict[str, Any]:
+        """Give the counts of now as fields of a Snapshot."""
+        return {
+            "ended_plans": dict(self.ended_plans),
+            "decided": dict(self.decided),
+            "rebalances": dict(self.rebalances),
+            "anomalies": dict(self.anomalies),
+            "plan_s": self.plan_s,
+            "rebalance_s": self.rebalance_s,
+        }
+
+    def _note_end(self, plan_id: int, outcome: str, time: float) -> None:
+        self.ended_plans[outcome] += 1
+        offered_id, trigger, since = self._offered
+        self.rebalances[trigger if offered_id == plan_id else UNTOLD, outcome] += 1
+        if outcome == "committed" and offered_id == plan_id:
+            self.rebalance_s = self.rebalance_s.plus(max(0.0, time - since))
+
+
+class SampleTally:
+    """What the samples of a run say beside their windows."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, float] = {}  # rank -> time of its newest sample
+        self._received: dict[int, NDArray[np.int64]] = {}  # rank -> [L] tokens of all its samples
+
+    def note(self, sample: LoadSample) -> None:
+        """Count one more sample."""
+        self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
+        received = sample.tokens.sum(axis=1)
+        self._received[sample.rank] = self._received.get(sample.rank, 0) + received
+
+    def age_s(self, now: float) -> float | None:
+        """Age of the newest sample of the rank that is furthest behind; None before any."""
+        oldest = min(self._newest.values(), default=None)
+        return None if oldest is None else max(0.0, now - oldest)
+
+    def received(self, num_ranks: int) -> NDArray[np.int64] | None:
+        """[L, R] tokens that each rank received over all samples; None before any."""
+        if not self._received:
+            return None
+        silent = np.zeros_like(next(iter(self._received.values())))
+        return np.stack([self._received.get(r, silent) for r in range(num_ranks)], axis=1)
 
 
 def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:

@@ -294,9 +294,11 @@ def _serve(
             on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
             feed.offer(SampledStep(rank, step, phase, token_ids.cpu(), on_host, forced is not None))
         built.figures.step_ms.append((time.perf_counter() - started) * 1e3)
+        reported = built.reporter.stats()
         built.agent.notes = {
             "step_ms": round(median(built.figures.step_ms[-50:]), 2),
-            "samples_lost": built.reporter.stats().dropped,
+            "samples_lost": reported.dropped,
+            "store_errors": reported.errors,
         }
 
 

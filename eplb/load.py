@@ -120,7 +120,13 @@ class LoadHistory:
 
     def latest(self, num_windows: int) -> LoadHistory:
         """The last ``num_windows`` windows, or all when there are fewer."""
-        keep = slice(max(0, self.num_windows - num_windows), None)
+        return self._part(slice(max(0, self.num_windows - num_windows), None))
+
+    def first(self, num_windows: int) -> LoadHistory:
+        """The first ``num_windows`` windows, or all when there are fewer."""
+        return self._part(slice(num_windows))
+
+    def _part(self, keep: slice) -> LoadHistory:
         return LoadHistory(
             self.tokens[keep],
             self.first_step[keep],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from eplb.problem import Budget
 from eplb.records import model_from_dict, topology_from_dict
 from eplb.spares import compact, expand
 from eplb.topology import Topology
+from telemetry.drift import LOOK_BACK, planning_history
 from telemetry.store import LoadStore, Outcome, RunInfo, Task
 from telemetry.windows import Window, WindowFolder, history
 
@@ -38,7 +39,7 @@ class ControllerSettings:
     """How the controller decides."""
 
     policy: str = "auto"
-    plan_windows: int = 4  # complete windows that a plan looks at
+    plan_windows: int = 4  # complete windows that a plan looks at, fewer after a change of load
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)
@@ -88,6 +89,7 @@ class Controller:
         self._planned_window = -1  # newest window that was planned on
         self._noted_window = -1  # newest window whose KEEP was written down
         self._noted_decision = ""
+        self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
         self._noted_errors: set[str] = set()
         self._pruned_at = clock()
@@ -205,7 +207,7 @@ class Controller:
             return
         self._planned_window = windows[-1].index
         committed = self._store.committed()
-        past = history(windows, last=self._settings.plan_windows)
+        past = planned_on(windows, self._settings.plan_windows)
         if committed is None or past is None:
             return
         proposal = self._plan(group, past, committed.placement, self._settings.policy)
@@ -223,7 +225,8 @@ class Controller:
         topology, spare_slots = group.topology, self._settings.spare_slots
         if spare_slots:
             current, topology = compact(current, topology, spare_slots)
-        return plan(
+        begun = time.perf_counter()
+        proposal = plan(
             past,
             topology,
             model=group.model,
@@ -233,6 +236,9 @@ class Controller:
             cost=self._settings.cost,
             seed=self._settings.seed,
         )
+        took_s = round(time.perf_counter() - begun, 4)
+        self._how = {"plan_seconds": took_s, "windows": past.num_windows}
+        return proposal
 
     def _publish(self, group: Group, proposal: Plan, current: Placement) -> Migration | None:
         """Offer the way from ``current``, which the plan was made for, to the plan's target."""
@@ -266,10 +272,13 @@ class Controller:
         if is_due or self._noted_decision != proposal.decision.value:
             self._note(proposal, window)
 
-    def _note(self, proposal: Plan, window: int, *, held_back: str = "") -> None:
+    def _note(
+        self, proposal: Plan, window: int, *, held_back: str = "", trigger: str = "load"
+    ) -> None:
         self._noted_window, self._noted_decision = window, proposal.decision.value
         reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
-        detail = summary(proposal) | {"reason": reason, "window": window}
+        detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
+        detail |= self._how
         self._store.add_event("plan", detail)
         log.info(
             "generation=%d decision=%s reason=%r",
@@ -299,7 +308,7 @@ class Controller:
         if task.kind != "rebalance":
             raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected 'rebalance'")
         committed = self._store.committed()
-        past = history(group.complete_windows(), last=self._settings.plan_windows)
+        past = planned_on(group.complete_windows(), self._settings.plan_windows)
         if committed is None or past is None:
             raise EplbError("no complete window of load yet, expected at least one to plan on")
         policy = str(task.request.get("policy") or self._settings.policy)
@@ -308,7 +317,7 @@ class Controller:
         if result["dry_run"] or proposal.decision is Decision.KEEP:
             return result | {"published": False}
         self._refuse_if_held_back()
-        self._note(proposal, self._planned_window)
+        self._note(proposal, self._planned_window, trigger="request")
         migration = self._publish(group, proposal, committed.placement)
         return result | {
             "published": migration is not None,
@@ -323,6 +332,12 @@ class Controller:
             raise EplbError("this deployment is observed only, expected observe off")
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")
+
+
+def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
+    """The latest complete windows, none from before a sudden change of load; None without any."""
+    seen = history(windows, last=max(last, LOOK_BACK))
+    return planning_history(seen, last=last) if seen is not None else None
 
 
 def summary(proposal: Plan) -> dict[str, Any]:

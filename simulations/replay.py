@@ -28,6 +28,7 @@ from eplb.plan import Plan, plan
 from eplb.policies import policy_named
 from eplb.problem import Budget
 from eplb.topology import Topology
+from telemetry.drift import planning_history
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Scenario:
     seed: int = 0
     past_windows: int = 8  # the planner looks back this far
     plan_every: int = 1  # windows from one plan to the next
+    cut_at_change: bool = True  # plans forget the load before a sudden change, as the live ones do
 
     def __post_init__(self) -> None:
         if self.history.num_windows < 2:
@@ -136,7 +138,7 @@ def replay(scenario: Scenario, policy: str) -> Replay:
             judged.append(imbalance_of(load, topology))
         if window % scenario.plan_every or window == history.num_windows - 1:
             continue  # a plan after the last window would serve none
-        past = _windows(history, max(0, window + 1 - scenario.past_windows), window + 1)
+        past = _planned_on(scenario, history.first(window + 1))
         begin = perf_counter()
         found = _plan(scenario, past, current, policy)
         plan_ms.append((perf_counter() - begin) * 1000)
@@ -171,12 +173,7 @@ def _plan(scenario: Scenario, past: LoadHistory, current: Placement | None, poli
     )
 
 
-def _windows(history: LoadHistory, first: int, end: int) -> LoadHistory:
-    keep = slice(first, end)
-    return LoadHistory(
-        history.tokens[keep],
-        history.first_step[keep],
-        history.last_step[keep],
-        history.phase,
-        history.missing_ranks[keep],
-    )
+def _planned_on(scenario: Scenario, seen: LoadHistory) -> LoadHistory:
+    if not scenario.cut_at_change:
+        return seen.latest(scenario.past_windows)
+    return planning_history(seen, last=scenario.past_windows)

@@ -261,6 +261,39 @@ def test_planning_goes_on_after_the_commit(deployment: Deployment) -> None:
     assert decisions(deployment.store) == ["MOVE", "MOVE"]
 
 
+def test_after_a_change_of_load_a_plan_looks_at_the_new_load_alone(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+    deployment.serve(SKEWED, windows=6)
+    controller.turn()
+
+    deployment.serve(list(reversed(SKEWED)))
+    controller.turn()
+    moved = deployment.swap()
+    deployment.serve(list(reversed(SKEWED)), windows=3)
+    controller.turn()
+
+    # A mean of four windows, three of them of the old load, would have asked for another move.
+    assert [event.detail["windows"] for event in events(deployment.store, "plan")] == [1, 4, 1, 4]
+    assert decisions(deployment.store) == ["MOVE", "KEEP", "MOVE", "KEEP"]
+    new_load = np.array([list(reversed(SKEWED))])
+    assert imbalance(new_load, moved.target, TOPOLOGY).max() < 1.05
+
+
+def test_an_event_tells_what_asked_for_a_plan_and_how_long_it_took(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED)
+    task = deployment.store.submit("rebalance", {"dry_run": False})
+    controller.turn()
+
+    (event,) = events(deployment.store, "plan")
+    assert event.detail["trigger"] == "request"
+    assert 0 < event.detail["plan_seconds"] < 10
+    assert deployment.store.task(task.id) is not None
+
+
 # -- switches
 
 

@@ -33,11 +33,12 @@ RULES = {
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
     "runtime": rule("eplb", "numpy torch safetensors deep_ep triton"),
-    # The controller folds windows; the agent is handed what it reads of the runtime.
+    # The controller folds windows and sees changes of load; the agent is handed what it reads of
+    # the runtime.
     "rebalance": rule(
-        "eplb telemetry.store telemetry.windows runtime.experts runtime.routing runtime.memory "
-        "runtime.checkpoint runtime.counters runtime.digests runtime.dispatch runtime.streams "
-        "runtime.symmetric runtime.agreement",
+        "eplb telemetry.store telemetry.windows telemetry.drift "
+        "runtime.experts runtime.routing runtime.memory runtime.checkpoint runtime.counters "
+        "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement",
         "numpy torch",
     ),
     "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),

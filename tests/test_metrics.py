@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
@@ -14,16 +14,19 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.app import create_app
+from api.metric_rows import Level
 from api.metrics import Exposition
 from api.monitor import Monitor
 from api.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
+from eplb.errors import ConfigError
 from eplb.records import model_to_dict, topology_to_dict
 from telemetry import open_store
 from telemetry.memory import MemoryStore
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 DEADLINE_S = 10.0
+NUM_SERIES = 100  # of any deployment, unless more are asked for
 NOW = 1000.0
 # Two ranks of two slots, two layers of three experts.
 MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=2, intermediate=2)
@@ -44,7 +47,15 @@ TYPES = {
     "eplb_rebalance_phase": "gauge",
     "eplb_swap_pause_seconds": "gauge",
     "eplb_last_success_timestamp_seconds": "gauge",
+    "eplb_drift_score": "gauge",
+    "eplb_layers_pending": "gauge",
+    "eplb_telemetry_lag_seconds": "gauge",
+    "eplb_plan_duration_seconds": "histogram",
+    "eplb_rebalance_duration_seconds": "histogram",
     "eplb_mover_failures": "counter",
+    "eplb_anomalies": "counter",
+    "eplb_store_errors": "counter",
+    "eplb_telemetry_dropped": "counter",
     "eplb_rebalances": "counter",
     "eplb_plans": "counter",
     "eplb_migrated_bytes": "counter",
@@ -58,19 +69,28 @@ Figures = dict[str, dict[tuple[str, ...], float]]
 
 
 def a_busy_run(store: LoadStore) -> None:
-    """One window, one decision, one rebalance, and two ranks that count what they do."""
+    """Two windows, a decision and a rebalance between them, and two ranks that count."""
     model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
     store.begin_run(RunInfo("a", NOW, model, topology, window_steps=2))
     store.commit(FIRST, expected=None, reason="start")
-    for rank, tokens in enumerate(([[60, 20], [30, 20]], [[20, 0], [50, 0]])):
-        held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
-        store.append([LoadSample("d", "a", rank, 0, NOW, 0, 1, "mixed", 1, held, np.array(tokens))])
+    serve(store, FIRST, 0, [[60, 20], [30, 20]], [[20, 0], [50, 0]])
     detail = {"decision": "MOVE", "policy": "auto", "imbalance_after": 1.25, "generation": 1}
-    store.add_event("plan", detail)
+    how = {"window": 0, "windows": 1, "trigger": "load", "plan_seconds": 0.02}
+    store.add_event("plan", detail | how)
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
     store.publish(migration)
     store.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="drift")
+    serve(store, SECOND, 1, [[60, 20], [30, 20]], [[0, 20], [0, 50]])
     ranks_report(store)
+
+
+def serve(store: LoadStore, placement: Placement, window: int, *received: list[list[int]]) -> None:
+    """Both ranks report a window: [L, C] tokens for each, in the slots of ``placement``."""
+    for rank, tokens in enumerate(received):
+        held = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        first, generation = 2 * window, placement.generation
+        steps = (first, first + 1, "mixed", generation, held, np.array(tokens))
+        store.append([LoadSample("d", "a", rank, window, NOW - 4, *steps)])
 
 
 def ranks_report(store: LoadStore, **more: Any) -> None:
@@ -81,6 +101,7 @@ def ranks_report(store: LoadStore, **more: Any) -> None:
         "samples_lost": 1,
         "digest_failures": 1,
         "mover_failures": 1,
+        "store_errors": 2,
         "scrubbed": {"clean": 7, "damaged": 1, "repaired": 1, "lost": 0},
         "progress_age_s": 2.0,
     } | more
@@ -96,9 +117,9 @@ def store() -> Iterator[MemoryStore]:
     opened.close()
 
 
-def text_of(store: LoadStore, now: float = NOW + 1) -> str:
+def text_of(store: LoadStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
-    return Exposition(store, Monitor(store, clock=lambda: now)).text().decode()
+    return Exposition(store, Monitor(store, clock=lambda: now), level).text().decode()
 
 
 def figures_in(text: str) -> Figures:
@@ -123,18 +144,63 @@ def test_every_metric_has_its_type_and_says_what_it_is(store: MemoryStore) -> No
 
 
 def test_there_are_a_few_dozen_series_whatever_the_model(store: MemoryStore) -> None:
-    families = text_string_to_metric_families(text_of(store))
+    assert num_series(text_of(store)) <= NUM_SERIES
 
-    assert sum(len(family.samples) for family in families) <= 50
+
+def num_series(text: str) -> int:
+    families = text_string_to_metric_families(text)
+    return sum(len(family.samples) for family in families)
+
+
+def test_more_series_come_only_when_asked_for() -> None:
+    big = MemoryStore("d", clock=lambda: NOW)
+    a_run_of(big, num_layers=5, num_experts=8, num_ranks=4)
+    few, by_layer, by_rank = (num_series(text_of(big, level=level)) for level in get_args(Level))
+
+    assert few <= NUM_SERIES
+    assert by_layer == few + 5
+    assert by_rank == few + 5 + 5 * 4
+
+
+def a_run_of(store: LoadStore, num_layers: int, num_experts: int, num_ranks: int) -> None:
+    """One window of a larger model, whose rank r received r + 1 tokens in each of its slots."""
+    layers = tuple(range(num_layers))
+    model = ModelShape(layers, num_experts=num_experts, top_k=1, hidden=2, intermediate=2)
+    slots = num_experts // num_ranks
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=num_ranks, slots_per_rank=slots)
+    info = RunInfo("a", NOW, model_to_dict(model), topology_to_dict(topology), window_steps=2)
+    store.begin_run(info)
+    held = np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
+    for rank in range(num_ranks):
+        here = held[:, topology.slots_on(rank)]
+        tokens = np.full(here.shape, rank + 1)
+        store.append([LoadSample("d", "a", rank, 0, NOW, 0, 1, "decode", 1, here, tokens)])
+
+
+def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
+    big = MemoryStore("d", clock=lambda: NOW)
+    a_run_of(big, num_layers=2, num_experts=4, num_ranks=2)
+    found = figures_in(text_of(big, level="rank"))
+
+    tokens = {("0", "0"): 2, ("0", "1"): 4, ("1", "0"): 2, ("1", "1"): 4}
+    assert found["eplb_tokens_total"] == tokens
+    assert found["eplb_layer_balancedness"] == {("0",): 0.75, ("1",): 0.75}
+    assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
+
+
+def test_an_unknown_level_is_refused_in_words(store: MemoryStore) -> None:
+    with pytest.raises(ConfigError, match="unknown metrics level 'expert', expected one of: def"):
+        text_of(store, level="expert")  # type: ignore[arg-type]
 
 
 def test_figures_are_those_of_the_run(store: MemoryStore) -> None:
     found = figures_in(text_of(store))
 
     # Rank loads are 80 and 20, then 50 and 50: busiest over mean is 1.6, then 1.
-    assert found["eplb_balancedness"] == pytest.approx(
-        {("mean",): (1 / 1.6 + 1) / 2, ("worst_layer",): 1 / 1.6, ("critical_path",): 1 / 1.3}
-    )
+    by_agg = {"mean": (1 / 1.6 + 1) / 2, "worst_layer": 1 / 1.6, "critical_path": 1 / 1.3}
+    by_agg["p95"] = 1 / 1.57  # 95 % of the way from 1 to 1.6
+    even = {(agg, "mixed"): value for agg, value in by_agg.items()}
+    assert found["eplb_balancedness"] == pytest.approx(even)
     assert found["eplb_rank_load_ratio_max"] == {(): 1.6}
     assert found["eplb_balancedness_predicted"] == {(): 0.8}
     assert found["eplb_build_info"] == {(__version__,): 1}
@@ -143,6 +209,8 @@ def test_figures_are_those_of_the_run(store: MemoryStore) -> None:
     assert found["eplb_ranks_frozen"] == {(): 1}
     assert found["eplb_placement_version"] == {(): 2}
     assert found["eplb_placement_mismatch_ranks"] == {(): 1}
+    assert found["eplb_telemetry_lag_seconds"] == {(): 5}
+    assert found["eplb_layers_pending"] == {(): 0}
     assert found["eplb_paused"] == {(): 0}
     assert found["eplb_last_success_timestamp_seconds"] == {(): NOW}
     assert found["eplb_swap_pause_seconds"] == pytest.approx(
@@ -153,17 +221,55 @@ def test_figures_are_those_of_the_run(store: MemoryStore) -> None:
 def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     found = figures_in(text_of(store))
 
-    outcomes = {("committed",): 1, ("aborted",): 0, ("rejected",): 0}
-    assert found["eplb_rebalances_total"] == outcomes
+    ended = {("committed", "load"): 1, ("aborted", "load"): 0, ("rejected", "load"): 0}
+    asked = {(outcome, "request"): 0 for outcome, _ in ended}
+    assert found["eplb_rebalances_total"] == ended | asked
     assert found["eplb_plans_total"] == {("MOVE", "auto"): 1}
-    sources = {("same_rank",): 0, ("peer",): 300, ("host",): 100, ("disk",): 0}
-    assert found["eplb_migrated_bytes_total"] == sources
+    links = {("same_rank",): 0, ("intra",): 300, ("host",): 100, ("disk",): 0}
+    assert found["eplb_migrated_bytes_total"] == links
     assert found["eplb_migrated_experts_total"] == {(): 4}
     assert found["eplb_digest_failures_total"] == {(): 1}
     assert found["eplb_mover_failures_total"] == {(): 1}
     scrubbed = {("clean",): 7, ("damaged",): 1, ("repaired",): 1, ("lost",): 0}
     assert found["eplb_scrubbed_slots_total"] == scrubbed
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 2, ("lost",): 1}
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 4, ("dropped",): 1}
+    assert found["eplb_telemetry_dropped_total"] == {(): 1}
+    assert found["eplb_store_errors_total"] == {("memory",): 2}
+    assert set(found["eplb_anomalies_total"].values()) == {0}
+
+
+def test_plans_and_rebalances_are_timed(store: MemoryStore) -> None:
+    found = figures_in(text_of(store))
+
+    assert found["eplb_plan_duration_seconds_sum"] == {(): 0.02}
+    assert found["eplb_plan_duration_seconds_bucket"][("0.01",)] == 0
+    assert found["eplb_plan_duration_seconds_bucket"][("0.03",)] == 1
+    assert found["eplb_plan_duration_seconds_bucket"][("+Inf",)] == 1
+    assert found["eplb_rebalance_duration_seconds_count"] == {("all",): 1}
+
+
+def test_layers_of_an_open_migration_are_pending(store: MemoryStore) -> None:
+    third = Placement(FIRST.slot_to_expert, num_experts=3, generation=3)
+    store.publish(build_migration(SECOND, third, TOPOLOGY, plan_id=store.next_plan_id()))
+
+    assert figures_in(text_of(store))["eplb_layers_pending"] == {(): 2}
+
+
+def test_drift_is_told_from_what_the_placement_was_planned_on(store: MemoryStore) -> None:
+    before = figures_in(text_of(store))["eplb_drift_score"]
+    serve(store, SECOND, 2, [[0, 900], [50, 50]], [[0, 0], [0, 0]])
+    after = figures_in(text_of(store))["eplb_drift_score"]
+
+    assert before[("all",)] < 0.1
+    assert after[("worst_layer",)] > after[("all",)] > 0.3
+
+
+def test_what_should_not_happen_is_counted_by_type(store: MemoryStore) -> None:
+    for where in ("load", "load", "plan", "a place without a name"):
+        store.add_event("error", {"where": where, "message": "test"})
+    found = figures_in(text_of(store))["eplb_anomalies_total"]
+
+    assert found == {("load",): 2, ("plan",): 1, ("other",): 1, ("rank_death",): 0}
 
 
 def test_one_phase_is_marked_that_of_the_slowest_rank(store: MemoryStore) -> None:
@@ -212,7 +318,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
         for labels, figure in before[name].items():
             assert after[name][labels] >= figure, (name, labels)
     assert after["eplb_plans_total"] == {("MOVE", "auto"): 1, ("KEEP", "auto"): 600}
-    assert after["eplb_telemetry_samples_total"][("stored",)] == 2
+    assert after["eplb_telemetry_samples_total"][("stored",)] == 4
 
 
 def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
@@ -222,13 +328,13 @@ def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
     found = figures_in(text_of(store))
 
     assert set(found["eplb_rebalances_total"].values()) == {0}
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("lost",): 0}
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0}
 
 
 def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_them(
     store: MemoryStore,
 ) -> None:
-    service = HttpService(create_app(store))
+    service = HttpService(create_app(store, metrics_level="layer"))
     service.start()
     try:
         answer = httpx.get(f"{service.url}/metrics", timeout=DEADLINE_S)
@@ -239,5 +345,6 @@ def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_t
     assert answer.headers["content-type"].startswith("text/plain; version=")
     found = figures_in(answer.text)
     assert found["eplb_migrated_experts_total"] == {(): 4}
+    assert set(found["eplb_layer_balancedness"]) == {("0",), ("1",)}
     assert found["eplb_progress_age_seconds"][()] >= time.time() - NOW - DEADLINE_S
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("eplb")]

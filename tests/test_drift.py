@@ -1,0 +1,214 @@
+"""How far load has moved: distances small enough to check by hand, and alarms that are counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb.errors import ConfigError, HistoryError
+from eplb.load import LoadHistory
+from eplb.topology import Topology
+from simulations import Scenario, Workload, generate, replay
+from telemetry.drift import (
+    FALSE_ALARM,
+    dispersion,
+    drift,
+    js_divergence,
+    last_change,
+    planning_history,
+    shares_of,
+)
+
+ONE_HOT, OTHER_HOT = [[80, 10, 10, 0]], [[0, 10, 10, 80]]  # one layer of four experts
+
+
+def steady(windows: int, seed: int = 0, tokens: int = 1000) -> LoadHistory:
+    """Independent draws of one profile: two layers of eight experts."""
+    rng = np.random.default_rng(seed)
+    profile = rng.dirichlet(np.full(8, 2.0), 2)
+    return LoadHistory(rng.multinomial(tokens, profile, size=(windows, 2)))
+
+
+def joined(*parts: LoadHistory) -> LoadHistory:
+    return LoadHistory(np.concatenate([part.tokens for part in parts]))
+
+
+# -- distances
+
+
+def test_the_divergence_is_0_of_the_same_profile_and_1_of_profiles_that_share_no_expert() -> None:
+    half, other_half = np.array([[5, 5, 0, 0]]), np.array([[0, 0, 9, 9]])
+
+    assert js_divergence(half, 3 * half).tolist() == [0.0]
+    assert js_divergence(half, other_half) == pytest.approx([1.0])
+
+
+def test_the_divergence_is_the_same_both_ways_and_as_worked_out_by_hand() -> None:
+    one, two = np.array([[1, 1]]), np.array([[1, 0]])
+    # Their mean is (3/4, 1/4): h(3/4) - h(1/2) / 2 = 0.8113 - 0.5 bits.
+    assert js_divergence(one, two) == pytest.approx([0.3113], abs=1e-4)
+    assert js_divergence(two, one) == pytest.approx(js_divergence(one, two))
+
+
+def test_an_idle_layer_has_even_shares_and_tells_nothing() -> None:
+    idle, busy = np.zeros((1, 4), dtype=np.int64), np.array(ONE_HOT)
+
+    assert shares_of(idle).tolist() == [[0.25] * 4]
+    assert js_divergence(idle, busy).tolist() == [0.0]
+    assert drift(LoadHistory(idle[None]), LoadHistory(busy[None])).overall == 0.0
+
+
+def test_drift_is_near_0_for_draws_of_one_profile_and_large_after_a_switch() -> None:
+    same, other = steady(8), steady(8, seed=1)
+    none = drift(same.first(4), same.latest(4))
+    moved = drift(same, other)
+
+    assert none.overall < none.noise
+    assert moved.overall > 10 * moved.noise
+    assert moved.per_layer.shape == (2,)
+
+
+def test_the_noise_is_taken_off() -> None:
+    """The mean over draws is near 0, far below the distance that chance makes."""
+    few = [steady(2, seed, tokens=50) for seed in range(40)]
+    raw = [js_divergence(one.tokens[0], one.tokens[1]).mean() for one in few]
+    # Squared, because the root of what chance makes now positive, now negative is never negative.
+    left = [drift(one.first(1), one.latest(1)).overall ** 2 for one in few]
+
+    assert np.mean(left) < 0.35 * np.mean(raw)
+
+
+def test_one_layer_that_moves_shows_in_its_own_figure() -> None:
+    before, after = np.array([ONE_HOT[0]] * 4), np.array([ONE_HOT[0]] * 3 + OTHER_HOT)
+    found = drift(LoadHistory(1000 * before[None]), LoadHistory(1000 * after[None]))
+
+    assert found.per_layer[:3].tolist() == [0.0, 0.0, 0.0]
+    assert found.per_layer[3] > 0.8
+    assert found.overall == pytest.approx(found.per_layer[3] / 2, rel=0.01)
+
+
+def test_windows_of_few_requests_are_known_to_fluctuate_more() -> None:
+    size = {"layers": 2, "experts": 16, "windows": 16, "drift": 0.0, "domains": 1}
+    many = generate(Workload("gamma", **size, dispersion=1.0), seed=0)
+    few = generate(Workload("gamma", **size, dispersion=30.0), seed=0)
+
+    assert dispersion(many) == pytest.approx(1.0, abs=0.3)
+    assert dispersion(few) > 10
+    assert dispersion(few.first(3)) == 1.0, "three windows do not tell"
+
+
+def test_loads_of_different_models_are_not_compared() -> None:
+    with pytest.raises(HistoryError, match=r"load of \(1, 4\) layers and experts cannot be"):
+        drift(steady(1), LoadHistory([ONE_HOT]))
+
+
+# -- changes
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_a_switch_is_found_where_it_was(after: int) -> None:
+    load = joined(steady(10), steady(after, seed=1))
+
+    change = last_change(load)
+
+    assert change is not None
+    assert change.index == 10
+    assert change.strength > 1
+
+
+def test_the_latest_of_two_switches_counts() -> None:
+    load = joined(steady(6), steady(6, seed=1), steady(4, seed=2))
+
+    change = last_change(load)
+
+    assert change is not None
+    assert change.index == 12
+
+
+def test_what_was_before_comes_back_and_is_a_change_too() -> None:
+    change = last_change(joined(steady(8), steady(5, seed=1), steady(3)))
+
+    assert change is not None
+    assert change.index == 13
+
+
+def test_fewer_than_four_windows_show_no_change() -> None:
+    assert last_change(joined(steady(2), steady(1, seed=1))) is None
+    assert last_change(joined(steady(3), steady(1, seed=1))) is not None
+
+
+def test_idle_windows_are_no_change() -> None:
+    assert last_change(LoadHistory(np.zeros((8, 2, 4), dtype=np.int64))) is None
+
+
+# Windows of whole requests from one domain fluctuate far more than independent draws do. With
+# few requests of several domains the mix itself jumps: then more alarms come than stated.
+STEADY = [
+    ({"dispersion": 1.0, "domains": 1}, 2 * FALSE_ALARM),
+    ({"dispersion": 30.0, "domains": 1, "requests": 32}, 3 * FALSE_ALARM),
+    ({"dispersion": 30.0, "domains": 4, "requests": 256}, 3 * FALSE_ALARM),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drawn", "most"), STEADY)
+def test_false_alarms_are_as_rare_as_stated(drawn: dict[str, float], most: float) -> None:
+    size = {"layers": 4, "experts": 32, "drift": 0.0, "windows": 16, "tokens": 4096}
+    steady_loads = [generate(Workload("gamma", **size, **drawn), seed) for seed in range(200)]
+
+    assert sum(last_change(load) is not None for load in steady_loads) <= most * 200
+
+
+def test_a_chance_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="false_alarm is 0, expected more than 0"):
+        last_change(steady(8), false_alarm=0)
+
+
+# -- what a plan looks at
+
+
+def test_a_plan_looks_at_the_latest_windows() -> None:
+    load = steady(12)
+
+    assert planning_history(load, last=4).first_step.tolist() == [8, 9, 10, 11]
+
+
+def test_after_a_change_a_plan_forgets_what_was_before() -> None:
+    load = joined(steady(10), steady(2, seed=1))
+
+    assert planning_history(load, last=4).first_step.tolist() == [10, 11]
+
+
+def test_a_change_long_ago_leaves_all_the_windows_that_a_plan_wants() -> None:
+    load = joined(steady(5), steady(9, seed=1))
+
+    assert planning_history(load, last=4).num_windows == 4
+
+
+def test_forgetting_the_load_before_a_change_saves_moves_and_the_second_rebalance() -> None:
+    moves, rebalances, imbalance = {}, {}, {}
+    for cuts in (False, True):
+        found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(3)]
+        moves[cuts] = sum(one.moves for one in found)
+        rebalances[cuts] = [len(one.rebalances) for one in found]
+        imbalance[cuts] = np.mean([one.per_window[SWITCH:] for one in found])
+
+    # One for the first load, one for the second: what is more mends a plan made on both.
+    assert rebalances[True] == [2, 2, 2]
+    assert rebalances[False] == [3, 2, 2]
+    assert moves[True] < 0.85 * moves[False]
+    assert imbalance[True] < imbalance[False]
+
+
+SWITCH = 6  # the first window of the second load
+
+
+def after_a_switch(seed: int, *, cuts: bool) -> Scenario:
+    """Two layers of 32 experts on four ranks of ten slots; windows of independent draws."""
+    rng = np.random.default_rng(seed)
+    profiles = rng.gamma(1.5, size=(2, 2, 32))
+    profiles /= profiles.sum(axis=2, keepdims=True)
+    windows = [rng.multinomial(20_000, one, size=(SWITCH, 2)) for one in profiles]
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=10)
+    load = LoadHistory(np.concatenate(windows))
+    return Scenario(load, ranks, past_windows=4, cut_at_change=cuts)

@@ -1,0 +1,245 @@
+"""The dashboard and the alert rules ask only for metrics, labels and values that /metrics gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import promql_parser
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from api.cli import app
+from api.metric_rows import Metric, Scrape, metrics_of
+from api.metrics import Exposition
+from api.monitor import Monitor
+from api.observability import ALERTS, DASHBOARD
+from telemetry.drift import Drift
+from telemetry.memory import MemoryStore
+from telemetry.windows import Window
+
+DEADLINE_S = 30.0
+TARGET_LABELS = {"instance", "job"}  # Prometheus adds them itself
+HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")
+# What an operator must see, whatever else a dashboard shows.
+SHOWN = {
+    "eplb_balancedness",
+    "eplb_balancedness_predicted",
+    "eplb_rank_load_ratio_max",
+    "eplb_drift_score",
+    "eplb_rebalances_total",
+    "eplb_rebalance_phase",
+    "eplb_migrated_bytes_total",
+    "eplb_telemetry_lag_seconds",
+    "eplb_ranks_alive",
+    "eplb_progress_age_seconds",
+}
+ALERTED = {
+    "eplb_balancedness",
+    "eplb_layers_pending",
+    "eplb_telemetry_lag_seconds",
+    "eplb_placement_mismatch_ranks",
+    "eplb_rebalances_total",
+    "eplb_anomalies_total",
+    "eplb_progress_age_seconds",
+}
+
+
+def metrics() -> dict[str, Metric]:
+    """Every metric by name, with the figures of a run of which all is known."""
+    seen = replace(
+        Monitor(MemoryStore("d")).snapshot(), heatmap=np.ones((1, 2)), swap_pauses_ms=(1.0,)
+    )
+    tokens = np.ones((1, 2), dtype=np.int64)
+    none: frozenset[int] = frozenset()
+    window = Window("a", 0, 0, 1, "mixed", none, none, tokens, tokens)
+    drift = Drift(np.zeros(1), 0.0, 0.0)
+    scrape = Scrape(seen, window, drift, None, 0, "memory", received=tokens)
+    return {metric.name: metric for metric in metrics_of(scrape, "rank")}
+
+
+KNOWN = metrics()
+
+
+def labels_of(name: str) -> set[str]:
+    """Labels of a series, or an error that names what is not there."""
+    for part in HISTOGRAM_PARTS:
+        base = name.removesuffix(part)
+        if base != name and base in KNOWN and KNOWN[base].kind == "histogram":
+            return {*KNOWN[base].labels, "deployment"} | ({"le"} if part == "_bucket" else set())
+    assert name in KNOWN, f"{name} is not among the metrics"
+    assert KNOWN[name].kind != "histogram", f"{name} is a histogram, expected one of its parts"
+    return {*KNOWN[name].labels, "deployment"}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    yield from (p for p in json.loads(DASHBOARD.read_text())["panels"] if p["type"] != "row")
+
+
+def dashboard_expressions() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    shown = [target["expr"] for panel in panels() for target in panel["targets"]]
+    return shown + [one["expr"] for one in dashboard["annotations"]["list"]]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def parts(expr: Any) -> Iterator[Any]:
+    """Every node of a parsed expression."""
+    yield expr
+    for name in ("lhs", "rhs", "expr", "vector_selector", "param"):
+        child = getattr(expr, name, None)
+        if child is not None:
+            yield from parts(child)
+    for argument in getattr(expr, "args", ()):
+        yield from parts(argument)
+
+
+def selectors(text: str) -> list[Any]:
+    found = [one for one in parts(promql_parser.parse(text)) if hasattr(one, "matchers")]
+    assert found, f"{text} asks for no metric"
+    return found
+
+
+def grouped_by(text: str) -> set[str]:
+    """Labels that aggregations and matches between vectors name."""
+    labels: set[str] = set()
+    for one in parts(promql_parser.parse(text)):
+        modifier = getattr(one, "modifier", None)
+        labels |= set(getattr(modifier, "labels", None) or ())
+        matching = getattr(modifier, "matching", None)
+        labels |= set(getattr(matching, "labels", None) or ())
+    return labels
+
+
+EXPRESSIONS = dashboard_expressions() + [rule["expr"] for rule in rules()]
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_an_expression_asks_for_what_is_there(text: str) -> None:
+    for selector in selectors(text):
+        known = labels_of(selector.name)
+        assert grouped_by(text) <= known
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in known, f"{selector.name} has no label {matcher.name}"
+            assert_has_value(selector.name, matcher)
+
+
+def assert_has_value(name: str, matcher: Any) -> None:
+    """A value that no series has would make a panel that is empty for ever."""
+    if matcher.name == "deployment":
+        assert matcher.value == "$deployment"
+        return
+    at = KNOWN[name].labels.index(matcher.name)
+    values = {series[at] for series in KNOWN[name].figures}
+    for wanted in matcher.value.split("|"):
+        assert wanted in values, f"{name} has no {matcher.name} {wanted}, found {sorted(values)}"
+
+
+def test_a_name_or_label_that_is_not_there_is_found() -> None:
+    with pytest.raises(AssertionError, match="eplb_balance is not among the metrics"):
+        test_an_expression_asks_for_what_is_there("eplb_balance > 1")
+    with pytest.raises(AssertionError, match="eplb_paused has no label rank"):
+        test_an_expression_asks_for_what_is_there('eplb_paused{rank="1"}')
+    with pytest.raises(AssertionError, match="eplb_balancedness has no agg p99"):
+        test_an_expression_asks_for_what_is_there('eplb_balancedness{agg="p99"}')
+
+
+def test_the_dashboard_can_be_imported_anywhere() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+
+    assert dashboard["uid"] is None
+    assert dashboard["id"] is None
+    assert [one["name"] for one in dashboard["__inputs"]] == ["DS_PROMETHEUS"]
+    sources = re.findall(r'"type": "prometheus",\s+"uid": "([^"]*)"', DASHBOARD.read_text())
+    assert set(sources) == {"${DS_PROMETHEUS}"}
+
+
+def test_panels_have_numbers_of_their_own_say_what_they_show_and_lie_side_by_side() -> None:
+    shown = list(panels())
+    ids = [panel["id"] for panel in shown]
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in shown)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+
+    assert len(set(ids)) == len(ids)
+    assert all(panel["description"].endswith(".") for panel in shown)
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+
+
+def test_what_an_operator_needs_is_shown_and_watched() -> None:
+    shown = {one.name for text in dashboard_expressions() for one in selectors(text)}
+    watched = {one.name for rule in rules() for one in selectors(rule["expr"])}
+
+    assert shown >= SHOWN
+    assert watched >= ALERTED
+
+
+def test_every_alert_says_whose_how_bad_and_what_to_do() -> None:
+    names = [rule["alert"] for rule in rules()]
+
+    assert len(set(names)) == len(names)
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("info", "warning", "critical"), rule["alert"]
+        assert "{{ $labels.deployment }}" in rule["annotations"]["summary"], rule["alert"]
+        assert rule["annotations"]["description"], rule["alert"]
+        for label in re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])):
+            known = set.union(*(labels_of(one.name) for one in selectors(rule["expr"])))
+            assert label in known | TARGET_LABELS, rule["alert"]
+
+
+def test_no_alert_forgets_the_deployment() -> None:
+    for rule in rules():
+        grouped = grouped_by(rule["expr"])
+        assert not grouped or "deployment" in grouped, rule["alert"]
+
+
+def test_the_command_writes_both_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    result = CliRunner().invoke(app, ["observability", str(folder)])
+
+    assert result.exit_code == 0
+    assert (folder / "eplb-dashboard.json").read_bytes() == DASHBOARD.read_bytes()
+    assert (folder / "eplb-alerts.yaml").read_bytes() == ALERTS.read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["observability", str(tmp_path / "file")])
+
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+def promtool(*arguments: str, text: str | None = None) -> None:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not on PATH")
+    done = subprocess.run(
+        [found, *arguments], input=text, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_takes_the_rules() -> None:
+    promtool("check", "rules", str(ALERTS))
+
+
+def test_promtool_takes_the_metrics() -> None:
+    store = MemoryStore("d")
+    promtool("check", "metrics", text=Exposition(store, Monitor(store)).text().decode())
