@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from eplb.errors import ConfigError
+from telemetry import redis_address
 from telemetry.memory import MemoryStore
+from telemetry.redis_store import RedisStore
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
@@ -17,11 +19,11 @@ def open_store(url: str | Path, deployment: str) -> LoadStore:
 
     Args:
         url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
-            a file.
+            a file, or a Redis URL as in ``telemetry/redis_address.py``.
         deployment: whose samples and placements it is to speak for.
 
     Raises:
-        ConfigError: another scheme.
+        ConfigError: another scheme, or a URL or name that the store cannot use.
         StoreError: the store cannot be used.
     """
     if url == "memory:":
@@ -31,4 +33,10 @@ def open_store(url: str | Path, deployment: str) -> LoadStore:
         return SqliteStore(url, deployment)
     if scheme == "sqlite" and rest:
         return SqliteStore(rest, deployment)
-    raise ConfigError(f"unknown store {url!r}, expected one of: memory:, sqlite:PATH, PATH")
+    if scheme in redis_address.SCHEMES and rest.startswith("//"):
+        return RedisStore(url, deployment)
+    raise ConfigError(
+        f"unknown store {redis_address.without_password(url)!r}, expected one of: memory:, "
+        "sqlite:PATH, PATH, redis://HOST:PORT, rediss://HOST:PORT, redis+cluster://HOST:PORT,..., "
+        "unix:///PATH"
+    )

@@ -55,6 +55,7 @@ class RedisAddress:
     username: str = ""
     password: str = field(default="", repr=False)
     tls: Tls | None = None
+    prefix: str = "eplb"  # of every key; tells installations on one server apart
     limits: Limits = Limits()
 
     def __str__(self) -> str:
@@ -93,9 +94,9 @@ def parse_address(url: str) -> RedisAddress:
     username, _, password = login.partition(":")
     tls = _tls(options) if parts.scheme.startswith("rediss") else None
     address = replace(address, username=unquote(username), password=unquote(password), tls=tls)
-    address = replace(address, limits=_limits(options))
+    address = replace(address, prefix=_prefix(options), limits=_limits(options))
     if options:
-        known = [known.name for kind in (Limits, Tls) for known in fields(kind)]
+        known = ["prefix", *(known.name for kind in (Limits, Tls) for known in fields(kind))]
         raise ConfigError(
             f"{address}: unknown option {min(options)!r}, expected one of: {', '.join(known)} "
             "(the last four with TLS only)"
@@ -171,6 +172,13 @@ def _tls(options: dict[str, str]) -> Tls:
     if checks not in ("true", "false"):
         raise ConfigError(f"Redis option check_hostname is {checks!r}, expected true or false")
     return Tls(**texts, check_hostname=checks == "true")
+
+
+def _prefix(options: dict[str, str]) -> str:
+    prefix = options.pop("prefix", "eplb")
+    if not prefix or "{" in prefix:
+        raise ConfigError(f"Redis option prefix is {prefix!r}, expected a name without braces")
+    return prefix
 
 
 def _limits(options: dict[str, str]) -> Limits:

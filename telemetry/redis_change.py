@@ -134,9 +134,7 @@ class Changes:
         assert made is not None, "without a revision nobody comes first"
         return made
 
-    def _made(
-        self, what: str, change: Change, guard: str, now: float | None
-    ) -> list[int] | None:
+    def _made(self, what: str, change: Change, guard: str, now: float | None) -> list[int] | None:
         """Ids of the events, or None when another decision came first."""
         # Not seeded: no two changes may ever have the same id.
         change_id = secrets.token_hex(8)

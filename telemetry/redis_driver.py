@@ -151,7 +151,7 @@ def _library() -> Any:
         import redis.retry
     except ImportError as exc:
         raise ConfigError(
-            f"a Redis store needs the package redis, found {exc}: expected `pip install eplb[redis]`"
+            f"a Redis store needs redis-py, found {exc}, expected `pip install eplb[redis]`"
         ) from exc
     return redis
 

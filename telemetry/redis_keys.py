@@ -1,10 +1,10 @@
-"""The keys of one deployment in Redis: ``eplb:{deployment}:name``.
+"""The keys of one deployment in Redis: ``prefix:{deployment}:name``.
 
 Redis Cluster hashes what stands in the braces, so all keys of a deployment lie in one slot, on one
 server, where a script may use them together.
 
     state        HASH    what decisions rest on, and counters: see telemetry/redis_change.py
-    runs         HASH    run -> its start; run_order ZSET: in which order they began
+    runs         HASH    run -> its start; run_order LIST: in which order they began
     ranks:RUN    HASH    rank -> what it last said of itself
     sampled      SET     names of the runs with samples
     samples:RUN  STREAM  cursor-0: record
@@ -35,12 +35,12 @@ class Keys:
         ConfigError: a name that would not keep the deployment in one slot.
     """
 
-    def __init__(self, deployment: str) -> None:
+    def __init__(self, prefix: str, deployment: str) -> None:
         if not deployment or "{" in deployment or "}" in deployment:
             raise ConfigError(
                 f"deployment {deployment!r} cannot be kept in Redis, expected a name without braces"
             )
-        self._prefix = f"eplb:{{{deployment}}}:"
+        self._prefix = f"{prefix}:{{{deployment}}}:"
         self.state, self.events, self.wake = self.of("state"), self.of("events"), self.of("wake")
         self.runs, self.run_order = self.of("runs"), self.of("run_order")
         self.sampled = self.of("sampled")

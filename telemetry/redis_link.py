@@ -10,7 +10,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Event
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from eplb.errors import StoreError
 from telemetry.redis_address import RedisAddress
 from telemetry.redis_breaker import Breaker
 from telemetry.redis_driver import RedisDriver, Subscription
-from telemetry.redis_errors import Trait
+from telemetry.redis_errors import Trouble
 from telemetry.redis_scripts import Script
 
 _FIRST_BACKOFF_S = 0.02
@@ -27,17 +26,12 @@ _LONGEST_BACKOFF_S = 0.5
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What became of one attempt."""
+class LinkError(StoreError):
+    """A StoreError that knows what kind of failure it tells of."""
 
-    trait: Trait
-    words: str
-
-    def told(self, is_write: bool) -> str:
-        """Say it to the caller."""
-        is_open = is_write and self.trait.is_absence
-        return self.words + ("; it may or may not have been done" if is_open else "")
+    def __init__(self, words: str, trouble: Trouble) -> None:
+        super().__init__(words)
+        self.trouble = trouble
 
 
 class RedisLink:
@@ -91,7 +85,8 @@ class RedisLink:
             return subscription.hear(timeout_s)
         except self._driver.errors as exc:
             subscription.close()
-            raise StoreError(self._failed("hearing of changes", exc, 1, 0.0).words) from exc
+            self._check_open(exc)
+            raise self._failed("hearing of changes", exc, 1, 0.0) from exc
 
     def close(self) -> None:
         """Close the connections and end every wait between attempts."""
@@ -110,11 +105,12 @@ class RedisLink:
                 wait_s = self._jitter.uniform(0.5, 1.0) * backoff_s
                 spent_s = time.monotonic() - started
                 is_last = is_probe or spent_s + wait_s > self._limits.deadline_s
-                failure = self._failed(what, exc, num_tried, spent_s)
-                if is_last or not failure.trait.is_passing:
-                    raise StoreError(failure.told(is_write)) from exc
-            except BaseException:
+                failure = self._failed(what, exc, num_tried, spent_s, is_write=is_write)
+                if is_last or not failure.trouble.value.is_passing:
+                    raise failure from exc
+            except BaseException as exc:
                 self.breaker.abandon()  # a fault of ours, or Ctrl-C: it says nothing of the server
+                self._check_open(exc)
                 raise
             else:
                 self.breaker.succeed()
@@ -136,22 +132,29 @@ class RedisLink:
             )
         return is_probe
 
-    def _failed(self, what: str, exc: Exception, num_tried: int, spent_s: float) -> _Failure:
-        trait = self._driver.trouble_of(exc).value
+    def _failed(
+        self, what: str, exc: Exception, num_tried: int, spent_s: float, *, is_write: bool = False
+    ) -> LinkError:
+        """Count a failed attempt, and tell of it."""
+        trouble = self._driver.trouble_of(exc)
         said = _shown(exc, self.address.password)
         tries = f" after {num_tried} attempts in {spent_s:.1f} s" if num_tried > 1 else ""
-        words = f"Redis store {self.address} {trait.words}: {what} failed{tries}, found {said}"
+        words = (
+            f"Redis store {self.address} {trouble.value.words}: {what} failed{tries}, found {said}"
+        )
         # Whoever refuses something is there: only silence counts against the server.
-        if trait.is_absence:
-            self._last_failure = words
-            self.breaker.fail()
-        else:
+        if not trouble.value.is_absence:
             self.breaker.succeed()
-        return _Failure(trait, words)
+            return LinkError(words, trouble)
+        self._last_failure = words
+        self.breaker.fail()
+        told = f"{words}; it may or may not have been done" if is_write else words
+        return LinkError(told, trouble)
 
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise StoreError(f"Redis store {self.address} is closed, expected an open one")
+    def _check_open(self, exc: BaseException | None = None) -> None:
+        # A client that is closed under a command in another thread may fail in any way.
+        if self.is_closed and (exc is None or isinstance(exc, Exception)):
+            raise StoreError(f"Redis store {self.address} is closed, expected an open one") from exc
 
 
 def _shown(exc: Exception, password: str) -> str:

@@ -176,23 +176,24 @@ end
 return #old
 """)
 
-# KEYS: roll-ups of one length, their starts. ARGV: name, start and record of each.
-# Returns how many were new.
+# KEYS: roll-ups and starts of each length in the batch. ARGV: for each roll-up the number of its
+# length, name, start and record. Returns how many were new.
 ADD_ROLLUPS = Script("""
 local new = 0
-for at = 1, #ARGV, 3 do
-  if redis.call('HSETNX', KEYS[1], ARGV[at], ARGV[at + 2]) == 1 then
-    redis.call('ZADD', KEYS[2], ARGV[at + 1], ARGV[at])
+for at = 1, #ARGV, 4 do
+  local rollups = 2 * tonumber(ARGV[at]) - 1
+  if redis.call('HSETNX', KEYS[rollups], ARGV[at + 1], ARGV[at + 3]) == 1 then
+    redis.call('ZADD', KEYS[rollups + 1], ARGV[at + 2], ARGV[at + 1])
     new = new + 1
   end
 end
 return new
 """)
 
-# KEYS: as above. ARGV: the latest start to go, exclusive; most to forget at once.
+# KEYS: roll-ups and starts of one length. ARGV: the latest start to go; most to forget at once.
 # Returns how many were forgotten.
 PRUNE_ROLLUPS = Script("""
-local old = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
+local old = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, name in ipairs(old) do
   redis.call('HDEL', KEYS[1], name)
   redis.call('ZREM', KEYS[2], name)
