@@ -107,7 +107,8 @@ class RedisProcess:
             text=True,
             errors="replace",
         )
-        Thread(target=self._listen, args=(self.process,), daemon=True).start()
+        self._listener = Thread(target=self._listen, args=(self.process,), daemon=True)
+        self._listener.start()
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready() or self._is_silent, READY_S)
             if not self._is_ready():
@@ -122,6 +123,7 @@ class RedisProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(with_signal)
             self.process.wait(_GONE_S)
+            self._listener.join(_GONE_S)
             self.process = None
 
     def link(self, **login: str) -> RedisLink:

@@ -28,15 +28,15 @@ def check_server(link: RedisLink, keys: Keys) -> Durability:
         StoreError: too old, a replica, one that may drop keys, or a store of another layout.
     """
     info = link.ask(keys.state, "INFO")
-    version = str(info["redis_version"])
+    version = str(_told(link, info, "redis_version"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise _refused(link, f"is version {version}, expected 6.2 or later")
-    if info["role"] != "master":
+    if _told(link, info, "role") != "master":
         raise _refused(
             link,
             f"is a replica of {info['master_host']}:{info['master_port']}, expected the primary",
         )
-    policy = info["maxmemory_policy"]
+    policy = _told(link, info, "maxmemory_policy")
     if policy != "noeviction":
         raise _refused(
             link,
@@ -63,7 +63,7 @@ def _check_schema(link: RedisLink, keys: Keys) -> None:
 
 
 def _durability(link: RedisLink, keys: Keys, info: Mapping[str, Any]) -> Durability:
-    if not int(info["aof_enabled"]):
+    if not int(_told(link, info, "aof_enabled")):
         return "none"
     try:
         found = link.ask(keys.state, "CONFIG GET", "appendfsync")
@@ -74,6 +74,12 @@ def _durability(link: RedisLink, keys: Keys, info: Mapping[str, Any]) -> Durabil
     by_setting: dict[str, Durability] = {"always": "always", "everysec": "everysec", "no": "no"}
     (setting,) = (value for _, value in found.items())
     return by_setting[setting.decode() if isinstance(setting, bytes) else setting]
+
+
+def _told(link: RedisLink, info: Mapping[str, Any], name: str) -> Any:
+    if name not in info:
+        raise _refused(link, f"tells no {name} of itself, expected a Redis server")
+    return info[name]
 
 
 def _refused(link: RedisLink, words: str) -> StoreError:
