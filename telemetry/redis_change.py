@@ -2,8 +2,11 @@
 
 A decision looks at the state, asks ``telemetry/rules.py``, and sends its writes with the revision
 that it saw. Redis makes them if nothing was decided since; else the caller looks again. Writes that
-rest on nothing, such as an event, go without a revision. The revision is the id of the last
-decision, not a number: a server that lost its last second cannot repeat one.
+rest on nothing, such as an event, go without a revision.
+
+A server that crashed, or a replica that took over, may have lost what was last acknowledged. So
+the revision is the id of the last decision, not a number that could come again; and counters leave
+a gap with each start of the server, wider than what can have been given out in the time lost.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from telemetry.redis_link import RedisLink
 from telemetry.redis_scripts import CHANGE, LOOK
 from telemetry.store import Control, Details, Lease
 
+GAP = 1000
+
 T = TypeVar("T")
 
 
@@ -29,6 +34,7 @@ class State:
     """What decisions rest on, as it was at one moment."""
 
     time: float  # of that moment, by the store's clock
+    server: str  # id of this start of the server
     fields: Mapping[str, str]
 
     @property
@@ -47,15 +53,14 @@ class State:
         found = self.fields.get("open_plan")
         return int(found.split()[0]) if found else None
 
-    @property
-    def last_plan_id(self) -> int:
-        """The greatest plan id that was given out."""
-        return int(self.fields.get("last_plan_id", "0"))
+    def last(self, counter: str) -> int:
+        """Return the greatest number of a counter that is known to be given out."""
+        return int(self.fields.get(f"last_{counter}", "0"))
 
-    @property
-    def last_task_id(self) -> int:
-        """The greatest task id that was given out."""
-        return int(self.fields.get("last_task_id", "0"))
+    def gap(self, counter: str) -> int:
+        """Return how many numbers of a counter to leave out, because they may be given out."""
+        given_by = self.fields.get(f"server_of_{counter}", self.server)
+        return 0 if given_by == self.server else GAP
 
     @property
     def lease(self) -> Lease | None:
@@ -86,6 +91,10 @@ class Change:
         """Set fields of the state."""
         self.write("HSET", self.keys.state, *(word for pair in fields.items() for word in pair))
 
+    def give_out(self, counter: str, number: int, state: State) -> None:
+        """Note that a number is the greatest of its counter."""
+        self.set_state(**{f"last_{counter}": number, f"server_of_{counter}": state.server})
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
@@ -102,12 +111,12 @@ class Changes:
 
     def look(self) -> State:
         """Read the state."""
-        (seconds, micros), flat = self._link.run(
+        (seconds, micros), server, flat = self._link.run(
             f"LOOK {self._keys.state}", LOOK, (self._keys.state,), ()
         )
         now = int(seconds) + int(micros) / 1e6 if self._clock is None else self._clock()
         words = [word.decode() for word in flat]
-        return State(now, dict(zip(words[::2], words[1::2], strict=True)))
+        return State(now, server.decode(), dict(zip(words[::2], words[1::2], strict=True)))
 
     def decide(self, what: str, decision: Callable[[State, Change], T]) -> T:
         """Let ``decision`` fill a change, and make it. It is asked again when another came first.

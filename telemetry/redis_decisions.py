@@ -7,9 +7,7 @@ them or asks again.
 from __future__ import annotations
 
 from dataclasses import replace
-from threading import Lock
 
-from eplb.errors import FencedOut
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.records import migration_to_bytes, placement_to_bytes
@@ -29,8 +27,6 @@ class Decisions:
 
     def __init__(self, link: RedisLink, keys: Keys, changes: Changes) -> None:
         self._link, self._keys, self._changes = link, keys, changes
-        self._acquiring = Lock()
-        self._acquired: dict[int, str] = {}  # the last token that this object was given: its holder
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
@@ -53,16 +49,17 @@ class Decisions:
         """Take or renew the lease."""
 
         def decision(state: State, change: Change) -> Lease | None:
-            lease = rules.next_lease(holder, ttl_s, now=state.time, latest=state.lease)
-            if lease is not None:
-                change.set_state(lease=rows.lease_to_text(lease))
+            latest = state.lease
+            lease = rules.next_lease(holder, ttl_s, now=state.time, latest=latest)
+            if lease is None:
+                return None
+            if latest is None or lease.token != latest.token:
+                lease = replace(lease, token=lease.token + state.gap("token"))
+                change.give_out("token", lease.token, state)
+            change.set_state(lease=rows.lease_to_text(lease))
             return lease
 
-        lease = self._changes.decide(f"lease for {holder!r}", decision)
-        if lease is not None:
-            with self._acquiring:
-                self._acquired = {lease.token: holder}
-        return lease
+        return self._changes.decide(f"lease for {holder!r}", decision)
 
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up."""
@@ -74,17 +71,6 @@ class Decisions:
             return is_held
 
         return self._changes.decide(f"end of the lease of {lease.holder!r}", decision)
-
-    def check_fence(self, fence: int | None, state: State) -> None:
-        """Refuse a writer whose token is not the newest, or is another's by now."""
-        rules.check_fence(fence, state.lease)
-        holder = self._acquired.get(fence) if fence is not None else None
-        # A server that lost its last second in a crash may have given the same token out again.
-        if holder is not None and state.lease is not None and state.lease.holder != holder:
-            raise FencedOut(
-                f"a controller writes with fencing token {fence}, given to {holder!r}, found it "
-                f"given to {state.lease.holder!r} since: expected it to stop acting"
-            )
 
     # -- placements and migrations
 
@@ -120,8 +106,8 @@ class Decisions:
         """Reserve a plan id."""
 
         def decision(state: State, change: Change) -> int:
-            plan_id = state.last_plan_id + 1
-            change.set_state(last_plan_id=plan_id)
+            plan_id = state.last("plan_id") + state.gap("plan_id") + 1
+            change.give_out("plan_id", plan_id, state)
             return plan_id
 
         return self._changes.decide("next plan id", decision)
@@ -131,16 +117,15 @@ class Decisions:
         plan_id, record = migration.plan_id, migration_to_bytes(migration)
 
         def decision(state: State, change: Change) -> None:
-            self.check_fence(fence, state)
+            rules.check_fence(fence, state.lease)
             is_known = bool(self._link.read("HEXISTS", self._keys.plans, plan_id))
             rules.check_plan_id(plan_id, open_plan_id=state.open_plan_id, is_known=is_known)
             rules.check_base(migration, state.committed)
             change.write("SET", self._keys.migration, record)
             change.write("HSET", self._keys.plans, plan_id, "open")
-            change.set_state(
-                open_plan=f"{plan_id} {migration.hash}",
-                last_plan_id=max(state.last_plan_id, plan_id),
-            )
+            change.set_state(open_plan=f"{plan_id} {migration.hash}")
+            if plan_id > state.last("plan_id"):
+                change.give_out("plan_id", plan_id, state)
             change.event("publish", rules.publish_detail(migration))
 
         self._changes.decide(f"publish of plan {plan_id}", decision)
@@ -149,7 +134,7 @@ class Decisions:
         """Close an open migration of which nothing was applied."""
 
         def decision(state: State, change: Change) -> bool:
-            self.check_fence(fence, state)
+            rules.check_fence(fence, state.lease)
             if state.open_plan_id != plan_id:
                 return False
             self._close(change, plan_id, outcome)

@@ -28,8 +28,11 @@ class Script:
 
 
 # What a decision rests on, with the time by the one clock that all share.
-# KEYS: state. Returns TIME and the fields of state.
-LOOK = Script("return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}")
+# KEYS: state. Returns TIME, the id of this start of the server, and the fields of state.
+LOOK = Script("""
+local start = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+return {redis.call('TIME'), start, redis.call('HGETALL', KEYS[1])}
+""")
 
 # Writes that belong together, made only if nothing was decided since the caller looked.
 # KEYS: state, events, receipt, then those that the writes name.

@@ -14,8 +14,8 @@ OLDEST = (6, 2)
 
 # What acknowledged changes survive:
 #   always    kill -9 and power loss: written and synced before the answer
-#   everysec  kill -9 and power loss but for the last second, at most
-#   no        kill -9 but for what the operating system had not got yet; power loss costs more
+#   everysec  both but for the last two seconds at most: a write waits for a slow sync to end
+#   no        kill -9, most of the time; power loss costs what the system had not written yet
 #   none      there is no append-only file: what came after the last snapshot is lost
 #   unknown   the server does not let its settings be read
 Durability = Literal["always", "everysec", "no", "none", "unknown"]

@@ -72,7 +72,7 @@ class RedisStore:
         self._decisions = Decisions(self.link, self._keys, self._changes)
         self._placements = PlacementReader(self.link, self._keys)
         self._samples = Samples(self.link, self._keys)
-        self._tasks = Tasks(self.link, self._keys, self._changes, self._decisions)
+        self._tasks = Tasks(self.link, self._keys, self._changes)
         self._waiter = Waiter(self.link, self._keys.wake, self.version)
 
     def begin_run(self, info: RunInfo) -> None:

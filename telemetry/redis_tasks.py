@@ -7,7 +7,6 @@ from dataclasses import replace
 from telemetry import redis_rows as rows
 from telemetry import rules
 from telemetry.redis_change import Change, Changes, State
-from telemetry.redis_decisions import Decisions
 from telemetry.redis_keys import Keys
 from telemetry.redis_link import RedisLink
 from telemetry.store import Details, Task, TaskState
@@ -16,16 +15,17 @@ from telemetry.store import Details, Task, TaskState
 class Tasks:
     """Tasks of one deployment, numbered from 1."""
 
-    def __init__(self, link: RedisLink, keys: Keys, changes: Changes, decisions: Decisions) -> None:
-        self._link, self._keys, self._changes, self._decisions = link, keys, changes, decisions
+    def __init__(self, link: RedisLink, keys: Keys, changes: Changes) -> None:
+        self._link, self._keys, self._changes = link, keys, changes
 
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
         asked = rules.details_from_text(rules.details_to_text(request))
 
         def decision(state: State, change: Change) -> Task:
-            task = Task(state.last_task_id + 1, state.time, kind, asked, "queued", {})
-            change.set_state(last_task_id=task.id)
+            task_id = state.last("task_id") + state.gap("task_id") + 1
+            task = Task(task_id, state.time, kind, asked, "queued", {})
+            change.give_out("task_id", task_id, state)
             self._put(change, task)
             change.write("ZADD", self._keys.queued, task.id, task.id)
             change.event("task", rules.task_detail(task.id, kind, "queued"))
@@ -37,7 +37,7 @@ class Tasks:
         """Set the oldest queued task running."""
 
         def decision(state: State, change: Change) -> Task | None:
-            self._decisions.check_fence(fence, state)
+            rules.check_fence(fence, state.lease)
             oldest = self._link.read("ZRANGE", self._keys.queued, 0, 0)
             found = self.get(int(oldest[0])) if oldest else None
             if found is None:
@@ -65,7 +65,7 @@ class Tasks:
         text = rules.details_to_text(result)
 
         def decision(seen: State, change: Change) -> None:
-            self._decisions.check_fence(fence, seen)
+            rules.check_fence(fence, seen.lease)
             found = self.get(task_id)
             rules.check_finish(task_id, found.state if found else None, state)
             assert found is not None, "check_finish refuses a task that is not there"

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.errors import FencedOut, StoreError
+from eplb.errors import StoreError
 from eplb.load import LoadSample
 from telemetry import open_store
 from telemetry.redis_address import RedisAddress
 from telemetry.redis_process import RedisClusterProcesses, RedisProcess
 from telemetry.redis_scripts import CHANGE
 from telemetry.redis_store import RedisStore
-from telemetry.store import Lease
 
 TIMEOUT_S = 20.0
 LONG_S = 30.0
@@ -279,22 +278,6 @@ def test_a_lease_ends_by_the_server_s_clock(store: RedisStore) -> None:
     taken = store.acquire_lease("two", LONG_S)
     assert taken is not None
     assert taken.token == lease.token + 1
-
-
-def test_a_token_that_a_crash_made_the_server_give_out_twice_fences_the_first_out(
-    store: RedisStore, address: RedisAddress
-) -> None:
-    lease = store.acquire_lease("one", LONG_S)
-    assert lease == Lease("one", 1, lease.expires if lease else 0.0)
-    store.link.write("HDEL", key(store, "state"), "lease")  # the second that was lost
-    with closing(RedisStore(address, "demo")) as other:
-        second = other.acquire_lease("two", LONG_S)
-        assert second is not None
-        assert second.token == 1
-
-        with pytest.raises(FencedOut, match="given to 'one', found it given to 'two' since"):
-            store.claim(fence=1)
-        assert other.claim(fence=1) is None
 
 
 # -- waiting, and where it is
