@@ -111,11 +111,13 @@ class RedisProcess:
         self._listener.start()
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready() or self._is_silent, READY_S)
-            if not self._is_ready():
-                raise StoreError(
-                    f"redis-server on port {self.port} was not ready within {READY_S:g} s, it "
-                    f"said: {' | '.join(self._said[-10:])}"
-                )
+            is_ready = self._is_ready()
+        if not is_ready:
+            self.kill()
+            raise StoreError(
+                f"redis-server on port {self.port} was not ready within {READY_S:g} s, it "
+                f"said: {' | '.join(self._said[-10:])}"
+            )
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
         """End it, by default without a warning, and wait until it is gone."""

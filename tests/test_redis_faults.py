@@ -228,7 +228,7 @@ def test_a_full_server_keeps_what_it_has_and_can_be_pruned(server: RedisProcess)
 
 def test_a_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
     with opened(server.address) as store:
-        store.append([make_sample(n) for n in range(2000)])
+        store.append([make_sample(n) for n in range(1200)])
         server.kill()
         server.settings["key-load-delay"] = "300"
         starting = threading.Thread(target=server.start)
@@ -245,7 +245,7 @@ def test_a_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
             except StoreError as exc:
                 told = str(exc)
 
-        assert store.sample_counts("run-1") == {0: 2000}
+        assert store.sample_counts("run-1") == {0: 1200}
         starting.join(TIMEOUT_S)
 
 
@@ -367,16 +367,23 @@ def certificates(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_connection_over_tls_checks_the_server(certificates: Path) -> None:
-    if b"tls-auth-clients" not in find_redis_server().resolve().read_bytes():
+def started_with_tls(folder: Path, settings: dict[str, str]) -> RedisProcess:
+    try:
+        return RedisProcess(folder, settings)
+    except StoreError as exc:
+        if "Bad directive" not in str(exc):
+            raise
         pytest.skip(f"{find_redis_server()} was built without TLS")
+
+
+def test_a_connection_over_tls_checks_the_server(certificates: Path) -> None:
     settings = {
         "tls-cert-file": str(certificates / "cert.pem"),
         "tls-key-file": str(certificates / "key.pem"),
         "tls-ca-cert-file": str(certificates / "ca.pem"),
         "tls-auth-clients": "no",
     }
-    with RedisProcess(certificates / "redis", settings) as server:
+    with started_with_tls(certificates / "redis", settings) as server:
         tls_port = str(server.port + 1)
         server.ask("CONFIG SET", "tls-port", tls_port)
         url = f"rediss://127.0.0.1:{tls_port}"
