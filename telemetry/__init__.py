@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eplb.errors import ConfigError
 from telemetry import redis_address
+from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.memory import MemoryStore
 from telemetry.redis_store import RedisStore
 from telemetry.sqlite import SqliteStore
@@ -14,27 +15,37 @@ from telemetry.store import LoadStore
 __all__ = ["open_store"]
 
 
-def open_store(url: str | Path, deployment: str) -> LoadStore:
+def open_store(
+    url: str | Path, deployment: str, *, sample_version: int = SAMPLE_VERSION
+) -> LoadStore:
     """Open the store that ``url`` names.
 
     Args:
         url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
             a file, or a Redis URL as in ``telemetry/redis_address.py``.
         deployment: whose samples and placements it is to speak for.
+        sample_version: in which samples are written. Until every reader of the store is up to
+            date, its writers keep to the version before.
 
     Raises:
-        ConfigError: another scheme, or a URL or name that the store cannot use.
+        ConfigError: another scheme, a URL or name that the store cannot use, or a version that
+            cannot be written.
         StoreError: the store cannot be used.
     """
+    if sample_version not in READABLE_VERSIONS:
+        known = ", ".join(map(str, READABLE_VERSIONS))
+        raise ConfigError(
+            f"samples of version {sample_version} asked for, expected one of: {known}"
+        )
     if url == "memory:":
         return MemoryStore(deployment)
     scheme, colon, rest = str(url).partition(":")
     if isinstance(url, Path) or not colon or "/" in scheme:
-        return SqliteStore(url, deployment)
+        return SqliteStore(url, deployment, sample_version=sample_version)
     if scheme == "sqlite" and rest:
-        return SqliteStore(rest, deployment)
+        return SqliteStore(rest, deployment, sample_version=sample_version)
     if scheme in redis_address.SCHEMES and rest.startswith("//"):
-        return RedisStore(url, deployment)
+        return RedisStore(url, deployment, sample_version=sample_version)
     raise ConfigError(
         f"unknown store {redis_address.without_password(url)!r}, expected one of: memory:, "
         "sqlite:PATH, PATH, redis://HOST:PORT, rediss://HOST:PORT, redis+cluster://HOST:PORT,..., "

@@ -6,7 +6,6 @@ may send again what retention has forgotten, and it counts once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -29,14 +28,14 @@ _AT_ONCE = 500
 class Samples:
     """One deployment's samples and roll-ups, of which some records may be damaged."""
 
-    def __init__(self, link: RedisLink, keys: Keys) -> None:
-        self._link, self._keys = link, keys
+    def __init__(self, link: RedisLink, keys: Keys, sample_version: int) -> None:
+        self._link, self._keys, self._sample_version = link, keys, sample_version
         self._unreadable = Unreadable()
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples and return how many were new."""
         for sample in samples:
-            _check_storable(sample)
+            _check_countable(sample)
         return sum(map(self._append, _batches(samples)))
 
     def past(self, run: str, after: int, limit: int) -> list[tuple[int, LoadSample]]:
@@ -127,7 +126,7 @@ class Samples:
         for sample in samples:
             at = runs.index(sample.run) + 1
             words += (at, sample.rank, sample.sequence, repr(float(sample.time)))
-            words.append(sample_to_bytes(sample))
+            words.append(sample_to_bytes(sample, self._sample_version))
         return int(self._link.run(f"append of {len(samples)} samples", APPEND, keys, words))
 
     def _records(
@@ -172,11 +171,10 @@ def _batches(samples: Sequence[LoadSample]) -> Iterator[Sequence[LoadSample]]:
     return (samples[at : at + _AT_ONCE] for at in range(0, len(samples), _AT_ONCE))
 
 
-def _check_storable(sample: LoadSample) -> None:
-    # A script that fails half way is not undone, so nothing may reach it that it cannot take. Lua
-    # counts in doubles.
-    if not math.isfinite(sample.time) or abs(sample.sequence) >= 2**53:
+def _check_countable(sample: LoadSample) -> None:
+    # Lua counts in doubles; and a script that fails half way is not undone, so nothing may reach
+    # it that it cannot take.
+    if abs(sample.sequence) >= 2**53:
         raise StoreError(
-            f"sample {sample.sequence} of rank {sample.rank} has time {sample.time}, expected a "
-            "finite time and a sequence below 2**53"
+            f"sample of rank {sample.rank} has sequence {sample.sequence}, expected one below 2**53"
         )

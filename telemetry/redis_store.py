@@ -16,6 +16,7 @@ from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
 from telemetry import redis_rows as rows
 from telemetry import rules
+from telemetry.codec import SAMPLE_VERSION
 from telemetry.redis_address import RedisAddress, parse_address
 from telemetry.redis_change import Change, Changes, control_of
 from telemetry.redis_decisions import Decisions
@@ -46,6 +47,7 @@ class RedisStore:
 
     Args:
         clock: for times and leases in place of the server's, for tests and simulations.
+        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
 
     Raises:
         ConfigError: the URL or the deployment's name cannot be used.
@@ -58,6 +60,7 @@ class RedisStore:
         deployment: str,
         *,
         clock: Callable[[], float] | None = None,
+        sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
         address = url if isinstance(url, RedisAddress) else parse_address(url)
@@ -71,7 +74,7 @@ class RedisStore:
         self._changes = Changes(self.link, self._keys, clock)
         self._decisions = Decisions(self.link, self._keys, self._changes)
         self._placements = PlacementReader(self.link, self._keys)
-        self._samples = Samples(self.link, self._keys)
+        self._samples = Samples(self.link, self._keys, sample_version)
         self._tasks = Tasks(self.link, self._keys, self._changes)
         self._waiter = Waiter(self.link, self._keys.wake, self.version)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from typing import Any
+
+from numpy.typing import NDArray
 
 from eplb.errors import StoreError
 from telemetry import packing
@@ -44,17 +47,19 @@ def rollup_from_bytes(record: bytes) -> Rollup:
         len_text, num_bytes = _LENGTHS.unpack_from(rest)
         data = packing.decompress(rest[_LENGTHS.size :], _KIND, num_bytes)
         meta: dict[str, Any] = json.loads(data[:len_text])
-        arrays, start = [], len_text
-        for code, shape in meta.pop("arrays"):
-            dtype, rows, columns = packing.DTYPES[code], *shape
-            end = start + rows * columns * dtype.itemsize
-            arrays.append(packing.unshuffled(data[start:end], dtype, (rows, columns)))
-            start = end
-        sets = {name: frozenset(meta.pop(name)) for name in ("generations", "ranks")}
-        tokens, received = arrays
-        return Rollup(**meta, **sets, tokens=tokens, received=received)
+        arrays = list(_arrays(data[len_text:], meta.pop("arrays")))
+        meta |= {name: frozenset(meta[name]) for name in ("generations", "ranks")}
+        return Rollup(**meta, tokens=arrays[0], received=arrays[1])
     except (ValueError, TypeError, KeyError, IndexError, struct.error) as exc:
         # Sealed as it is, yet not as this version packs: written by a program with a fault.
         raise StoreError(
             f"a {_KIND} cannot be read: {exc!r}, expected the layout of version {ROLLUP_VERSION}"
         ) from exc
+
+
+def _arrays(data: bytes, described: list[tuple[int, tuple[int, int]]]) -> Iterator[NDArray[Any]]:
+    for code, (num_rows, num_columns) in described:
+        dtype = packing.DTYPES[code]
+        num_bytes = num_rows * num_columns * dtype.itemsize
+        yield packing.unshuffled(data[:num_bytes], dtype, (num_rows, num_columns))
+        data = data[num_bytes:]

@@ -21,6 +21,7 @@ from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
+from telemetry.codec import SAMPLE_VERSION
 from telemetry.rollup import Rollup
 from telemetry.sqlite_change import Change
 from telemetry.sqlite_file import SqliteFile, one
@@ -47,6 +48,9 @@ class SqliteStore:
 
     Threads may share a store object; each process opens its own, after any fork.
 
+    Args:
+        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
+
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
             written by another version.
@@ -59,13 +63,14 @@ class SqliteStore:
         *,
         busy_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.time,
+        sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
         self._clock = clock
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
         self._placements = PlacementReader(self._file, deployment)
-        self._samples = SampleTables(self._file, deployment)
+        self._samples = SampleTables(self._file, deployment, sample_version)
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
