@@ -156,6 +156,8 @@ def writer_rows(
     rows.append(("one append under that load, p50 / p99", f"{p50:.2f} / {p99:.2f} ms", ""))
     bounds = f"{min(flat):.1f} .. {max(flat):.1f} MB"
     rows.append((f"server memory, {RETENTION_S:g} s kept, once it is full", bounds, "flat"))
+    per_sample = float(np.median(flat)) * 1e3 / (RETENTION_S * sent / seconds)
+    rows.append(("server memory for one sample", f"{per_sample:.1f} kB", ""))
     failed = sum(one.num_failed for one in written)
     return [*rows, ("appends that failed", f"{failed:,}", "0")]
 
@@ -232,6 +234,7 @@ def main() -> None:
                 f"{1 / PERIOD_S:g} samples/s of {LAYERS} x {SLOTS_PER_RANK} for {asked.seconds:g} s"
             )
             rows = [measure_append(server), *measure_reading(server, asked.ranks)]
+            server.ask("FLUSHALL")
             rows += measure_writers(server, asked.ranks, asked.seconds, asked.processes)
     for what, found, target in rows:
         print(f"{what:66} {found:>24}  {target}")

@@ -38,7 +38,7 @@ class Limits:
 
     connect_timeout_s: float = 1.0
     timeout_s: float = 1.0  # without a byte from the server
-    deadline_s: float = 3.0  # for one change or question with all its attempts
+    deadline_s: float = 3.0  # for one change or question: no attempt starts later
     breaker_failures: int = 5  # failed attempts in a row, after which calls fail at once
     cool_down_s: float = 1.0  # for so long, before one call may try again
     max_samples: int = 500_000  # of one run; the oldest are forgotten for new ones

@@ -112,7 +112,7 @@ class Changes:
     def look(self) -> State:
         """Read the state."""
         (seconds, micros), server, flat = self._link.run(
-            f"LOOK {self._keys.state}", LOOK, (self._keys.state,), ()
+            f"look at {self._keys.state}", LOOK, (self._keys.state,), is_write=False
         )
         now = int(seconds) + int(micros) / 1e6 if self._clock is None else self._clock()
         words = [word.decode() for word in flat]

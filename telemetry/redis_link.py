@@ -63,9 +63,17 @@ class RedisLink:
             f"{words[0]} {words[1]}", lambda: self._driver.send(*words), is_write=True
         )
 
-    def run(self, what: str, script: Script, keys: Sequence[str], values: Sequence[Any]) -> Any:
+    def run(
+        self,
+        what: str,
+        script: Script,
+        keys: Sequence[str],
+        values: Sequence[Any] = (),
+        *,
+        is_write: bool = True,
+    ) -> Any:
         """Run a script that may be run twice; ``what`` names it in errors."""
-        return self._tried(what, lambda: self._driver.run(script, keys, values), is_write=True)
+        return self._tried(what, lambda: self._driver.run(script, keys, values), is_write=is_write)
 
     def ask(self, key: str, *words: str) -> Any:
         """Run a command without a key on the server that holds ``key``."""

@@ -134,6 +134,23 @@ def test_a_wrong_password_for_a_cluster_is_told(redis_cluster: RedisClusterProce
     assert "secret" not in str(caught.value)
 
 
+def test_the_user_of_the_docs_may_do_all_that_a_store_does(
+    redis_cluster: RedisClusterProcesses,
+) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "telemetry-redis.md").read_text()
+    _, _, rule = page.partition("    ACL SETUSER eplb ")
+    more = page.partition("For a cluster add `")[2].partition("`")[0]
+    words = [*rule.partition("\n\n")[0].replace("PASSWORD", "writer-secret").split(), *more.split()]
+    for node in redis_cluster.nodes:
+        node.ask("ACL SETUSER", "eplb", *words)
+
+    login = replace(redis_cluster.address, username="eplb", password="writer-secret")
+    with closing(RedisStore(login, "guarded")) as store:
+        assert store.add_event("note", {}) > 0
+        assert store.append([make_sample("guarded", 0)]) == 1
+        assert store.wait(store.version(), 0.01) == store.version()
+
+
 # -- clusters that break
 
 
