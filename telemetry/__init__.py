@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from eplb.errors import ConfigError
+from telemetry import redis_address
 from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.memory import MemoryStore
+from telemetry.redis_store import RedisStore
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
@@ -20,13 +22,14 @@ def open_store(
 
     Args:
         url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
-            a file.
+            a file, or a Redis URL as in ``telemetry/redis_address.py``.
         deployment: whose samples and placements it is to speak for.
         sample_version: in which samples are written. Until every reader of the store is up to
             date, its writers keep to the version before.
 
     Raises:
-        ConfigError: another scheme, or a version that cannot be written.
+        ConfigError: another scheme, a URL or name that the store cannot use, or a version that
+            cannot be written.
         StoreError: the store cannot be used.
     """
     if sample_version not in READABLE_VERSIONS:
@@ -41,4 +44,10 @@ def open_store(
         return SqliteStore(url, deployment, sample_version=sample_version)
     if scheme == "sqlite" and rest:
         return SqliteStore(rest, deployment, sample_version=sample_version)
-    raise ConfigError(f"unknown store {url!r}, expected one of: memory:, sqlite:PATH, PATH")
+    if scheme in redis_address.SCHEMES and rest.startswith("//"):
+        return RedisStore(url, deployment, sample_version=sample_version)
+    raise ConfigError(
+        f"unknown store {redis_address.without_password(url)!r}, expected one of: memory:, "
+        "sqlite:PATH, PATH, redis://HOST:PORT, rediss://HOST:PORT, redis+cluster://HOST:PORT,..., "
+        "unix:///PATH"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,6 +31,9 @@ from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
 from telemetry.memory import MemoryStore
+from telemetry.redis_address import RedisAddress
+from telemetry.redis_process import RedisClusterProcesses, RedisProcess
+from telemetry.redis_store import RedisStore
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
@@ -223,6 +227,23 @@ def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     return lambda deployment: SqliteStore(path, deployment, clock=clock)
 
 
+_prefixes = (f"test-{number}" for number in itertools.count())
+
+
+def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
+    """Open stores on a server that tests share, under a prefix that no other test has."""
+    own = replace(address, prefix=next(_prefixes))
+    return lambda deployment: RedisStore(own, deployment, clock=clock)
+
+
+def _in_redis(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    return _on_server(request.getfixturevalue("redis_server").address, clock)
+
+
+def _in_redis_cluster(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    return _on_server(request.getfixturevalue("redis_cluster").address, clock)
+
+
 @dataclass(frozen=True)
 class StoreKind:
     """A kind of store under test.
@@ -239,7 +260,23 @@ class StoreKind:
 STORE_KINDS = {
     "memory": StoreKind(_in_memory),
     "sqlite": StoreKind(_in_sqlite),
+    "redis": StoreKind(_in_redis),
+    "redis cluster": StoreKind(_in_redis_cluster),
 }
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """A server that tests share: each takes a prefix of its own and leaves settings alone."""
+    with RedisProcess(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterProcesses]:
+    """Three primaries that tests share, as they do the one server."""
+    with RedisClusterProcesses(tmp_path_factory.mktemp("redis-cluster")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(params=STORE_KINDS)

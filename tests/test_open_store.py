@@ -24,7 +24,7 @@ def test_a_url_names_the_kind_of_store(tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("url", ["redis://host", "memory:x", "sqlite:"])
+@pytest.mark.parametrize("url", ["mysql://host", "memory:x", "sqlite:", "redis:host"])
 def test_an_unknown_scheme_is_refused_with_those_known(url: str) -> None:
     with pytest.raises(ConfigError, match="expected one of: memory:, sqlite:PATH, PATH"):
         open_store(url, "demo")

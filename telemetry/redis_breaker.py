@@ -1,0 +1,74 @@
+"""A circuit breaker: a server that is gone is not asked again and again by everybody.
+
+    closed --N failures in a row--> open --cool-down--> half open --success--> closed
+                                     ^                      |
+                                     +-------failure--------+
+
+Closed, everybody may ask. Open, nobody may. Half open, one may, and the others wait for its answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Lock
+from typing import Literal
+
+BreakerState = Literal["closed", "open", "half open"]
+
+
+class Breaker:
+    """Counts failures in a row; all threads of a store share one."""
+
+    def __init__(
+        self, failures: int, cool_down_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._cool_down_s, self._clock = failures, cool_down_s, clock
+        self._lock = Lock()
+        self._failures = 0  # in a row
+        self._open_until: float | None = None
+        self._is_probing = False
+        self._num_opened = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """Where it stands."""
+        with self._lock:
+            if self._open_until is None:
+                return "closed"
+            return "open" if self._clock() < self._open_until else "half open"
+
+    @property
+    def num_opened(self) -> int:
+        """How often it has opened."""
+        return self._num_opened
+
+    def is_probe(self) -> bool | None:
+        """Whether a call that starts now is the one probe; None when it must not start."""
+        with self._lock:
+            if self._open_until is None:
+                return False
+            if self._is_probing or self._clock() < self._open_until:
+                return None
+            self._is_probing = True
+            return True
+
+    def succeed(self) -> None:
+        """Count a success, which closes it."""
+        with self._lock:
+            self._failures, self._open_until, self._is_probing = 0, None, False
+
+    def fail(self) -> None:
+        """Count a failure, which may open it."""
+        with self._lock:
+            self._failures += 1
+            self._is_probing = False
+            if self._failures >= self._most:
+                if self._open_until is None:
+                    self._num_opened += 1
+                self._open_until = self._clock() + self._cool_down_s
+
+    def abandon(self) -> None:
+        """Take back a call that has found out nothing."""
+        with self._lock:
+            self._is_probing = False

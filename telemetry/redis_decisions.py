@@ -1,0 +1,206 @@
+"""Who may start a run, hold the lease, commit, publish, withdraw and recover, in the Redis store.
+
+Each method looks, lets ``telemetry/rules.py`` judge, and names the writes; ``Changes.decide`` makes
+them or asks again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eplb.migration import Migration
+from eplb.placement import Placement
+from eplb.records import migration_to_bytes, placement_to_bytes
+from eplb.recovery import Recovery
+from telemetry import redis_rows as rows
+from telemetry import rules
+from telemetry.redis_change import Change, Changes, State
+from telemetry.redis_keys import Keys
+from telemetry.redis_link import RedisLink
+from telemetry.store import Lease, Outcome, RunInfo
+
+KEPT_PLACEMENTS = 1000
+
+
+class Decisions:
+    """Changes of one deployment that rest on its state."""
+
+    def __init__(self, link: RedisLink, keys: Keys, changes: Changes) -> None:
+        self._link, self._keys, self._changes = link, keys, changes
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start; the same again changes nothing."""
+        text = rows.run_to_text(info)
+
+        def decision(_: State, change: Change) -> None:
+            known = self._link.read("HGET", self._keys.runs, info.run)
+            if known is not None:
+                rules.check_run_is_new(rows.run_from_text(text), rows.run_from_text(known))
+                return
+            change.write("HSET", self._keys.runs, info.run, text)
+            change.write("RPUSH", self._keys.run_order, info.run)
+            change.event("run", rules.run_detail(info))
+
+        self._changes.decide(f"run {info.run!r}", decision)
+
+    # -- the one controller
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take or renew the lease."""
+
+        def decision(state: State, change: Change) -> Lease | None:
+            latest = state.lease
+            lease = rules.next_lease(holder, ttl_s, now=state.time, latest=latest)
+            if lease is None:
+                return None
+            if latest is None or lease.token != latest.token:
+                lease = replace(lease, token=lease.token + state.gap("token"))
+                change.give_out("token", lease.token, state)
+            change.set_state(lease=rows.lease_to_text(lease))
+            return lease
+
+        return self._changes.decide(f"lease for {holder!r}", decision)
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up."""
+
+        def decision(state: State, change: Change) -> bool:
+            is_held = rules.is_held(lease, now=state.time, latest=state.lease)
+            if is_held:
+                change.set_state(lease=rows.lease_to_text(replace(lease, expires=state.time)))
+            return is_held
+
+        return self._changes.decide(f"end of the lease of {lease.holder!r}", decision)
+
+    # -- placements and migrations
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int,
+        reason: str,
+        outcome: Outcome,
+    ) -> bool:
+        """Make ``placement`` the committed one and close the open migration."""
+        generation = placement.generation
+
+        def decision(state: State, change: Change) -> bool:
+            is_new = rules.is_to_be_committed(
+                placement,
+                expected=expected,
+                committed=state.committed[0] if state.committed else None,
+                known_hash=self._known_hash(state, generation),
+            )
+            if is_new:
+                self._add_placement(change, placement, state.time, plan_id, reason)
+                self._close_at_commit(state, change, generation, plan_id, outcome)
+                kind = rules.EVENT_OF_OUTCOME[outcome]
+                change.event(kind, rules.close_detail(plan_id, generation, reason))
+            return is_new
+
+        return self._changes.decide(f"commit of generation {generation}", decision)
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id."""
+
+        def decision(state: State, change: Change) -> int:
+            plan_id = state.last("plan_id") + state.gap("plan_id") + 1
+            change.give_out("plan_id", plan_id, state)
+            return plan_id
+
+        return self._changes.decide("next plan id", decision)
+
+    def publish(self, migration: Migration, fence: int | None) -> None:
+        """Open a migration."""
+        plan_id, record = migration.plan_id, migration_to_bytes(migration)
+
+        def decision(state: State, change: Change) -> None:
+            rules.check_fence(fence, state.lease)
+            is_known = bool(self._link.read("HEXISTS", self._keys.plans, plan_id))
+            rules.check_plan_id(plan_id, open_plan_id=state.open_plan_id, is_known=is_known)
+            rules.check_base(migration, state.committed)
+            change.write("SET", self._keys.migration, record)
+            change.write("HSET", self._keys.plans, plan_id, "open")
+            change.set_state(open_plan=f"{plan_id} {migration.hash}")
+            if plan_id > state.last("plan_id"):
+                change.give_out("plan_id", plan_id, state)
+            change.event("publish", rules.publish_detail(migration))
+
+        self._changes.decide(f"publish of plan {plan_id}", decision)
+
+    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None) -> bool:
+        """Close an open migration of which nothing was applied."""
+
+        def decision(state: State, change: Change) -> bool:
+            rules.check_fence(fence, state.lease)
+            if state.open_plan_id != plan_id:
+                return False
+            self._close(change, plan_id, outcome)
+            detail = rules.close_detail(
+                plan_id, state.committed[0] if state.committed else None, reason
+            )
+            change.event(rules.EVENT_OF_OUTCOME[outcome], detail)
+            return True
+
+        return self._changes.decide(f"withdrawal of plan {plan_id}", decision)
+
+    def recover(self, record: Recovery, expected_membership: int) -> Recovery:
+        """Write a record unless one stands; return the one that stands."""
+
+        def decision(state: State, change: Change) -> Recovery:
+            found = state.fields.get("recovery")
+            latest = rules.recovery_from_text(found) if found else None
+            standing = rules.standing_record(
+                record, expected_membership=expected_membership, latest=latest
+            )
+            if standing is not None:
+                return standing
+            change.set_state(recovery=rules.recovery_to_text(record))
+            change.event("recovery", vars(record))
+            return record
+
+        return self._changes.decide(f"recovery to membership {record.membership}", decision)
+
+    def _known_hash(self, state: State, generation: int) -> str | None:
+        if state.committed is None or generation > state.committed[0]:
+            return None
+        if generation == state.committed[0]:
+            return state.committed[1]
+        entry_id = f"{generation}-1"
+        found = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
+        return found[0][1][b"hash"].decode() if found else None
+
+    def _add_placement(
+        self, change: Change, placement: Placement, time: float, plan_id: int, reason: str
+    ) -> None:
+        line = {
+            "time": repr(time),
+            "plan_id": plan_id,
+            "reason": reason,
+            "hash": placement.hash,
+            "record": placement_to_bytes(placement),
+        }
+        words = [word for pair in line.items() for word in pair]
+        bound = ("MAXLEN", "~", KEPT_PLACEMENTS)
+        # Generations only grow, so they serve as ids; id 0-0 is not allowed, generation 0 is.
+        entry_id = f"{placement.generation}-1"
+        change.write("XADD", self._keys.placements, *bound, entry_id, *words)
+        change.set_state(committed=f"{placement.generation} {placement.hash}")
+
+    def _close_at_commit(
+        self, state: State, change: Change, generation: int, plan_id: int, outcome: Outcome
+    ) -> None:
+        open_plan_id = state.open_plan_id
+        if open_plan_id is None:
+            return
+        self._close(change, open_plan_id, outcome if open_plan_id == plan_id else "rejected")
+        if open_plan_id != plan_id:
+            overtaken = rules.overtaken_reason(generation)
+            change.event("reject", rules.close_detail(open_plan_id, generation, overtaken))
+
+    def _close(self, change: Change, plan_id: int, outcome: Outcome) -> None:
+        change.write("HSET", self._keys.plans, plan_id, outcome)
+        change.write("DEL", self._keys.migration)
+        change.set_state(open_plan="")

@@ -1,0 +1,57 @@
+"""The keys of one deployment in Redis: ``prefix:{deployment}:name``.
+
+Redis Cluster hashes what stands in the braces, so all keys of a deployment lie in one slot, on one
+server, where a script may use them together.
+
+    state        HASH    what decisions rest on, and counters: see telemetry/redis_change.py
+    runs         HASH    run -> its start; run_order LIST: in which order they began
+    ranks:RUN    HASH    rank -> what it last said of itself
+    sampled      SET     names of the runs with samples
+    samples:RUN  STREAM  cursor-0: record
+    times:RUN    ZSET    cursor by the time of its sample
+    seen:RUN     HASH    rank -> how many samples, and which sequences
+    rollups:SECONDS      HASH run, phase, start -> record; starts:SECONDS ZSET the same by start
+    placements   STREAM  generation-1: committed placements
+    migration    STRING  the open one
+    plans        HASH    plan id -> open, committed, aborted, rejected
+    words:RUN:MEMBERSHIP HASH rank -> last words
+    tasks        HASH    id -> task; queued and running ZSET: ids
+    events       STREAM  id-0: time, kind, detail
+    receipt:ID   STRING  answer to a change of the last two minutes
+    wake         channel: a change was made; a hint, never data
+"""
+
+from __future__ import annotations
+
+from eplb.errors import ConfigError
+
+SCHEMA_VERSION = "1"  # counts up with each change of the layout above
+
+
+class Keys:
+    """Names of the keys of one deployment.
+
+    Raises:
+        ConfigError: a name that would not keep the deployment in one slot.
+    """
+
+    def __init__(self, prefix: str, deployment: str) -> None:
+        if not deployment or "{" in deployment or "}" in deployment:
+            raise ConfigError(
+                f"deployment {deployment!r} cannot be kept in Redis, expected a name without braces"
+            )
+        self._prefix = f"{prefix}:{{{deployment}}}:"
+        self.state, self.events, self.wake = self.of("state"), self.of("events"), self.of("wake")
+        self.runs, self.run_order = self.of("runs"), self.of("run_order")
+        self.sampled = self.of("sampled")
+        self.placements, self.migration = self.of("placements"), self.of("migration")
+        self.plans = self.of("plans")
+        self.tasks, self.queued, self.running = (
+            self.of("tasks"),
+            self.of("queued"),
+            self.of("running"),
+        )
+
+    def of(self, name: str, *parts: object) -> str:
+        """Give the key of a name, or of one thing among many of that name."""
+        return self._prefix + ":".join([name, *map(str, parts)])

@@ -1,0 +1,61 @@
+"""Placements and the open migration of the Redis store, for readers."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from eplb.migration import Migration
+from eplb.records import migration_from_bytes
+from telemetry import redis_rows as rows
+from telemetry.redis_keys import Keys
+from telemetry.redis_link import RedisLink
+from telemetry.store import CommittedPlacement
+
+
+class PlacementReader:
+    """Reads placements and the open migration.
+
+    Neither changes once written, and to unpack one takes milliseconds: the last of each is kept by
+    its number and hash, for callers that ask at every step.
+    """
+
+    def __init__(self, link: RedisLink, keys: Keys) -> None:
+        self._link, self._keys = link, keys
+        self._unpacking = Lock()
+        self._last_committed: tuple[bytes, CommittedPlacement] | None = None
+        self._last_published: tuple[bytes, Migration] | None = None
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves."""
+        name: bytes | None = self._link.read("HGET", self._keys.state, "committed")
+        if name is None:
+            return None
+        with self._unpacking:
+            if self._last_committed is None or self._last_committed[0] != name:
+                entry_id = name.split()[0] + b"-1"
+                (entry,) = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
+                self._last_committed = (name, rows.placement_of(entry))
+            return self._last_committed[1]
+
+    def placements(self, limit: int) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first."""
+        asked = (self._keys.placements, "+", "-", "COUNT", limit)
+        return [rows.placement_of(entry) for entry in self._link.read("XREVRANGE", *asked)]
+
+    def published(self) -> Migration | None:
+        """Return the open migration."""
+        with self._unpacking:
+            # Two questions: the migration may be closed, and another opened, between them.
+            while name := self._link.read("HGET", self._keys.state, "open_plan"):
+                last = self._last_published
+                if last is not None and last[0] == name:
+                    return last[1]
+                record = self._link.read("GET", self._keys.migration)
+                if record is not None:
+                    found = migration_from_bytes(record)
+                    self._last_published = (_name(found), found)
+        return None
+
+
+def _name(migration: Migration) -> bytes:
+    return f"{migration.plan_id} {migration.hash}".encode()

@@ -1,0 +1,78 @@
+"""What the Redis store keeps as JSON text, and entries of its streams as the types of LoadStore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eplb.records import placement_from_bytes
+from telemetry.rules import details_from_text, details_to_text
+from telemetry.store import CommittedPlacement, Event, Lease, RankState, RunInfo, Task
+
+Entry = tuple[bytes, Mapping[bytes, bytes]]  # of a stream: id, fields
+
+
+def run_to_text(info: RunInfo) -> str:
+    """Give a start as JSON text."""
+    return details_to_text(
+        vars(info) | {"model": dict(info.model), "topology": dict(info.topology)}
+    )
+
+
+def run_from_text(text: bytes | str) -> RunInfo:
+    """Make a start of what ``run_to_text`` gave."""
+    return RunInfo(**_details(text))
+
+
+def rank_state_to_text(state: RankState) -> str:
+    """Give a rank's report as JSON text."""
+    return details_to_text(vars(state) | {"detail": dict(state.detail)})
+
+
+def rank_state_from_text(text: bytes | str) -> RankState:
+    """Make a rank's report of what ``rank_state_to_text`` gave."""
+    return RankState(**_details(text))
+
+
+def task_to_text(task: Task) -> str:
+    """Give a task as JSON text."""
+    return details_to_text(
+        vars(task) | {"request": dict(task.request), "result": dict(task.result)}
+    )
+
+
+def task_from_text(text: bytes | str) -> Task:
+    """Make a task of what ``task_to_text`` gave."""
+    return Task(**_details(text))
+
+
+def lease_to_text(lease: Lease) -> str:
+    """Give a lease as JSON text."""
+    return details_to_text(vars(lease))
+
+
+def event_of(entry: Entry) -> Event:
+    """Make an event of an entry of the events."""
+    entry_id, fields = entry
+    detail = _details(fields[b"detail"])
+    return Event(first_of(entry_id), float(fields[b"time"]), fields[b"kind"].decode(), detail)
+
+
+def placement_of(entry: Entry) -> CommittedPlacement:
+    """Make a committed placement of an entry of the placements."""
+    _, fields = entry
+    return CommittedPlacement(
+        placement_from_bytes(fields[b"record"]),
+        float(fields[b"time"]),
+        int(fields[b"plan_id"]),
+        fields[b"reason"].decode(),
+    )
+
+
+def first_of(entry_id: bytes) -> int:
+    """Give the number before the dash of a stream's id."""
+    return int(entry_id.partition(b"-")[0])
+
+
+def _details(text: bytes | str) -> dict[str, Any]:
+    return details_from_text(text if isinstance(text, str) else text.decode())

@@ -1,0 +1,180 @@
+"""Samples and roll-ups in the Redis store: one record each, in a stream for each run.
+
+A repeat is told from a new sample by what was seen of its rank, which outlives the samples: a spool
+may send again what retention has forgotten, and it counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from telemetry import redis_rows as rows
+from telemetry.codec import sample_from_bytes, sample_to_bytes
+from telemetry.redis_keys import Keys
+from telemetry.redis_link import RedisLink
+from telemetry.redis_scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES
+from telemetry.rollup import Rollup
+from telemetry.rollup_codec import rollup_from_bytes, rollup_to_bytes
+from telemetry.unreadable import Unreadable
+
+# A script holds up everybody else: of so many samples it takes a few milliseconds.
+_AT_ONCE = 500
+
+
+class Samples:
+    """One deployment's samples and roll-ups, of which some records may be damaged."""
+
+    def __init__(self, link: RedisLink, keys: Keys, sample_version: int) -> None:
+        self._link, self._keys, self._sample_version = link, keys, sample_version
+        self._unreadable = Unreadable()
+
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        """Add samples and return how many were new."""
+        for sample in samples:
+            _check_countable(sample)
+        return sum(map(self._append, _batches(samples)))
+
+    def past(self, run: str, after: int, limit: int) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of a run."""
+
+        def fetch(past: int, most: int) -> list[tuple[int, bytes]]:
+            return list(islice(self._records(run, past + 1), most))
+
+        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=run)
+
+    def before(self, time: float, after: int, limit: int) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken before a time."""
+
+        def fetch(past: int, most: int) -> list[tuple[int, bytes]]:
+            old = sorted(
+                (cursor, run)
+                for run in self._runs()
+                for cursor in map(int, self._old(run, time))
+                if cursor > past
+            )[:most]
+            found = []
+            for run in {run for _, run in old}:
+                cursors = {cursor for cursor, of_run in old if of_run == run}
+                records = self._records(run, min(cursors), max(cursors))
+                found += [record for record in records if record[0] in cursors]
+            return sorted(found)
+
+        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=None)
+
+    def counts(self, run: str) -> dict[int, int]:
+        """Return how many samples of each rank were stored, those included that were pruned."""
+        seen = self._link.read("HGETALL", self._keys.of("seen", run))
+        return {int(rank): int(seen[rank].split()[0]) for rank in sorted(seen, key=int)}
+
+    def prune(self, before_time: float) -> int:
+        """Forget samples taken before a time and return how many."""
+        return sum(self._prune(run, before_time) for run in self._runs())
+
+    def refused(self) -> dict[str, int]:
+        """Return how many records could not be read, by reason."""
+        return self._unreadable.counts()
+
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups and return how many were new."""
+        lengths = sorted({one.seconds for one in rollups})
+        keys = [key for seconds in lengths for key in self._rollup_keys(seconds)]
+        words: list[Any] = []
+        for one in rollups:
+            # Of one start, roll-ups are read by run and phase.
+            name = f"{one.run}\0{one.phase}\0{one.start!r}"
+            words += (lengths.index(one.seconds) + 1, name, repr(float(one.start)))
+            words.append(rollup_to_bytes(one))
+        if not words:
+            return 0
+        what = f"adding of {len(rollups)} roll-ups"
+        return int(self._link.run(what, ADD_ROLLUPS, keys, words))
+
+    def rollups(self, seconds: int, after: float, limit: int) -> list[Rollup]:
+        """Return roll-ups that start past a time, oldest first."""
+        records_key, starts_key = self._rollup_keys(seconds)
+        num_read = 0
+        while names := self._link.read(
+            "ZRANGEBYSCORE", starts_key, f"({float(after)!r}", "+inf", "LIMIT", num_read, limit
+        ):
+            num_read += len(names)
+            records = self._link.read("HMGET", records_key, *names)
+            named = [(name, text) for name, text in zip(names, records, strict=True) if text]
+            if found := self._unreadable.readable(named, rollup_from_bytes, f"roll-up {seconds}"):
+                return [rollup for _, rollup in found]
+        return []
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups that ended by a time and return how many."""
+        keys, num_pruned = self._rollup_keys(seconds), 0
+        last_start = repr(float(before_time - seconds))
+        while True:
+            asked = (last_start, _AT_ONCE)
+            num_old = int(self._link.run("PRUNE roll-ups", PRUNE_ROLLUPS, keys, asked))
+            num_pruned += num_old
+            if num_old < _AT_ONCE:
+                return num_pruned
+
+    def _append(self, samples: Sequence[LoadSample]) -> int:
+        runs = list(dict.fromkeys(sample.run for sample in samples))
+        keys = [self._keys.state, self._keys.sampled]
+        keys += [self._keys.of(name, run) for run in runs for name in ("samples", "times", "seen")]
+        words: list[Any] = [self._link.address.limits.max_samples, len(runs), *runs]
+        for sample in samples:
+            at = runs.index(sample.run) + 1
+            words += (at, sample.rank, sample.sequence, repr(float(sample.time)))
+            words.append(sample_to_bytes(sample, self._sample_version))
+        return int(self._link.run(f"append of {len(samples)} samples", APPEND, keys, words))
+
+    def _records(
+        self, run: str, first: int, last: int | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """(cursor, record) of a run, from one cursor to another."""
+        key, until = self._keys.of("samples", run), "+" if last is None else f"{last}-0"
+        while True:
+            asked = (key, f"{first}-0", until, "COUNT", _AT_ONCE)
+            found = self._link.read("XRANGE", *asked)
+            for entry_id, fields in found:
+                cursor = rows.first_of(entry_id)
+                yield cursor, fields[b"s"]
+            if len(found) < _AT_ONCE:
+                return
+            first = cursor + 1
+
+    def _old(self, run: str, time: float) -> list[bytes]:
+        """Cursors of a run's samples from before a time."""
+        asked = (self._keys.of("times", run), "-inf", f"({float(time)!r}")
+        found: list[bytes] = self._link.read("ZRANGEBYSCORE", *asked)
+        return found
+
+    def _prune(self, run: str, before_time: float) -> int:
+        keys = (self._keys.sampled, self._keys.of("samples", run), self._keys.of("times", run))
+        num_pruned = 0
+        while True:
+            asked = (run, repr(float(before_time)), _AT_ONCE)
+            num_old = int(self._link.run(f"PRUNE run {run!r}", PRUNE_SAMPLES, keys, asked))
+            num_pruned += num_old
+            if num_old < _AT_ONCE:
+                return num_pruned
+
+    def _runs(self) -> list[str]:
+        return [name.decode() for name in self._link.read("SMEMBERS", self._keys.sampled)]
+
+    def _rollup_keys(self, seconds: int) -> tuple[str, str]:
+        return self._keys.of("rollups", seconds), self._keys.of("starts", seconds)
+
+
+def _batches(samples: Sequence[LoadSample]) -> Iterator[Sequence[LoadSample]]:
+    return (samples[at : at + _AT_ONCE] for at in range(0, len(samples), _AT_ONCE))
+
+
+def _check_countable(sample: LoadSample) -> None:
+    # Lua counts in doubles; and a script that fails half way is not undone, so nothing may reach
+    # it that it cannot take.
+    if abs(sample.sequence) >= 2**53:
+        raise StoreError(
+            f"sample of rank {sample.rank} has sequence {sample.sequence}, expected one below 2**53"
+        )

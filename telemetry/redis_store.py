@@ -1,0 +1,294 @@
+"""The store for a cluster: one Redis server, or one slot of a Redis Cluster, that all hosts share.
+
+What is acknowledged is as safe as the server's append-only file makes it; ``durability`` says how
+safe that is. Nothing is lost by a death on our side of the connection. When the server does not
+answer, a call tries again for some seconds and then raises StoreError; whether a change was made in
+the meantime is then open, and safe to ask for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.placement import Placement
+from eplb.recovery import LastWords, Recovery
+from telemetry import redis_rows as rows
+from telemetry import rules
+from telemetry.codec import SAMPLE_VERSION
+from telemetry.redis_address import RedisAddress, parse_address
+from telemetry.redis_change import Change, Changes, control_of
+from telemetry.redis_decisions import Decisions
+from telemetry.redis_keys import Keys
+from telemetry.redis_link import RedisLink
+from telemetry.redis_placements import PlacementReader
+from telemetry.redis_samples import Samples
+from telemetry.redis_server import Durability, check_server
+from telemetry.redis_tasks import Tasks
+from telemetry.redis_wait import Waiter
+from telemetry.rollup import Rollup
+from telemetry.store import (
+    CommittedPlacement,
+    Control,
+    Details,
+    Event,
+    Lease,
+    Outcome,
+    RankState,
+    RunInfo,
+    Task,
+    TaskState,
+)
+
+
+class RedisStore:
+    """LoadStore over Redis. Threads may share a store object; each process opens its own.
+
+    Args:
+        clock: for times and leases in place of the server's, for tests and simulations.
+        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
+
+    Raises:
+        ConfigError: the URL or the deployment's name cannot be used.
+        StoreError: the server cannot be reached or must not be trusted with placements.
+    """
+
+    def __init__(
+        self,
+        url: str | RedisAddress,
+        deployment: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        sample_version: int = SAMPLE_VERSION,
+    ) -> None:
+        self.deployment = deployment
+        address = url if isinstance(url, RedisAddress) else parse_address(url)
+        self._keys = Keys(address.prefix, deployment)
+        self.link = RedisLink(address)
+        try:
+            self.durability: Durability = check_server(self.link, self._keys)
+        except BaseException:
+            self.link.close()
+            raise
+        self._changes = Changes(self.link, self._keys, clock)
+        self._decisions = Decisions(self.link, self._keys, self._changes)
+        self._placements = PlacementReader(self.link, self._keys)
+        self._samples = Samples(self.link, self._keys, sample_version)
+        self._tasks = Tasks(self.link, self._keys, self._changes)
+        self._waiter = Waiter(self.link, self._keys.wake, self.version)
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start; the same again changes nothing."""
+        self._decisions.begin_run(info)
+
+    def current_run(self) -> RunInfo | None:
+        """Return the latest start."""
+        name = self.link.read("LINDEX", self._keys.run_order, -1)
+        return None if name is None else self._run(name)
+
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+        return [self._run(name) for name in self.link.read("LRANGE", self._keys.run_order, 0, -1)]
+
+    def report(self, state: RankState) -> None:
+        """Replace what this rank last said of itself."""
+        text = rows.rank_state_to_text(state)
+        self.link.write("HSET", self._keys.of("ranks", state.run), state.rank, text)
+
+    def rank_states(self, run: str) -> list[RankState]:
+        """Return the last report of every rank."""
+        found = self.link.read("HVALS", self._keys.of("ranks", run))
+        return sorted(map(rows.rank_state_from_text, found), key=lambda state: state.rank)
+
+    def append(self, samples: Sequence[LoadSample]) -> int:
+        """Add samples.
+
+        When an answer was lost and a batch was sent again, the count is of what was new then.
+        """
+        rules.check_samples(self.deployment, samples)
+        return self._samples.append(samples)
+
+    def samples(
+        self, run: str, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) past the cursor ``after``."""
+        return self._samples.past(run, after, limit)
+
+    def samples_before(
+        self, before_time: float, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken before ``before_time``."""
+        return self._samples.before(before_time, after, limit)
+
+    def sample_counts(self, run: str) -> dict[int, int]:
+        """Return how many samples of each rank were stored, those included that were pruned."""
+        return self._samples.counts(run)
+
+    def prune(self, before_time: float) -> int:
+        """Forget samples taken before ``before_time``, of any run, and return how many."""
+        return self._samples.prune(before_time)
+
+    def refused(self) -> dict[str, int]:
+        """Return how many records could not be read, by reason."""
+        return self._samples.refused()
+
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups."""
+        return self._samples.add_rollups(rollups)
+
+    def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
+        """Return roll-ups of a length that start past ``after``, oldest first."""
+        return self._samples.rollups(seconds, after, limit)
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups that ended by ``before_time`` and return how many."""
+        return self._samples.prune_rollups(seconds, before_time)
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take or renew the lease, by the server's clock."""
+        return self._decisions.acquire_lease(holder, ttl_s)
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up."""
+        return self._decisions.release_lease(lease)
+
+    def lease(self) -> Lease | None:
+        """Return the lease that holds now."""
+        state = self._changes.look()
+        latest = state.lease
+        return latest if latest is not None and state.time < latest.expires else None
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves."""
+        return self._placements.committed()
+
+    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
+        """Return the latest committed placements, newest first; the last 1,000 are kept."""
+        return self._placements.placements(limit)
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one; see LoadStore.commit."""
+        return self._decisions.commit(
+            placement, expected=expected, plan_id=plan_id, reason=reason, outcome=outcome
+        )
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id."""
+        return self._decisions.next_plan_id()
+
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
+        """Offer a migration to the ranks."""
+        self._decisions.publish(migration, fence)
+
+    def published(self) -> Migration | None:
+        """Return the open migration."""
+        return self._placements.published()
+
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
+        """Close an open migration of which nothing was applied."""
+        assert outcome != "committed", "a migration that was applied is closed by commit"
+        return self._decisions.withdraw(plan_id, outcome=outcome, reason=reason, fence=fence)
+
+    def last_words(self, words: LastWords) -> None:
+        """Write what a survivor knows."""
+        change = Change(self._keys, is_awaited=True)
+        key = self._keys.of("words", words.run, words.membership)
+        change.write("HSET", key, words.rank, rules.words_to_text(words))
+        self._changes.make(f"last words of rank {words.rank}", change)
+
+    def words(self, run: str, membership: int) -> list[LastWords]:
+        """Return what survivors of a group wrote, by rank."""
+        found = self.link.read("HVALS", self._keys.of("words", run, membership))
+        said = [rules.words_from_text(text.decode()) for text in found]
+        return sorted(said, key=lambda words: words.rank)
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+        """Write a record unless one stands; return the one that stands."""
+        return self._decisions.recover(record, expected_membership)
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record."""
+        found = self._state_field("recovery")
+        return rules.recovery_from_text(found) if found else None
+
+    def add_event(self, kind: str, detail: Details) -> int:
+        """Append an event. Its id is the clock in milliseconds, or one more than the last."""
+        change = Change(self._keys)
+        change.event(kind, detail)
+        (event_id,) = self._changes.make(f"event {kind!r}", change)
+        return event_id
+
+    def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Return events past the id ``after``."""
+        first = f"{max(0, after) + 1}-0"
+        found = self.link.read("XRANGE", self._keys.events, first, "+", "COUNT", limit)
+        return [rows.event_of(entry) for entry in found]
+
+    def prune_events(self, keep: int) -> int:
+        """Forget all but the latest ``keep`` events."""
+        return int(self.link.write("XTRIM", self._keys.events, "MAXLEN", "=", max(0, keep)))
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        return self._tasks.submit(kind, request)
+
+    def claim(self, *, fence: int | None = None) -> Task | None:
+        """Take the oldest queued task."""
+        return self._tasks.claim(fence)
+
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended."""
+        return self._tasks.running()
+
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
+        """End a task."""
+        self._tasks.finish(task_id, state, result, fence)
+
+    def task(self, task_id: int) -> Task | None:
+        """Return a task."""
+        return self._tasks.get(task_id)
+
+    def control(self) -> Control:
+        """Return the switches."""
+        return control_of(self._state_field("control"))
+
+    def set_control(self, control: Control, *, reason: str) -> None:
+        """Set the switches."""
+        change = Change(self._keys)
+        change.set_state(control=rules.details_to_text(vars(control)))
+        change.event("control", rules.control_detail(control, reason))
+        self._changes.make("the switches", change)
+
+    def version(self) -> int:
+        """Return a number that grows with each change that a reader may wait for."""
+        return int(self._state_field("version") or 0)
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        """Return once the version differs from ``version``, or after ``timeout_s``."""
+        return self._waiter.wait(version, timeout_s)
+
+    def close(self) -> None:
+        """Close the connections and end every wait; the store cannot be used after."""
+        self.link.close()
+        self._waiter.close()
+
+    def _run(self, name: bytes) -> RunInfo:
+        found = self.link.read("HGET", self._keys.runs, name)
+        return rows.run_from_text(found)
+
+    def _state_field(self, name: str) -> str | None:
+        found = self.link.read("HGET", self._keys.state, name)
+        return None if found is None else found.decode()

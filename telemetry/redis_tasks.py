@@ -1,0 +1,85 @@
+"""Tasks in the Redis store: queued, claimed by one controller, ended once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from telemetry import redis_rows as rows
+from telemetry import rules
+from telemetry.redis_change import Change, Changes, State
+from telemetry.redis_keys import Keys
+from telemetry.redis_link import RedisLink
+from telemetry.store import Details, Task, TaskState
+
+
+class Tasks:
+    """Tasks of one deployment, numbered from 1."""
+
+    def __init__(self, link: RedisLink, keys: Keys, changes: Changes) -> None:
+        self._link, self._keys, self._changes = link, keys, changes
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        asked = rules.details_from_text(rules.details_to_text(request))
+
+        def decision(state: State, change: Change) -> Task:
+            task_id = state.last("task_id") + state.gap("task_id") + 1
+            task = Task(task_id, state.time, kind, asked, "queued", {})
+            change.give_out("task_id", task_id, state)
+            self._put(change, task)
+            change.write("ZADD", self._keys.queued, task.id, task.id)
+            change.event("task", rules.task_detail(task.id, kind, "queued"))
+            return task
+
+        return self._changes.decide(f"task {kind!r}", decision)
+
+    def claim(self, fence: int | None) -> Task | None:
+        """Set the oldest queued task running."""
+
+        def decision(state: State, change: Change) -> Task | None:
+            rules.check_fence(fence, state.lease)
+            oldest = self._link.read("ZRANGE", self._keys.queued, 0, 0)
+            found = self.get(int(oldest[0])) if oldest else None
+            if found is None:
+                return None
+            task = replace(found, state="running")
+            self._put(change, task)
+            change.write("ZREM", self._keys.queued, task.id)
+            change.write("ZADD", self._keys.running, task.id, task.id)
+            change.is_awaited = True
+            return task
+
+        # Looked at first: a controller asks far more often than it gets.
+        if fence is None and not self._link.read("ZCARD", self._keys.queued):
+            return None
+        return self._changes.decide("claim of a task", decision)
+
+    def running(self) -> list[Task]:
+        """Return the tasks that were claimed and have not ended, oldest first."""
+        found = self._link.read("ZRANGE", self._keys.running, 0, -1)
+        tasks = [self.get(int(task_id)) for task_id in found]
+        return [task for task in tasks if task is not None and task.state == "running"]
+
+    def finish(self, task_id: int, state: TaskState, result: Details, fence: int | None) -> None:
+        """End a task."""
+        text = rules.details_to_text(result)
+
+        def decision(seen: State, change: Change) -> None:
+            rules.check_fence(fence, seen.lease)
+            found = self.get(task_id)
+            rules.check_finish(task_id, found.state if found else None, state)
+            assert found is not None, "check_finish refuses a task that is not there"
+            self._put(change, replace(found, state=state, result=rules.details_from_text(text)))
+            change.write("ZREM", self._keys.queued, task_id)
+            change.write("ZREM", self._keys.running, task_id)
+            change.event("task", rules.task_detail(task_id, found.kind, state))
+
+        self._changes.decide(f"end of task {task_id}", decision)
+
+    def get(self, task_id: int) -> Task | None:
+        """Return a task, or None when there is no such task."""
+        found = self._link.read("HGET", self._keys.tasks, task_id)
+        return rows.task_from_text(found) if found is not None else None
+
+    def _put(self, change: Change, task: Task) -> None:
+        change.write("HSET", self._keys.tasks, task.id, rows.task_to_text(task))

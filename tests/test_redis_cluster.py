@@ -1,0 +1,236 @@
+"""The Redis store while a cluster changes under it: slots move, nodes die, replicas take over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from telemetry.redis_address import Limits
+from telemetry.redis_process import RedisClusterProcesses, RedisProcess
+from telemetry.redis_store import RedisStore
+
+TIMEOUT_S = 30.0
+PATIENT = Limits(deadline_s=TIMEOUT_S, breaker_failures=1_000_000)
+HASTY = Limits(timeout_s=0.2, deadline_s=0.5)
+
+
+def make_sample(deployment: str, sequence: int) -> LoadSample:
+    held, tokens = np.array([[0, 1]]), np.array([[1, sequence]])
+    return LoadSample(deployment, "run-1", 0, sequence, 1.0, 0, 0, "decode", 1, held, tokens)
+
+
+def slot_of(node: RedisProcess, deployment: str) -> str:
+    return str(node.ask("CLUSTER KEYSLOT", f"{{{deployment}}}"))
+
+
+def id_of(node: RedisProcess) -> str:
+    found = node.ask("CLUSTER MYID")
+    assert isinstance(found, bytes)
+    return found.decode()
+
+
+def owner(cluster: RedisClusterProcesses, deployment: str) -> RedisProcess:
+    """The node that holds a deployment's keys."""
+    (found,) = (node for node in cluster.nodes if node.ask("KEYS", f"*{{{deployment}}}*"))
+    return found
+
+
+def move_slot(
+    source: RedisProcess, target: RedisProcess, slot: str, bystander: RedisProcess
+) -> None:
+    """Move a slot as ``redis-cli --cluster reshard`` does: open at both ends, key by key, close."""
+    target.ask("CLUSTER SETSLOT", slot, "IMPORTING", id_of(source))
+    source.ask("CLUSTER SETSLOT", slot, "MIGRATING", id_of(target))
+    while keys := source.ask("CLUSTER GETKEYSINSLOT", slot, "1"):
+        assert isinstance(keys, list)
+        to = ("127.0.0.1", str(target.port), "", "0", "5000", "KEYS")
+        source.ask("MIGRATE", *to, *keys)
+    for node in (target, source, bystander):
+        node.ask("CLUSTER SETSLOT", slot, "NODE", id_of(target))
+
+
+class Writer:
+    """Adds events and samples until told to stop."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self.events: list[int] = []
+        self._store = store
+        self._broken: StoreError | None = None
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wait_for_more(self, number: int = 20) -> None:
+        with self._changed:
+            most = len(self.events) + number
+            self._changed.wait_for(lambda: len(self.events) >= most or self._broken, TIMEOUT_S)
+            assert len(self.events) >= most, f"the writer stands still: {self._broken}"
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._thread.join(TIMEOUT_S)
+
+    def check(self) -> None:
+        """Everything written is there, once."""
+        assert [event.id for event in self._store.events(limit=10**6)] == self.events
+        assert self._store.sample_counts("run-1") == {0: len(self.events)}
+
+    def _run(self) -> None:
+        while not self._is_stopping and self._broken is None:
+            try:
+                self._store.append([make_sample(self._store.deployment, len(self.events))])
+                event = self._store.add_event("note", {})
+            except StoreError as exc:
+                self._broken = exc
+            with self._changed:
+                if self._broken is None:
+                    self.events.append(event)
+                self._changed.notify_all()
+
+
+def test_a_slot_that_moves_to_another_node_under_writes_loses_nothing(
+    redis_cluster: RedisClusterProcesses,
+) -> None:
+    address = replace(redis_cluster.address, limits=PATIENT)
+    with closing(RedisStore(address, "moving")) as store:
+        writer = Writer(store)
+        try:
+            writer.wait_for_more()
+            source = owner(redis_cluster, "moving")
+            target, bystander = (node for node in redis_cluster.nodes if node is not source)
+            move_slot(source, target, slot_of(source, "moving"), bystander)
+            writer.wait_for_more()
+        finally:
+            writer.stop()
+
+        writer.check()
+        assert owner(redis_cluster, "moving") is target
+
+
+def test_a_cluster_where_nobody_is_is_told(redis_cluster: RedisClusterProcesses) -> None:
+    address = replace(redis_cluster.address, hosts=(("127.0.0.1", 1),), limits=HASTY)
+
+    with pytest.raises(StoreError, match=r"redis\+cluster://127\.0\.0\.1:1 cannot be reached"):
+        RedisStore(address, "demo")
+
+
+def test_a_wrong_password_for_a_cluster_is_told(redis_cluster: RedisClusterProcesses) -> None:
+    address = replace(redis_cluster.address, username="nobody", password="wrong-secret")
+
+    with pytest.raises(StoreError, match="refuses the login") as caught:
+        RedisStore(address, "demo")
+
+    assert "secret" not in str(caught.value)
+
+
+def test_the_user_of_the_docs_may_do_all_that_a_store_does(
+    redis_cluster: RedisClusterProcesses,
+) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "telemetry-redis.md").read_text()
+    _, _, rule = page.partition("    ACL SETUSER eplb ")
+    more = page.partition("For a cluster add `")[2].partition("`")[0]
+    words = [*rule.partition("\n\n")[0].replace("PASSWORD", "writer-secret").split(), *more.split()]
+    for node in redis_cluster.nodes:
+        node.ask("ACL SETUSER", "eplb", *words)
+
+    login = replace(redis_cluster.address, username="eplb", password="writer-secret")
+    with closing(RedisStore(login, "guarded")) as store:
+        assert store.add_event("note", {}) > 0
+        assert store.append([make_sample("guarded", 0)]) == 1
+        assert store.wait(store.version(), 0.01) == store.version()
+
+
+# -- clusters that break
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RedisClusterProcesses]:
+    with RedisClusterProcesses(tmp_path / "cluster") as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_a_cluster_without_a_node_is_told_and_used_again_on_its_return(
+    cluster: RedisClusterProcesses,
+) -> None:
+    address = replace(cluster.address, limits=replace(HASTY, breaker_failures=1_000_000))
+    with closing(RedisStore(address, "demo")) as store:
+        store.add_event("before", {})
+        other = next(node for node in cluster.nodes if node is not owner(cluster, "demo"))
+        other.kill()
+        told = ""
+        deadline = time.monotonic() + TIMEOUT_S
+        while "is down as a cluster" not in told:
+            assert time.monotonic() < deadline, f"never down, told {told!r}"
+            try:
+                store.add_event("while one is away", {})
+            except StoreError as exc:
+                told = str(exc)
+
+        other.start()
+        cluster.wait_until_ok()
+        assert store.events()[0].kind == "before"
+        store.add_event("after", {})
+
+
+@pytest.mark.slow
+def test_a_replica_takes_over_from_a_primary_that_is_killed(
+    cluster: RedisClusterProcesses, tmp_path: Path
+) -> None:
+    address = replace(cluster.address, limits=PATIENT)
+    settings = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
+    with (
+        RedisProcess(tmp_path / "replica", settings) as replica,
+        closing(RedisStore(address, "demo")) as store,
+    ):
+        before = store.next_plan_id()
+        primary = owner(cluster, "demo")
+        replica.ask("CLUSTER MEET", "127.0.0.1", str(primary.port))
+        become_replica(replica, primary)
+        store.add_event("before", {})
+        wait_until("the replica has what was written", lambda: bool(replica.ask("KEYS", "*events")))
+        for node in cluster.nodes:
+            wait_until("every node knows it as a replica", partial(knows_a_replica, node))
+
+        primary.kill()
+        store.add_event("after", {})
+
+        assert [event.kind for event in store.events()] == ["before", "after"]
+        assert store.next_plan_id() > before + 1000
+
+
+def become_replica(replica: RedisProcess, primary: RedisProcess) -> None:
+    """Make it one, once it has heard of the primary."""
+
+    def is_heard() -> bool:
+        try:
+            replica.ask("CLUSTER REPLICATE", id_of(primary))
+        except StoreError:
+            return False
+        return True
+
+    wait_until("the replica knows its primary", is_heard)
+
+
+def knows_a_replica(node: RedisProcess) -> bool:
+    known = node.ask("CLUSTER NODES")
+    assert isinstance(known, dict)
+    return any("slave" in found["flags"] for found in known.values())
+
+
+def wait_until(what: str, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        threading.Event().wait(0.05)
