@@ -1,0 +1,173 @@
+"""The thread that empties a spool into the store, and tells the store how the rank stands.
+
+A store in trouble is tried again after a pause that doubles up to ``LONGEST_PAUSE_S``, drawn anew
+each time so that ranks do not come back all at once. That is also how soon its return is noticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from threading import Condition
+
+from eplb.errors import EplbError, StoreError
+from eplb.load import LoadSample
+from telemetry.spool import Spool
+from telemetry.store import LoadStore, RankState
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+BATCH = 64  # samples of a backlog, and new ones, in one write
+REST = 3.0  # pause after a write of backlog, as a multiple of the processor time that it took
+
+log = logging.getLogger(__name__)
+
+
+class Drain:
+    """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
+
+    def __init__(
+        self, store: LoadStore, spool: Spool, *, state_interval_s: float, seed: int
+    ) -> None:
+        self._store, self._spool = store, spool
+        self._state_interval_s = state_interval_s
+        self._random = random.Random(seed)
+        self._changed = Condition()  # never held while the store or the disk works
+        self._state: RankState | None = None  # the newest
+        self._written: RankState | None = None  # the one that the store has
+        self._num_waiters = 0
+        self._is_ended = False
+        self._errors: dict[str, int] = {}
+        self._last_error = ""
+
+    def state(self, state: RankState) -> None:
+        """Take the rank's newest state. Wakes nobody; see telemetry.reporter."""
+        self._state = state
+
+    def has_state(self) -> bool:
+        """Say whether a state waits to be written."""
+        return self._state is not self._written
+
+    def has_work(self) -> bool:
+        """Say whether anything waits to be written."""
+        return self._spool.has_waiting or self.has_state()
+
+    def wake(self) -> None:
+        """Say that there is work."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def errors(self) -> tuple[dict[str, int], str]:
+        """Return how many writes failed, by type of error, and the last one; "" before it."""
+        with self._changed:
+            return dict(self._errors), self._last_error
+
+    def wait_until_empty(self, deadline: float) -> None:
+        """Return once everything is stored, ``run`` has ended, or the deadline has come."""
+        with self._changed:
+            self._num_waiters += 1
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: not self.has_work() or self._is_ended, max(0.0, deadline - time.monotonic())
+            )
+            self._num_waiters -= 1
+
+    def end(self) -> None:
+        """Have ``run`` return soon, whatever waits."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Store what comes, until ``end``."""
+        try:
+            num_failures = 0
+            while self._wait_for_work():
+                started = time.thread_time()
+                error = self._write()
+                if error is None:
+                    num_failures = 0
+                    self._rest(time.thread_time() - started)
+                    continue
+                self._note(error, is_first=num_failures == 0)
+                self._pause(num_failures)
+                num_failures += 1
+        finally:
+            self.end()
+
+    def _wait_for_work(self) -> bool:
+        """Wait for something to write; False when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_work() or self._is_ended)
+            if not self._spool.has_waiting:
+                # A state alone may wait for samples, so that it costs no transaction of its own.
+                self._changed.wait_for(self._is_urgent, self._state_interval_s)
+            return not self._is_ended
+
+    def _is_urgent(self) -> bool:
+        return self._spool.has_waiting or self._num_waiters > 0 or self._is_ended
+
+    def _write(self) -> StoreError | None:
+        """Write a batch and the newest state; return the store's failure, if any."""
+        try:
+            self._write_batch()
+            state = self._state
+            if state is not None and state is not self._written:
+                self._store.report(state)
+                self._written = state
+        except StoreError as exc:
+            return exc
+        finally:
+            self._spool.give_back()
+        self.wake()
+        return None
+
+    def _write_batch(self) -> None:
+        batch = self._spool.lease(BATCH)
+        if not batch:
+            return
+        try:
+            self._append(batch)
+        except StoreError:
+            raise
+        except EplbError:  # one of them cannot be stored, ever; the others are not to wait for it
+            for position, sample in batch.items():
+                self._append_or_refuse(position, sample)
+
+    def _append_or_refuse(self, position: int, sample: LoadSample) -> None:
+        try:
+            self._append({position: sample})
+        except StoreError:
+            raise
+        except EplbError as exc:
+            log.warning("a sample is refused: %s", exc)
+            self._spool.refuse(position, exc)
+
+    def _append(self, batch: Mapping[int, LoadSample]) -> None:
+        num_new = self._store.append(list(batch.values()))
+        self._spool.settle(batch, num_new=num_new)
+
+    def _note(self, error: StoreError, *, is_first: bool) -> None:
+        if is_first:  # once for each time that the store is in trouble
+            log.warning("the load store failed, trying again: %s", error)
+        kind = type(error).__name__
+        with self._changed:
+            self._errors[kind] = self._errors.get(kind, 0) + 1
+            self._last_error = str(error)
+
+    def _pause(self, num_failures: int) -> None:
+        """Leave a failed store alone for a while; new samples do not cut this short."""
+        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_failures, 16))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_ended, longest_s * self._random.uniform(0.5, 1.0)
+            )
+
+    def _rest(self, worked_s: float) -> None:
+        """Leave the interpreter to the step path for most of the time that a backlog takes."""
+        if not self._spool.has_backlog:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_waiters > 0 or self._is_ended, REST * worked_s)
