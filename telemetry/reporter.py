@@ -186,13 +186,14 @@ class Reporter:
             self._end()
             for thread in self._threads:
                 thread.join(max(0.1, deadline - time.monotonic()))
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+            stuck = [thread.name for thread in self._threads if thread.is_alive()]
+            if not stuck:
+                self._spool.close()
         if stuck:
             raise RankError(
                 f"{self._name} did not end within {timeout_s:g} s: found {', '.join(stuck)} "
                 "still at work, expected the store and the disk to answer"
             )
-        self._spool.close()
 
     def _start(self, what: str, work: Callable[[], None]) -> Thread:
         thread = Thread(target=self._run, args=(work,), name=f"reporter-{what}", daemon=True)
@@ -218,8 +219,7 @@ class Reporter:
             while (sample := self._taken_from_inbox()) is not None:
                 self._spool.add([sample])
                 self._taken += 1
-            if self._drain.has_work():
-                self._drain.wake()
+            self._drain.nudge()
             with self._changed:
                 self._changed.notify_all()
 

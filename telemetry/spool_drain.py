@@ -38,7 +38,7 @@ class Drain:
         self._state: RankState | None = None  # the newest
         self._written: RankState | None = None  # the one that the store has
         self._num_waiters = 0
-        self._is_ended = False
+        self._is_idle = self._is_ended = False
         self._errors: dict[str, int] = {}
         self._last_error = ""
 
@@ -50,14 +50,10 @@ class Drain:
         """Say whether a state waits to be written."""
         return self._state is not self._written
 
-    def has_work(self) -> bool:
-        """Say whether anything waits to be written."""
-        return self._spool.has_waiting or self.has_state()
-
-    def wake(self) -> None:
-        """Say that there is work."""
-        with self._changed:
-            self._changed.notify_all()
+    def nudge(self) -> None:
+        """Wake ``run`` if it waits for work and there is some."""
+        if self._is_idle and self._has_work():
+            self._wake()
 
     def errors(self) -> tuple[dict[str, int], str]:
         """Return how many writes failed, by type of error, and the last one; "" before it."""
@@ -70,7 +66,8 @@ class Drain:
             self._num_waiters += 1
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: not self.has_work() or self._is_ended, max(0.0, deadline - time.monotonic())
+                lambda: not self._has_work() or self._is_ended,
+                max(0.0, deadline - time.monotonic()),
             )
             self._num_waiters -= 1
 
@@ -100,14 +97,23 @@ class Drain:
     def _wait_for_work(self) -> bool:
         """Wait for something to write; False when it is time to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has_work() or self._is_ended)
+            self._is_idle = True
+            self._changed.wait_for(lambda: self._has_work() or self._is_ended)
             if not self._spool.has_waiting:
                 # A state alone may wait for samples, so that it costs no transaction of its own.
                 self._changed.wait_for(self._is_urgent, self._state_interval_s)
+            self._is_idle = False
             return not self._is_ended
+
+    def _has_work(self) -> bool:
+        return self._spool.has_waiting or self.has_state()
 
     def _is_urgent(self) -> bool:
         return self._spool.has_waiting or self._num_waiters > 0 or self._is_ended
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _write(self) -> StoreError | None:
         """Write a batch and the newest state; return the store's failure, if any."""
@@ -121,7 +127,7 @@ class Drain:
             return exc
         finally:
             self._spool.give_back()
-        self.wake()
+        self._wake()
         return None
 
     def _write_batch(self) -> None:
