@@ -17,12 +17,22 @@ from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
 from telemetry import rules
-from telemetry.memory_tables import PlacementTable, SampleTable, TaskTable, as_stored
+from telemetry.memory_tables import (
+    EventTable,
+    LeaseTable,
+    PlacementTable,
+    RollupTable,
+    SampleTable,
+    TaskTable,
+    as_stored,
+)
+from telemetry.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
     Control,
     Details,
     Event,
+    Lease,
     Outcome,
     RankState,
     RunInfo,
@@ -43,9 +53,11 @@ class MemoryStore:
         self._runs: dict[str, RunInfo] = {}
         self._rank_states: dict[tuple[str, int], RankState] = {}
         self._samples = SampleTable()
+        self._rollups = RollupTable()
+        self._lease = LeaseTable()
         self._placements = PlacementTable()
         self._last_plan_id = 0
-        self._events: list[Event] = []
+        self._events = EventTable()
         self._tasks = TaskTable()
         self._control = Control()
         self._words: dict[tuple[str, int, int], LastWords] = {}  # by run, membership, rank
@@ -65,6 +77,11 @@ class MemoryStore:
         """Return the latest start."""
         with self._use():
             return next(reversed(self._runs.values()), None)
+
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+        with self._use():
+            return list(self._runs.values())
 
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
@@ -91,6 +108,13 @@ class MemoryStore:
         with self._use():
             return self._samples.past(run, after)[:limit]
 
+    def samples_before(
+        self, before_time: float, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken before ``before_time``."""
+        with self._use():
+            return self._samples.before(before_time, after)[:limit]
+
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
         with self._use():
@@ -100,6 +124,41 @@ class MemoryStore:
         """Forget samples taken before ``before_time`` and return how many."""
         with self._use():
             return self._samples.prune(before_time)
+
+    def refused(self) -> dict[str, int]:
+        """Return no records: this store keeps samples as they are, and reads every one."""
+        with self._use():
+            return {}
+
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups."""
+        with self._use():
+            return self._rollups.add(rollups)
+
+    def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
+        """Return roll-ups of a length that start past ``after``, oldest first."""
+        with self._use():
+            return self._rollups.past(seconds, after)[:limit]
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups that ended by ``before_time`` and return how many."""
+        with self._use():
+            return self._rollups.prune(seconds, before_time)
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take or renew the lease."""
+        with self._use():
+            return self._lease.acquire(holder, ttl_s, self._clock())
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up."""
+        with self._use():
+            return self._lease.release(lease, self._clock())
+
+    def lease(self) -> Lease | None:
+        """Return the lease that holds now."""
+        with self._use():
+            return self._lease.held(self._clock())
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
@@ -140,9 +199,10 @@ class MemoryStore:
             self._last_plan_id += 1
             return self._last_plan_id
 
-    def publish(self, migration: Migration) -> None:
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
         """Offer a migration to the ranks."""
         with self._use():
+            self._lease.check(fence)
             self._placements.publish(migration)
             self._last_plan_id = max(self._last_plan_id, migration.plan_id)
             self._event("publish", rules.publish_detail(migration))
@@ -152,10 +212,13 @@ class MemoryStore:
         with self._use():
             return self._placements.open
 
-    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
         """Close an open migration of which nothing was applied."""
         assert outcome != "committed", "a migration that was applied is closed by commit"
         with self._use():
+            self._lease.check(fence)
             closing = self._placements.open
             if closing is None or closing.plan_id != plan_id:
                 return False
@@ -200,7 +263,12 @@ class MemoryStore:
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``."""
         with self._use():
-            return self._events[max(0, after) :][:limit]
+            return self._events.past(after)[:limit]
+
+    def prune_events(self, keep: int) -> int:
+        """Forget all but the latest ``keep`` events."""
+        with self._use():
+            return self._events.prune(keep)
 
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
@@ -209,9 +277,10 @@ class MemoryStore:
             self._event("task", rules.task_detail(task.id, kind, "queued"))
             return task
 
-    def claim(self) -> Task | None:
+    def claim(self, *, fence: int | None = None) -> Task | None:
         """Take the oldest queued task."""
         with self._use():
+            self._lease.check(fence)
             task = self._tasks.claim()
             if task is not None:
                 self._bump()
@@ -222,9 +291,12 @@ class MemoryStore:
         with self._use():
             return self._tasks.running()
 
-    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
         """End a task."""
         with self._use():
+            self._lease.check(fence)
             ended = self._tasks.finish(task_id, state, result)
             self._event("task", rules.task_detail(task_id, ended.kind, state))
 
@@ -273,8 +345,7 @@ class MemoryStore:
             raise StoreError(f"the memory store of {self.deployment!r} is closed")
 
     def _event(self, kind: str, detail: Details) -> int:
-        event = Event(len(self._events) + 1, self._clock(), kind, as_stored(detail))
-        self._events.append(event)
+        event = self._events.add(self._clock(), kind, detail)
         self._bump()
         return event.id
 

@@ -1,4 +1,4 @@
-"""Samples, placements and tasks in memory, for MemoryStore, whose lock guards them."""
+"""What MemoryStore keeps, table by table; the lock of the store guards them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from telemetry import rules
-from telemetry.store import CommittedPlacement, Details, Task, TaskState
+from telemetry.rollup import Rollup
+from telemetry.store import CommittedPlacement, Details, Event, Lease, Task, TaskState
 
 
 def as_stored(details: Details) -> Details:
@@ -41,6 +42,11 @@ class SampleTable:
         of_run = [item for item in self._samples.items() if item[1].run == run]
         return [(cursor, sample) for cursor, sample in of_run if cursor > after]
 
+    def before(self, before_time: float, after: int) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken before a time and past a cursor."""
+        old = [item for item in self._samples.items() if item[1].time < before_time]
+        return [(cursor, sample) for cursor, sample in old if cursor > after]
+
     def count(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were added, those included that were pruned."""
         counts = Counter(rank for of_run, rank, _ in self._keys if of_run == run)
@@ -49,12 +55,93 @@ class SampleTable:
 
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time`` and return how many."""
-        old = [cursor for cursor, sample in self._samples.items() if sample.time < before_time]
-        for cursor in old:
-            sample = self._samples.pop(cursor)
+        old = self.before(before_time, after=0)
+        for cursor, sample in old:
+            del self._samples[cursor]
             self._keys.remove(_key(sample))
             self._pruned[sample.run, sample.rank] += 1
         return len(old)
+
+
+class RollupTable:
+    """Roll-ups, each (run, phase, seconds, start) once."""
+
+    def __init__(self) -> None:
+        self._rollups: dict[tuple[float, str, str, int], Rollup] = {}
+
+    def add(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups and return how many were new."""
+        before = len(self._rollups)
+        for one in rollups:
+            self._rollups.setdefault((one.start, one.run, one.phase, one.seconds), one)
+        return len(self._rollups) - before
+
+    def past(self, seconds: int, after: float) -> list[Rollup]:
+        """Return roll-ups of a length that start past ``after``, oldest first."""
+        found = (key for key in self._rollups if key[0] > after and key[3] == seconds)
+        return [self._rollups[key] for key in sorted(found)]
+
+    def prune(self, seconds: int, before_time: float) -> int:
+        """Forget roll-ups of a length that ended by a time, and return how many."""
+        last_start = before_time - seconds
+        old = [key for key in self._rollups if key[3] == seconds and key[0] <= last_start]
+        for key in old:
+            del self._rollups[key]
+        return len(old)
+
+
+class LeaseTable:
+    """The last lease that was given out."""
+
+    def __init__(self) -> None:
+        self._latest: Lease | None = None
+
+    def acquire(self, holder: str, ttl_s: float, now: float) -> Lease | None:
+        """Give the lease to ``holder``, unless another holds it."""
+        lease = rules.next_lease(holder, ttl_s, now=now, latest=self._latest)
+        self._latest = lease or self._latest
+        return lease
+
+    def release(self, lease: Lease, now: float) -> bool:
+        """End a lease; False when it was its holder's no more."""
+        if not rules.is_held(lease, now=now, latest=self._latest):
+            return False
+        self._latest = replace(lease, expires=now)
+        return True
+
+    def held(self, now: float) -> Lease | None:
+        """Return the lease that holds now."""
+        latest = self._latest
+        return latest if latest is not None and now < latest.expires else None
+
+    def check(self, fence: int | None) -> None:
+        """Refuse a writer whose token is not the newest."""
+        rules.check_fence(fence, self._latest)
+
+
+class EventTable:
+    """Events, numbered from 1; the oldest may be forgotten."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._num_pruned = 0
+
+    def add(self, time: float, kind: str, detail: Details) -> Event:
+        """Append an event."""
+        event_id = self._num_pruned + len(self._events) + 1
+        self._events.append(Event(event_id, time, kind, as_stored(detail)))
+        return self._events[-1]
+
+    def past(self, after: int) -> list[Event]:
+        """Return events past an id, oldest first."""
+        return self._events[max(0, after - self._num_pruned) :]
+
+    def prune(self, keep: int) -> int:
+        """Forget all but the latest ``keep`` and return how many."""
+        num_old = max(0, len(self._events) - max(0, keep))
+        del self._events[:num_old]
+        self._num_pruned += num_old
+        return num_old
 
 
 class PlacementTable:

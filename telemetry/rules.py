@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from eplb.errors import ConfigError, StaleGeneration, StoreError
+from eplb.errors import ConfigError, FencedOut, StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
-from telemetry.store import Control, Details, Outcome, RunInfo, TaskState
+from telemetry.store import Control, Details, Lease, Outcome, RunInfo, TaskState
 
 EVENT_OF_OUTCOME: dict[Outcome, str] = {
     "committed": "commit",
@@ -120,6 +120,46 @@ def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> Non
         raise StoreError(f"task {task_id} cannot be finished: it is {found} already")
     if state not in ("done", "failed"):
         raise StoreError(f"task {task_id} cannot end as {state!r}, expected 'done' or 'failed'")
+
+
+def next_lease(holder: str, ttl_s: float, *, now: float, latest: Lease | None) -> Lease | None:
+    """Return the lease that ``holder`` gets; None while another holds it.
+
+    Args:
+        latest: the last lease that was given out, be it run out or given up.
+    """
+    if not holder or not ttl_s > 0:
+        raise ConfigError(
+            f"holder {holder!r} asked for the lease for {ttl_s} s, expected a name and more than 0"
+        )
+    if latest is None:
+        return Lease(holder, 1, now + ttl_s)
+    if latest.holder == holder:
+        return Lease(holder, latest.token, now + ttl_s)
+    return None if now < latest.expires else Lease(holder, latest.token + 1, now + ttl_s)
+
+
+def is_held(lease: Lease, *, now: float, latest: Lease | None) -> bool:
+    """Whether a lease that was given out is still its holder's."""
+    if latest is None or (latest.holder, latest.token) != (lease.holder, lease.token):
+        return False
+    return now < latest.expires
+
+
+def check_fence(fence: int | None, latest: Lease | None) -> None:
+    """Refuse a writer whose token is not the newest.
+
+    A greater one is refused too: a store that lost its newest tokens, to a restore for example,
+    gives them out a second time.
+    """
+    newest = latest.token if latest else None
+    if fence is None or fence == newest:
+        return
+    found = f"{newest}, of {latest.holder!r}," if latest else "none"
+    raise FencedOut(
+        f"a controller writes with fencing token {fence}, found {found} as the newest given out: "
+        "expected it to stop acting"
+    )
 
 
 def standing_record(

@@ -21,15 +21,18 @@ from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
-from telemetry.codec import sample_from_bytes
+from telemetry.codec import SAMPLE_VERSION
+from telemetry.rollup import Rollup
 from telemetry.sqlite_change import Change
 from telemetry.sqlite_file import SqliteFile, one
 from telemetry.sqlite_placements import PlacementReader
+from telemetry.sqlite_samples import SampleTables
 from telemetry.store import (
     CommittedPlacement,
     Control,
     Details,
     Event,
+    Lease,
     Outcome,
     RankState,
     RunInfo,
@@ -45,6 +48,9 @@ class SqliteStore:
 
     Threads may share a store object; each process opens its own, after any fork.
 
+    Args:
+        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
+
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
             written by another version.
@@ -57,12 +63,14 @@ class SqliteStore:
         *,
         busy_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.time,
+        sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
         self._clock = clock
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
         self._placements = PlacementReader(self._file, deployment)
+        self._samples = SampleTables(self._file, deployment, sample_version)
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
@@ -80,6 +88,10 @@ class SqliteStore:
         found = self._rows(f"{rows.RUN} ORDER BY id DESC LIMIT 1")
         return rows.run_of(found[0]) if found else None
 
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+        return [rows.run_of(row) for row in self._rows(f"{rows.RUN} ORDER BY id")]
+
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
         row = (self.deployment, *rows.rank_state_row(state))
@@ -93,31 +105,61 @@ class SqliteStore:
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples."""
         rules.check_samples(self.deployment, samples)
-        packed = [rows.sample_row(sample) for sample in samples]
-        with self._file.write() as connection:
-            added = connection.executemany(rows.INSERT_SAMPLE, packed)
-            return max(0, added.rowcount)  # -1 when there were no samples
+        return self._samples.append(samples)
 
     def samples(
         self, run: str, *, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
         """Return (cursor, sample) past the cursor ``after``."""
-        found = self._rows(rows.SAMPLES, run, after, limit)
-        return [(cursor, sample_from_bytes(record)) for cursor, record in found]
+        return self._samples.past(run, after, limit)
+
+    def samples_before(
+        self, before_time: float, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken before ``before_time``."""
+        return self._samples.before(before_time, after, limit)
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
-        return dict(self._rows(rows.SAMPLE_COUNTS, run))
+        return self._samples.counts(run)
 
     def prune(self, before_time: float) -> int:
         """Delete samples taken before ``before_time``, of any run, and return how many.
 
         The file keeps its size; the room is used again.
         """
-        old = (self.deployment, before_time)
-        with self._file.write() as connection:
-            connection.execute(rows.COUNT_PRUNED, old)
-            return connection.execute(rows.PRUNE, old).rowcount
+        return self._samples.prune(before_time)
+
+    def refused(self) -> dict[str, int]:
+        """Return how many records could not be read, by reason."""
+        return self._samples.refused()
+
+    def add_rollups(self, rollups: Sequence[Rollup]) -> int:
+        """Add roll-ups."""
+        return self._samples.add_rollups(rollups)
+
+    def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
+        """Return roll-ups of a length that start past ``after``, oldest first."""
+        return self._samples.rollups(seconds, after, limit)
+
+    def prune_rollups(self, seconds: int, before_time: float) -> int:
+        """Delete roll-ups that ended by ``before_time`` and return how many."""
+        return self._samples.prune_rollups(seconds, before_time)
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Take or renew the lease."""
+        with self._change() as change:
+            return change.acquire_lease(holder, ttl_s)
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up."""
+        with self._change() as change:
+            return change.release_lease(lease)
+
+    def lease(self) -> Lease | None:
+        """Return the lease that holds now."""
+        latest = self._latest_lease()
+        return latest if latest is not None and self._clock() < latest.expires else None
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
@@ -150,19 +192,21 @@ class SqliteStore:
             assert found is not None, "the deployment was registered when the store was opened"
             return int(found[0])
 
-    def publish(self, migration: Migration) -> None:
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
         """Offer a migration to the ranks."""
-        with self._change() as change:
+        with self._change(fence) as change:
             change.publish(migration)
 
     def published(self) -> Migration | None:
         """Return the open migration."""
         return self._placements.published()
 
-    def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
         """Close an open migration of which nothing was applied."""
         assert outcome != "committed", "a migration that was applied is closed by commit"
-        with self._change() as change:
+        with self._change(fence) as change:
             return change.withdraw(plan_id, outcome=outcome, reason=reason)
 
     def last_words(self, words: LastWords) -> None:
@@ -193,26 +237,35 @@ class SqliteStore:
         """Return events past the id ``after``."""
         return [rows.event_of(row) for row in self._rows(rows.EVENTS, after, limit)]
 
+    def prune_events(self, keep: int) -> int:
+        """Delete all but the latest ``keep`` events."""
+        with self._file.write() as connection:
+            old = (self.deployment, max(0, keep))
+            return connection.execute(rows.PRUNE_EVENTS, old).rowcount
+
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
         with self._change() as change:
             return change.submit(kind, request)
 
-    def claim(self) -> Task | None:
+    def claim(self, *, fence: int | None = None) -> Task | None:
         """Take the oldest queued task."""
         # Looked at without the write lock first: a controller asks far more often than it gets.
         if not self._rows("SELECT 1 FROM task WHERE deployment = ? AND state = 'queued' LIMIT 1"):
+            rules.check_fence(fence, self._latest_lease())
             return None
-        with self._change() as change:
+        with self._change(fence) as change:
             return change.claim()
 
     def running(self) -> list[Task]:
         """Return the tasks that were claimed and have not ended."""
         return [rows.task_of(row) for row in self._rows(rows.RUNNING_TASKS)]
 
-    def finish(self, task_id: int, state: TaskState, result: Details) -> None:
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
         """End a task."""
-        with self._change() as change:
+        with self._change(fence) as change:
             change.finish(task_id, state, result)
 
     def task(self, task_id: int) -> Task | None:
@@ -258,13 +311,18 @@ class SqliteStore:
             self._changed.notify_all()
 
     @contextmanager
-    def _change(self) -> Iterator[Change]:
+    def _change(self, fence: int | None = None) -> Iterator[Change]:
         with self._file.write() as connection:
             change = Change(connection, self.deployment, self._clock())
+            change.check_fence(fence)
             yield change
         if change.is_bumped:
             with self._changed:
                 self._changed.notify_all()
+
+    def _latest_lease(self) -> Lease | None:
+        found = self._rows(rows.LEASE)
+        return rows.lease_of(found[0]) if found else None
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         """All rows of a query whose first parameter is the deployment."""

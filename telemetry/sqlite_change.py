@@ -16,7 +16,7 @@ from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
 from telemetry.sqlite_file import one
-from telemetry.store import Details, Outcome, Task, TaskState
+from telemetry.store import Details, Lease, Outcome, Task, TaskState
 
 
 @dataclass
@@ -27,6 +27,26 @@ class Change:
     deployment: str
     time: float
     is_bumped: bool = False
+
+    def check_fence(self, fence: int | None) -> None:
+        """Refuse a writer whose token is not the newest."""
+        if fence is not None:
+            rules.check_fence(fence, self._latest_lease())
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        """Give the lease to ``holder``, unless another holds it."""
+        latest = self._latest_lease()
+        lease = rules.next_lease(holder, ttl_s, now=self.time, latest=latest)
+        if lease is not None:
+            self._write_lease(lease)
+        return lease
+
+    def release_lease(self, lease: Lease) -> bool:
+        """End a lease; False when it was its holder's no more."""
+        if not rules.is_held(lease, now=self.time, latest=self._latest_lease()):
+            return False
+        self._write_lease(replace(lease, expires=self.time))
+        return True
 
     def bump(self) -> None:
         """Count the version up, which ends the waits of readers."""
@@ -213,3 +233,10 @@ class Change:
             "UPDATE migration SET state = ? WHERE deployment = ? AND plan_id = ?",
             (outcome, self.deployment, plan_id),
         )
+
+    def _latest_lease(self) -> Lease | None:
+        return rows.lease_of(one(self.connection, rows.LEASE, self.deployment))
+
+    def _write_lease(self, lease: Lease) -> None:
+        row = (self.deployment, lease.holder, lease.token, lease.expires)
+        self.connection.execute(rows.REPLACE_LEASE, row)

@@ -10,8 +10,10 @@ from typing import Any
 from eplb.load import LoadSample
 from eplb.records import placement_from_bytes
 from telemetry.codec import sample_to_bytes
+from telemetry.rollup import Rollup
+from telemetry.rollup_codec import rollup_to_bytes
 from telemetry.rules import details_from_text, details_to_text
-from telemetry.store import CommittedPlacement, Event, RankState, RunInfo, Task
+from telemetry.store import CommittedPlacement, Event, Lease, RankState, RunInfo, Task
 
 Row = tuple[Any, ...]
 
@@ -37,6 +39,10 @@ SAMPLES = (
     "SELECT cursor, record FROM sample WHERE deployment = ? AND run = ? AND cursor > ? "
     "ORDER BY cursor LIMIT ?"
 )
+SAMPLES_BEFORE = (
+    "SELECT cursor, record FROM sample WHERE deployment = ? AND time < ? AND cursor > ? "
+    "ORDER BY cursor LIMIT ?"
+)
 SAMPLE_COUNTS = (
     "SELECT rank, sum(num_samples) FROM ("
     "SELECT rank, count(*) AS num_samples FROM sample WHERE deployment = ?1 AND run = ?2 "
@@ -50,11 +56,26 @@ COUNT_PRUNED = (
     "ON CONFLICT DO UPDATE SET num_samples = num_samples + excluded.num_samples"
 )
 PRUNE = "DELETE FROM sample WHERE deployment = ? AND time < ?"
+INSERT_ROLLUP = (
+    "INSERT INTO rollup (deployment, seconds, start, run, phase, num_samples, record) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+)
+ROLLUPS = (
+    "SELECT id, record FROM rollup WHERE deployment = ? AND seconds = ? AND start > ? "
+    "ORDER BY start, run, phase LIMIT ? OFFSET ?"
+)
+PRUNE_ROLLUPS = "DELETE FROM rollup WHERE deployment = ? AND seconds = ? AND start <= ?"
+LEASE = "SELECT holder, token, expires FROM lease WHERE deployment = ?"
+REPLACE_LEASE = "INSERT OR REPLACE INTO lease VALUES (?, ?, ?, ?)"
 PLACEMENT = "SELECT record, time, plan_id, reason FROM placement WHERE deployment = ?"
 RESERVE_PLAN_ID = "UPDATE deployment SET last_plan_id = last_plan_id + 1 WHERE name = ?"
 LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"
 EVENTS = (
     "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
+)
+PRUNE_EVENTS = (
+    "DELETE FROM event WHERE deployment = ?1 AND id <= ("
+    "SELECT id FROM event WHERE deployment = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)"
 )
 TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
 REPLACE_WORDS = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
@@ -92,8 +113,8 @@ def rank_state_of(row: Row) -> RankState:
     return RankState(*(*plain, details_from_text(detail)))
 
 
-def sample_row(sample: LoadSample) -> Row:
-    """Give a sample as the values of INSERT_SAMPLE."""
+def sample_row(sample: LoadSample, version: int) -> Row:
+    """Give a sample as the values of INSERT_SAMPLE, its record in that version."""
     return (
         sample.deployment,
         sample.run,
@@ -103,8 +124,20 @@ def sample_row(sample: LoadSample) -> Row:
         sample.first_step,
         sample.last_step,
         sample.generation,
-        sample_to_bytes(sample),
+        sample_to_bytes(sample, version),
     )
+
+
+def rollup_row(rollup: Rollup) -> Row:
+    """Give a roll-up as the values of INSERT_ROLLUP, all but the deployment."""
+    record = rollup_to_bytes(rollup)
+    start, run, phase = rollup.start, rollup.run, rollup.phase
+    return rollup.seconds, start, run, phase, rollup.num_samples, record
+
+
+def lease_of(row: Row | None) -> Lease | None:
+    """Make a lease of a row of LEASE."""
+    return Lease(*row) if row else None
 
 
 def placement_of(row: Row) -> CommittedPlacement:

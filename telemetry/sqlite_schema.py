@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 3  # counts up with each change of the tables below
+SCHEMA_VERSION = 4  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -71,6 +71,16 @@ CREATE TABLE last_words (
 CREATE TABLE recovery (
     deployment TEXT NOT NULL, membership INTEGER NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (deployment, membership));
+""",
+    4: """
+CREATE TABLE lease (
+    deployment TEXT PRIMARY KEY, holder TEXT NOT NULL, token INTEGER NOT NULL,
+    expires REAL NOT NULL);
+CREATE TABLE rollup (
+    id INTEGER PRIMARY KEY, deployment TEXT NOT NULL, seconds INTEGER NOT NULL,
+    start REAL NOT NULL, run TEXT NOT NULL, phase TEXT NOT NULL, num_samples INTEGER NOT NULL,
+    record BLOB NOT NULL, UNIQUE (deployment, seconds, start, run, phase));
+CREATE INDEX sample_in_time ON sample (deployment, time);
 """,
 }
 _OLDEST = 2  # the oldest version that can be brought up to date

@@ -3,9 +3,10 @@
 Nobody talks to anybody but through a LoadStore. Ranks append samples and report their state; the
 controller folds samples, publishes a migration and watches; the ranks commit the placement that
 they serve after the swap. ``telemetry/memory.py`` is the shipped fake, ``telemetry/sqlite.py`` the
-embedded default; one contract test runs over both.
+embedded default; one contract test runs over every store.
 
 Placements and migrations are compare-and-set: whoever decided on an old generation is refused.
+There is one controller, the holder of the lease: whoever held it before is refused too.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ class LoadStore(Protocol):
     def current_run(self) -> RunInfo | None:
         """Return the latest start, or None before the first."""
 
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
 
@@ -144,7 +148,16 @@ class LoadStore(Protocol):
     def samples(
         self, run: str, *, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) in order of arrival, those past the cursor ``after``."""
+        """Return (cursor, sample) in order of arrival, those past the cursor ``after``.
+
+        A record that cannot be read is left out and counted in ``refused``. Only when there is
+        nothing more past the cursor is the result empty.
+        """
+
+    def samples_before(
+        self, before_time: float, *, after: int = 0, limit: int = 10_000
+    ) -> list[tuple[int, LoadSample]]:
+        """Return what ``prune(before_time)`` would forget, of every run; else as ``samples``."""
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
@@ -152,26 +165,39 @@ class LoadStore(Protocol):
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time``, of any run, and return how many."""
 
+    def refused(self) -> dict[str, int]:
+        """Return how many stored records this object could not read, by reason.
+
+        Reasons: "damaged", and "version" for one written by a version that is not known here. A
+        record that is read again is not counted again.
+        """
+
     # -- roll-ups
     def add_rollups(self, rollups: Sequence[Rollup]) -> int:
-        """Add roll-ups and return how many were new; a repeated (run, phase, seconds, start) is not."""
+        """Add roll-ups, all or none, and return how many were new.
+
+        Of one (run, phase, seconds, start) the first stands.
+        """
 
     def rollups(self, seconds: int, *, after: float = -1.0, limit: int = 10_000) -> list[Rollup]:
         """Return roll-ups of that length that start past ``after``, of every run, oldest first."""
 
     def prune_rollups(self, seconds: int, before_time: float) -> int:
-        """Forget roll-ups of that length that ended before ``before_time``, and return how many."""
+        """Forget roll-ups of that length that ended by ``before_time``, and return how many."""
 
     # -- the one controller
     def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take the controller's lease for ``ttl_s``, or renew one's own; None while another holds it.
+        """Take the controller's lease, or renew one's own; None while another holds it.
 
         Renewing keeps the token as long as nobody else held the lease in between, be it run out or
-        not. Whoever takes it over gets a greater token.
+        not. Whoever takes it over gets a greater token. Two processes must not share a name.
+
+        Raises:
+            ConfigError: a holder without a name, or a time to live that is not positive.
         """
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up; False when it was not this holder's any more."""
+        """Give the lease up; False when it has run out, was given up or is another's by now."""
 
     def lease(self) -> Lease | None:
         """Return the lease that holds now, or None."""
@@ -212,11 +238,13 @@ class LoadStore(Protocol):
         """Offer a migration to the ranks.
 
         Args:
-            fence: the token of the writer's lease; None for a writer that needs none.
+            fence: the token of the writer's lease, run out or not; None for a writer that needs
+                none.
 
         Raises:
             StaleGeneration: its base is not the committed placement, or another is still open.
-            FencedOut: another controller has taken the lease since.
+            FencedOut: ``fence`` is not the newest token: another controller has taken the lease
+                since, or the store never gave this token out. Nothing is changed.
         """
 
     def published(self) -> Migration | None:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,6 +29,8 @@ from eplb.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
+from telemetry.memory import MemoryStore
+from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,6 +121,96 @@ def small_checkpoint(
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(7)
+
+
+# -- every kind of store, for the contract that all of them keep
+
+
+class StoreClock:
+    """The clock of the stores under test. It stands still until a test makes time pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+OpenStore = Callable[[str], LoadStore]  # of a deployment; the same again sees the same store
+Place = Callable[[pytest.FixtureRequest, StoreClock], OpenStore]
+
+
+def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    opened: dict[str, LoadStore] = {}
+    return lambda deployment: opened.setdefault(deployment, MemoryStore(deployment, clock=clock))
+
+
+def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
+    path = request.getfixturevalue("tmp_path") / "store.sqlite"
+    return lambda deployment: SqliteStore(path, deployment, clock=clock)
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A kind of store under test.
+
+    ``place`` makes the function that opens stores; a fixture that it needs (a server, say) it asks
+    of the request. Where leases follow a server's clock, time passes by waiting.
+    """
+
+    place: Place
+    has_own_clock: bool = False
+
+
+# One line for each kind: the tests of the contract run over all of these.
+STORE_KINDS = {
+    "memory": StoreKind(_in_memory),
+    "sqlite": StoreKind(_in_sqlite),
+}
+
+
+@pytest.fixture(params=STORE_KINDS)
+def store_kind(request: pytest.FixtureRequest) -> StoreKind:
+    return STORE_KINDS[request.param]
+
+
+@pytest.fixture
+def store_clock() -> StoreClock:
+    return StoreClock()
+
+
+@pytest.fixture
+def open_stores(
+    request: pytest.FixtureRequest, store_kind: StoreKind, store_clock: StoreClock
+) -> Iterator[OpenStore]:
+    """Open stores of one place: ``open_stores(deployment)``, again for another look at the same."""
+    place, opened = store_kind.place(request, store_clock), list[LoadStore]()
+
+    def open_one(deployment: str) -> LoadStore:
+        opened.append(place(deployment))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def store(open_stores: OpenStore) -> LoadStore:
+    """A new store of each kind, of the deployment "demo"."""
+    return open_stores("demo")
+
+
+@pytest.fixture
+def pass_time(store_kind: StoreKind, store_clock: StoreClock) -> Callable[[float], None]:
+    """Let seconds pass for stores; few, because some kinds of store really wait."""
+
+    def wait_for(seconds: float) -> None:
+        store_clock.now += seconds
+        if store_kind.has_own_clock:
+            threading.Event().wait(seconds)
+
+    return wait_for
 
 
 # The smallest demo that still has everything: two hosts, replicas, and a plan every few steps.

@@ -1,5 +1,8 @@
 """Samples survive the way to bytes and back, and damaged bytes are refused in words."""
 
+import itertools
+import struct
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,11 @@ from hypothesis.extra import numpy as hnp
 
 from eplb.errors import StoreError
 from eplb.load import LoadSample
-from telemetry.codec import SAMPLE_VERSION, sample_from_bytes, sample_to_bytes
+from telemetry import packing
+from telemetry.codec import READABLE_VERSIONS, sample_from_bytes, sample_to_bytes
+from telemetry.packing import UnknownVersion
+from telemetry.rollup import Rollup
+from telemetry.rollup_codec import rollup_from_bytes, rollup_to_bytes
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=4)
@@ -57,31 +64,64 @@ def samples(draw: st.DrawFn) -> LoadSample:
     )
 
 
-@settings(deadline=None)
-@given(samples())
-def test_a_sample_comes_back_as_it_was(sample: LoadSample) -> None:
-    assert same(sample_from_bytes(sample_to_bytes(sample)), sample)
+EITHER_VERSION = pytest.mark.parametrize("version", READABLE_VERSIONS)
 
 
+@EITHER_VERSION
+@settings(deadline=None, max_examples=40)
+@given(sample=samples())
+def test_a_sample_comes_back_as_it_was(sample: LoadSample, version: int) -> None:
+    assert same(sample_from_bytes(sample_to_bytes(sample, version)), sample)
+
+
+@EITHER_VERSION
 @pytest.mark.parametrize("most", [0, 255, 256, 65_535, 65_536, 2**31, 2**32, 2**63 - 1])
-def test_counts_at_the_edge_of_a_narrower_type_are_exact(most: int) -> None:
+def test_counts_at_the_edge_of_a_narrower_type_are_exact(most: int, version: int) -> None:
     sample = make_sample(tokens=[[most, 0], [1, 0]])
 
-    assert sample_from_bytes(sample_to_bytes(sample)).tokens[0, 0] == most
+    assert sample_from_bytes(sample_to_bytes(sample, version)).tokens[0, 0] == most
 
 
-def test_a_sample_of_58_layers_and_9_slots_takes_less_than_3_kb() -> None:
-    rng = np.random.default_rng(1)
+def make_large_sample(mean_tokens: float, rng: np.random.Generator) -> LoadSample:
+    """58 layers x 9 slots of 256 experts, some much hotter than others."""
     held = np.stack([rng.permutation(256)[:9] for _ in range(58)])
-    sample = make_sample(slot_to_expert=held, tokens=rng.integers(0, 2**31, (58, 9)))
+    heat = rng.gamma(1.5, 1 / 1.5, size=held.shape)
+    return make_sample(slot_to_expert=held, tokens=rng.poisson(mean_tokens * heat))
 
-    assert len(sample_to_bytes(sample)) < 3_000
+
+@pytest.mark.parametrize("mean_tokens", [20, 4_000, 1_000_000])
+def test_a_sample_of_58_layers_and_9_slots_takes_1_to_3_kb(
+    mean_tokens: float, rng: np.random.Generator
+) -> None:
+    record = sample_to_bytes(make_large_sample(mean_tokens, rng))
+
+    assert 1_000 < len(record) < 2_500
 
 
-@settings(deadline=None)
-@given(samples(), st.data())
-def test_a_flipped_bit_anywhere_is_noticed(sample: LoadSample, data: st.DataObject) -> None:
-    record = bytearray(sample_to_bytes(sample))
+def test_large_counts_take_less_room_in_version_2(rng: np.random.Generator) -> None:
+    sample = make_large_sample(50_000, rng)
+
+    assert len(sample_to_bytes(sample, 2)) < 0.75 * len(sample_to_bytes(sample, 1))
+
+
+@EITHER_VERSION
+def test_any_other_byte_anywhere_is_noticed(version: int) -> None:
+    record = sample_to_bytes(make_sample(), version)
+
+    for place, change in itertools.product(range(len(record)), range(1, 256)):
+        damaged = bytearray(record)
+        damaged[place] ^= change
+        with pytest.raises(StoreError, match="a sample record"):
+            sample_from_bytes(bytes(damaged))
+
+
+@EITHER_VERSION
+@settings(deadline=None, max_examples=40)
+@given(sample=samples(), data=st.data())
+def test_a_flipped_bit_anywhere_is_noticed(
+    sample: LoadSample, version: int, data: st.DataObject
+) -> None:
+    record = bytearray(sample_to_bytes(sample, version))
     bit = data.draw(st.integers(0, len(record) * 8 - 1))
     record[bit // 8] ^= 1 << bit % 8
 
@@ -89,13 +129,13 @@ def test_a_flipped_bit_anywhere_is_noticed(sample: LoadSample, data: st.DataObje
         sample_from_bytes(bytes(record))
 
 
-@settings(deadline=None)
-@given(st.data())
-def test_a_cut_record_is_noticed(data: st.DataObject) -> None:
-    record = sample_to_bytes(make_sample())
+@EITHER_VERSION
+def test_a_record_cut_anywhere_is_noticed(version: int) -> None:
+    record = sample_to_bytes(make_sample(), version)
 
-    with pytest.raises(StoreError, match="a sample record"):
-        sample_from_bytes(record[: data.draw(st.integers(0, len(record) - 1))])
+    for kept in range(len(record)):
+        with pytest.raises(StoreError, match="a sample record"):
+            sample_from_bytes(record[:kept])
 
 
 @settings(deadline=None)
@@ -105,9 +145,114 @@ def test_foreign_bytes_are_refused(record: bytes) -> None:
         sample_from_bytes(record)
 
 
-def test_a_record_of_another_version_is_refused() -> None:
+@pytest.mark.parametrize("version", [0, 3, 255])
+def test_a_record_of_another_version_is_refused(version: int) -> None:
     record = bytearray(sample_to_bytes(make_sample()))
-    record[4] = SAMPLE_VERSION + 1
+    record[4] = version
 
-    with pytest.raises(StoreError, match="has version 2, expected 1"):
+    with pytest.raises(UnknownVersion, match=f"has version {version}, expected 1 or 2"):
         sample_from_bytes(bytes(record))
+
+
+def test_a_reader_of_version_1_refuses_version_2_in_words() -> None:
+    record = sample_to_bytes(make_sample(), 2)
+
+    with pytest.raises(UnknownVersion, match="a sample record has version 2, expected 1"):
+        packing.version_of(record, "sample record", b"EPLS", known=(1,))
+
+
+# -- records that are sealed as they are, and yet are no samples
+
+
+def sealed(*, layers: int = 2, slots: int = 2, arrays: bytes, phase: int = 1) -> bytes:
+    header = struct.pack("<BBB4I5qd", 0, 0, phase, 1, 1, layers, slots, 3, 7, 0, 9, 2, 1.5)
+    return packing.seal(b"EPLS", 2, header + b"dr" + arrays)
+
+
+def test_a_sealed_record_is_read() -> None:
+    sample = sample_from_bytes(sealed(arrays=packing.compress(bytes(range(8)))))
+
+    assert sample.slot_to_expert.tolist() == [[0, 1], [2, 3]]
+    assert sample.tokens.tolist() == [[4, 5], [6, 7]]
+
+
+BOMB = packing.compress(bytes(50_000_000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"arrays": BOMB}, "unpacks to 50000000 bytes, expected 8"),
+        ({"arrays": packing.compress(b"")}, "unpacks to 0 bytes, expected 8"),
+        ({"arrays": BOMB, "layers": 2**32 - 1, "slots": 2**32 - 1}, "expected 67108864 at most"),
+        ({"arrays": BOMB, "layers": 2**14, "slots": 2**13}, "expected 67108864 at most"),
+        ({"arrays": b"no frame"}, "cannot be unpacked"),
+        ({"arrays": packing.compress(bytes(8))[:-1]}, "cannot be unpacked"),
+        ({"arrays": packing.compress(bytes(8)) * 2}, "cannot be unpacked"),
+        ({"arrays": packing.compress(bytes(8)), "phase": 9}, "expected the layout of version 2"),
+    ],
+)
+def test_a_sealed_record_that_holds_no_sample_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    record = sealed(**fields)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreError, match=message):
+            sample_from_bytes(record)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert most_bytes < 1_000_000
+
+
+# -- roll-ups
+
+
+def make_rollup(**changes: Any) -> Rollup:
+    fields: dict[str, Any] = {
+        "run": "run-1",
+        "phase": "mixed",
+        "seconds": 60,
+        "start": 120.0,
+        "first_step": 5,
+        "last_step": 2**40,
+        "num_samples": 12,
+        "generations": frozenset({1, 7}),
+        "ranks": frozenset({0, 2}),
+        "tokens": [[1, 2, 2**62]],
+        "received": [[0, 70_000]],
+    }
+    return Rollup(**(fields | changes))
+
+
+def test_a_roll_up_comes_back_as_it_was() -> None:
+    rollup = make_rollup()
+
+    found = rollup_from_bytes(rollup_to_bytes(rollup))
+
+    mine, theirs = vars(rollup), vars(found)
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_damage_of_a_roll_up_is_noticed() -> None:
+    record = rollup_to_bytes(make_rollup())
+
+    for place in range(len(record)):
+        damaged = bytearray(record)
+        damaged[place] ^= 1
+        with pytest.raises(StoreError, match="a roll-up record"):
+            rollup_from_bytes(bytes(damaged))
+        with pytest.raises(StoreError, match="a roll-up record"):
+            rollup_from_bytes(record[:place])
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"nonsense", b'{"arrays": [[99, [1, 1]]]}'])
+def test_a_sealed_record_that_holds_no_roll_up_is_refused(text: bytes) -> None:
+    lengths = struct.pack("<II", len(text), len(text))
+    record = packing.seal(b"EPLR", 1, lengths + packing.compress(text))
+
+    with pytest.raises(StoreError, match="a roll-up record cannot be read"):
+        rollup_from_bytes(record)

@@ -28,3 +28,8 @@ def test_a_url_names_the_kind_of_store(tmp_path: Path) -> None:
 def test_an_unknown_scheme_is_refused_with_those_known(url: str) -> None:
     with pytest.raises(ConfigError, match="expected one of: memory:, sqlite:PATH, PATH"):
         open_store(url, "demo")
+
+
+def test_a_version_of_samples_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples of version 3 asked for, expected one of 1, 2"):
+        open_store("memory:", "demo", sample_version=3)

@@ -19,6 +19,7 @@ import pytest
 from eplb.errors import StoreError
 from eplb.load import LoadSample
 from eplb.recovery import Recovery
+from telemetry.rollup import MINUTE
 from telemetry.sqlite import SqliteStore
 from telemetry.sqlite_errors import translated
 from telemetry.sqlite_schema import SCHEMA_VERSION
@@ -78,38 +79,51 @@ def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> 
         raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 4, expected 3"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 5, expected 4"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
 
 
-# Of all tables and indexes of a version 2 file, as released; they must never change again.
-VERSION_2 = "f3247ddedfd9bbd9"
+# Of all tables and indexes of a file of each version, as released; they must never change again.
+RELEASED = {2: "f3247ddedfd9bbd9", 3: "daf5a7aa7fe85409"}
+# What takes away from a file what a version added.
+UNDO = {
+    4: ("DROP INDEX sample_in_time", "DROP TABLE lease", "DROP TABLE rollup"),
+    3: ("DROP TABLE last_words", "DROP TABLE recovery"),
+}
 
 
-def as_version_2(path: Path) -> None:
-    """Take from a file what version 3 added."""
+def as_version(wanted: int, path: Path) -> None:
+    """Take from a file what versions past ``wanted`` added."""
     with closing(sqlite3.connect(path)) as raw:
-        raw.execute("DROP TABLE last_words")
-        raw.execute("DROP TABLE recovery")
-        raw.execute("PRAGMA user_version = 2")
+        for version in range(SCHEMA_VERSION, wanted, -1):
+            for statement in UNDO[version]:
+                raw.execute(statement)
+        raw.execute(f"PRAGMA user_version = {wanted}")
         found = raw.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
-        assert hashlib.sha256(repr(found.fetchall()).encode()).hexdigest()[:16] == VERSION_2
+        digest = hashlib.sha256(repr(found.fetchall()).encode()).hexdigest()[:16]
+    assert digest == RELEASED[wanted]
 
 
-def test_a_file_of_version_2_is_brought_up_to_date_and_keeps_all_it_holds(path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_file_of_an_older_version_is_brought_up_to_date_and_keeps_all_it_holds(
+    path: Path, version: int
+) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(3)])
         store.add_event("note", {"n": 1})
-    as_version_2(path)
+    as_version(version, path)
 
     with closing(SqliteStore(path, "demo")) as store, closing(SqliteStore(path, "demo")) as other:
         record = Recovery(1, "run-1", (0,), 4, 0, 0, "rank 1 died", 2.0)
         assert store.recovery() is None
         store.recover(record, expected_membership=0)
+        lease = store.acquire_lease("one", 10.0)
 
         assert other.recovery() == record
+        assert other.lease() == lease
+        assert other.rollups(MINUTE) == []
         assert [sample.sequence for _, sample in other.samples("run-1")] == [0, 1, 2]
         assert [event.kind for event in other.events()] == ["note", "recovery"]
     with closing(sqlite3.connect(path)) as raw:
@@ -118,7 +132,7 @@ def test_a_file_of_version_2_is_brought_up_to_date_and_keeps_all_it_holds(path: 
 
 def test_a_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Path) -> None:
     SqliteStore(path, "demo").close()
-    as_version_2(path)
+    as_version(2, path)
 
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: SqliteStore(path, "demo"), range(8)))
@@ -133,7 +147,7 @@ def test_a_file_older_than_version_2_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("PRAGMA user_version = 1")
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 3"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 4"):
         SqliteStore(path, "demo")
 
 

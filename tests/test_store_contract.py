@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,29 +14,9 @@ from eplb.errors import StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
-from telemetry.memory import MemoryStore
-from telemetry.sqlite import SqliteStore
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 TIMEOUT_S = 20.0
-
-Store = MemoryStore | SqliteStore
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    ticks = itertools.count(1000)
-
-    def clock() -> float:
-        return float(next(ticks))
-
-    opened: Store = (
-        MemoryStore("demo", clock=clock)
-        if request.param == "memory"
-        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
-    )
-    yield opened
-    opened.close()
 
 
 def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
@@ -77,32 +55,34 @@ def kinds(store: LoadStore) -> list[str]:
 # -- runs and ranks
 
 
-def test_the_latest_run_is_the_current_one(store: Store) -> None:
+def test_the_latest_run_is_the_current_one(store: LoadStore) -> None:
     assert store.current_run() is None
+    assert store.runs() == []
 
     store.begin_run(make_run("run-1"))
     store.begin_run(make_run("run-2", window_steps=20))
 
     assert store.current_run() == make_run("run-2", window_steps=20)
+    assert store.runs() == [make_run("run-1"), make_run("run-2", window_steps=20)]
     assert kinds(store) == ["run", "run"]
     assert store.events()[0].detail == {"run": "run-1", "window_steps": 10}
 
 
-def test_the_same_start_twice_is_one_start(store: Store) -> None:
+def test_the_same_start_twice_is_one_start(store: LoadStore) -> None:
     store.begin_run(make_run("run-1"))
     store.begin_run(make_run("run-1"))
 
     assert kinds(store) == ["run"]
 
 
-def test_another_start_under_a_known_name_is_refused(store: Store) -> None:
+def test_another_start_under_a_known_name_is_refused(store: LoadStore) -> None:
     store.begin_run(make_run("run-1"))
 
     with pytest.raises(StoreError, match=r"'run-1' is recorded as started at 5\.0.*at 6\.0"):
         store.begin_run(make_run("run-1", time=6.0))
 
 
-def test_a_rank_state_replaces_the_one_before(store: Store) -> None:
+def test_a_rank_state_replaces_the_one_before(store: LoadStore) -> None:
     def state(rank: int, step: int, run: str = "run-1") -> RankState:
         return RankState(run, rank, 9.5, step, 2, "swap", 4, 1, 30, {"bytes": {"peer": 7}})
 
@@ -117,19 +97,19 @@ def test_a_rank_state_replaces_the_one_before(store: Store) -> None:
 # -- events, tasks, switches
 
 
-def test_events_are_read_past_an_id(store: Store) -> None:
+def test_events_are_read_past_an_id(store: LoadStore) -> None:
     ids = [store.add_event("note", {"n": n, "nested": {"list": [1, 2.5]}}) for n in range(3)]
 
     assert ids == sorted(set(ids))
     found = store.events(after=ids[0], limit=1)
     assert [(event.id, event.kind) for event in found] == [(ids[1], "note")]
     assert found[0].detail == {"n": 1, "nested": {"list": [1, 2.5]}}
-    assert found[0].time == 1001.0
+    assert found[0].time == 1000.0
 
 
 @pytest.mark.parametrize("value", [np.int64(1), float("nan"), object()])
 def test_details_that_json_cannot_hold_are_refused_and_change_nothing(
-    store: Store, value: object
+    store: LoadStore, value: object
 ) -> None:
     with pytest.raises(StoreError, match="details cannot be stored"):
         store.add_event("note", {"value": value})
@@ -138,7 +118,7 @@ def test_details_that_json_cannot_hold_are_refused_and_change_nothing(
     assert store.version() == 0
 
 
-def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: Store) -> None:
+def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: LoadStore) -> None:
     assert store.claim() is None
     first = store.submit("rebalance", {"dry_run": True})
     second = store.submit("rebalance", {"dry_run": False})
@@ -158,7 +138,7 @@ def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: Store) -> None:
     assert store.events()[-1].detail == {"task": first.id, "kind": "rebalance", "state": "done"}
 
 
-def test_tasks_that_were_claimed_and_not_ended_are_running(store: Store) -> None:
+def test_tasks_that_were_claimed_and_not_ended_are_running(store: LoadStore) -> None:
     first, second, third = (store.submit("rebalance", {"n": n}) for n in range(3))
     for _ in range(2):
         store.claim()
@@ -174,7 +154,7 @@ def test_tasks_that_were_claimed_and_not_ended_are_running(store: Store) -> None
     assert found.state == "queued"
 
 
-def test_a_task_cannot_end_twice_or_in_a_passing_state(store: Store) -> None:
+def test_a_task_cannot_end_twice_or_in_a_passing_state(store: LoadStore) -> None:
     task = store.submit("rebalance", {})
 
     with pytest.raises(StoreError, match="cannot end as 'running'"):
@@ -186,7 +166,7 @@ def test_a_task_cannot_end_twice_or_in_a_passing_state(store: Store) -> None:
         store.finish(99, "done", {})
 
 
-def test_the_switches_start_as_movement_on_and_are_kept(store: Store) -> None:
+def test_the_switches_start_as_movement_on_and_are_kept(store: LoadStore) -> None:
     assert store.control() == Control(movement=True, observe=False)
 
     store.set_control(Control(movement=False), reason="incident 7")
@@ -230,7 +210,7 @@ def make_record(membership: int, **changes: Any) -> Recovery:
     return Recovery(membership, **(fields | changes))
 
 
-def test_last_words_are_read_by_run_and_membership(store: Store) -> None:
+def test_last_words_are_read_by_run_and_membership(store: LoadStore) -> None:
     for words in (make_words(2), make_words(0), make_words(2, swapped=2)):
         store.last_words(words)
     store.last_words(make_words(1, membership=3))
@@ -241,7 +221,7 @@ def test_last_words_are_read_by_run_and_membership(store: Store) -> None:
     assert store.words("run-3", 0) == []
 
 
-def test_the_first_record_of_a_death_stands(store: Store) -> None:
+def test_the_first_record_of_a_death_stands(store: LoadStore) -> None:
     assert store.recovery() is None
     first, second = make_record(1), make_record(1, survivors=(0,), applied=0)
 
@@ -253,7 +233,7 @@ def test_the_first_record_of_a_death_stands(store: Store) -> None:
     assert store.events()[0].detail == vars(first) | {"survivors": [0, 2]}
 
 
-def test_of_records_written_at_once_one_stands(store: Store) -> None:
+def test_of_records_written_at_once_one_stands(store: LoadStore) -> None:
     records = [make_record(1, applied=number) for number in range(8)]
 
     with ThreadPoolExecutor(8) as pool:
@@ -264,7 +244,7 @@ def test_of_records_written_at_once_one_stands(store: Store) -> None:
     assert kinds(store) == ["recovery"]
 
 
-def test_a_later_group_has_a_record_of_its_own(store: Store) -> None:
+def test_a_later_group_has_a_record_of_its_own(store: LoadStore) -> None:
     store.recover(make_record(1), expected_membership=0)
     later = make_record(3, run="run-2")
 
@@ -276,7 +256,7 @@ def test_a_later_group_has_a_record_of_its_own(store: Store) -> None:
         store.recover(make_record(3), expected_membership=2)
 
 
-def test_a_record_that_does_not_follow_its_group_is_refused(store: Store) -> None:
+def test_a_record_that_does_not_follow_its_group_is_refused(store: LoadStore) -> None:
     with pytest.raises(StoreError, match="membership 2 cannot follow membership 2"):
         store.recover(make_record(2), expected_membership=2)
 
@@ -299,7 +279,7 @@ CHANGES: list[Callable[[LoadStore], object]] = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_wakes_a_waiting_thread(
-    store: Store, change: Callable[[LoadStore], object]
+    store: LoadStore, change: Callable[[LoadStore], object]
 ) -> None:
     before = store.version()
 
@@ -310,7 +290,7 @@ def test_a_change_wakes_a_waiting_thread(
         assert waiting.result(TIMEOUT_S) > before
 
 
-def test_samples_and_rank_states_wake_nobody(store: Store) -> None:
+def test_samples_and_rank_states_wake_nobody(store: LoadStore) -> None:
     before = store.version()
 
     store.append([make_sample(0, 0)])
@@ -320,7 +300,7 @@ def test_samples_and_rank_states_wake_nobody(store: Store) -> None:
     assert store.wait(before, timeout_s=0.05) == before
 
 
-def test_closing_ends_a_wait_and_a_closed_store_says_so(store: Store) -> None:
+def test_closing_ends_a_wait_and_a_closed_store_says_so(store: LoadStore) -> None:
     failed = threading.Event()
 
     def wait() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,29 +11,9 @@ from eplb.errors import StaleGeneration
 from eplb.migration import Migration, build_migration
 from eplb.placement import Placement
 from eplb.topology import Topology
-from telemetry.memory import MemoryStore
-from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-
-Store = MemoryStore | SqliteStore
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    ticks = itertools.count(1000)
-
-    def clock() -> float:
-        return float(next(ticks))
-
-    opened: Store = (
-        MemoryStore("demo", clock=clock)
-        if request.param == "memory"
-        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
-    )
-    yield opened
-    opened.close()
 
 
 def make_placement(generation: int, held: list[int] | None = None) -> Placement:
@@ -63,7 +40,7 @@ def with_open_migration(store: LoadStore) -> Migration:
 # -- placements
 
 
-def test_commits_are_kept_newest_first(store: Store) -> None:
+def test_commits_are_kept_newest_first(store: LoadStore) -> None:
     assert store.committed() is None
 
     assert store.commit(make_placement(1), expected=None, reason="first")
@@ -78,7 +55,7 @@ def test_commits_are_kept_newest_first(store: Store) -> None:
     assert store.events()[-1].detail == {"generation": 4, "plan_id": 3, "reason": "skew"}
 
 
-def test_every_rank_may_commit_and_the_first_writes(store: Store) -> None:
+def test_every_rank_may_commit_and_the_first_writes(store: LoadStore) -> None:
     def commit(rank: int) -> bool:
         return store.commit(make_placement(1), expected=None, reason=f"rank {rank}")
 
@@ -89,7 +66,7 @@ def test_every_rank_may_commit_and_the_first_writes(store: Store) -> None:
     assert kinds(store) == ["commit"]
 
 
-def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: Store) -> None:
+def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: LoadStore) -> None:
     store.commit(make_placement(1), expected=None, reason="first")
     store.commit(make_placement(2), expected=1, reason="second")
 
@@ -106,7 +83,7 @@ def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: Store) 
     ],
 )
 def test_a_stale_commit_is_refused(
-    store: Store, generation: int, expected: int | None, message: str
+    store: LoadStore, generation: int, expected: int | None, message: str
 ) -> None:
     store.commit(make_placement(2), expected=None, reason="first")
 
@@ -120,14 +97,14 @@ def test_a_stale_commit_is_refused(
 # -- migrations
 
 
-def test_plan_ids_are_never_given_out_twice(store: Store) -> None:
+def test_plan_ids_are_never_given_out_twice(store: LoadStore) -> None:
     with ThreadPoolExecutor(4) as pool:
         plan_ids = list(pool.map(lambda _: store.next_plan_id(), range(12)))
 
     assert sorted(plan_ids) == list(range(1, 13))
 
 
-def test_a_published_migration_is_open_until_its_commit(store: Store) -> None:
+def test_a_published_migration_is_open_until_its_commit(store: LoadStore) -> None:
     migration = with_open_migration(store)
 
     found = store.published()
@@ -146,7 +123,7 @@ def test_a_published_migration_is_open_until_its_commit(store: Store) -> None:
     assert kinds(store) == ["commit", "publish", "commit"]
 
 
-def test_a_second_open_migration_is_refused(store: Store) -> None:
+def test_a_second_open_migration_is_refused(store: LoadStore) -> None:
     with_open_migration(store)
 
     with pytest.raises(StaleGeneration, match="plan 2 cannot be published: plan 1 is open"):
@@ -154,7 +131,7 @@ def test_a_second_open_migration_is_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("base", [make_placement(2), make_placement(1, [2, 1, 0, 2])])
-def test_a_migration_from_another_base_is_refused(store: Store, base: Placement) -> None:
+def test_a_migration_from_another_base_is_refused(store: LoadStore, base: Placement) -> None:
     store.commit(make_placement(1), expected=None, reason="first")
 
     with pytest.raises(StaleGeneration, match="plan 1 starts from generation"):
@@ -163,12 +140,12 @@ def test_a_migration_from_another_base_is_refused(store: Store, base: Placement)
     assert store.published() is None
 
 
-def test_a_migration_before_the_first_commit_is_refused(store: Store) -> None:
+def test_a_migration_before_the_first_commit_is_refused(store: LoadStore) -> None:
     with pytest.raises(StaleGeneration, match="found no committed placement"):
         store.publish(make_migration(make_placement(1), 1))
 
 
-def test_a_plan_id_cannot_be_published_twice(store: Store) -> None:
+def test_a_plan_id_cannot_be_published_twice(store: LoadStore) -> None:
     migration = with_open_migration(store)
     store.withdraw(1, outcome="rejected", reason="a rank said no")
 
@@ -176,7 +153,7 @@ def test_a_plan_id_cannot_be_published_twice(store: Store) -> None:
         store.publish(migration)
 
 
-def test_a_withdrawn_migration_is_closed_once(store: Store) -> None:
+def test_a_withdrawn_migration_is_closed_once(store: LoadStore) -> None:
     with_open_migration(store)
 
     assert not store.withdraw(9, outcome="aborted", reason="another plan")
@@ -188,7 +165,7 @@ def test_a_withdrawn_migration_is_closed_once(store: Store) -> None:
     assert store.events()[-1].detail == {"generation": 1, "plan_id": 1, "reason": "rank 1 died"}
 
 
-def test_an_aborted_migration_commits_the_layers_that_serve(store: Store) -> None:
+def test_an_aborted_migration_commits_the_layers_that_serve(store: LoadStore) -> None:
     migration = with_open_migration(store)
     serving = migration.placement_after(1).with_generation(2)
 
@@ -198,7 +175,7 @@ def test_an_aborted_migration_commits_the_layers_that_serve(store: Store) -> Non
     assert kinds(store)[-1] == "abort"
 
 
-def test_a_commit_from_elsewhere_rejects_the_open_migration(store: Store) -> None:
+def test_a_commit_from_elsewhere_rejects_the_open_migration(store: LoadStore) -> None:
     with_open_migration(store)
 
     store.commit(make_placement(5), expected=1, reason="restart")

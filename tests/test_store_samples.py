@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eplb.errors import ConfigError
 from eplb.load import LoadSample
-from telemetry.memory import MemoryStore
-from telemetry.sqlite import SqliteStore
-
-Store = MemoryStore | SqliteStore
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    ticks = itertools.count(1000)
-
-    def clock() -> float:
-        return float(next(ticks))
-
-    opened: Store = (
-        MemoryStore("demo", clock=clock)
-        if request.param == "memory"
-        else SqliteStore(tmp_path / "store.sqlite", "demo", clock=clock)
-    )
-    yield opened
-    opened.close()
+from telemetry.store import LoadStore
 
 
 def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
@@ -48,7 +26,7 @@ def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
     return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
 
 
-def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: Store) -> None:
+def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: LoadStore) -> None:
     assert store.append([make_sample(1, 0), make_sample(0, 0)]) == 2
     assert store.append([make_sample(0, 1)]) == 1
     store.append([make_sample(0, 0, run="run-2")])
@@ -62,7 +40,7 @@ def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: Store) -> No
     assert rest[0][1].tokens.tolist() == [[0, 1]]
 
 
-def test_a_repeated_sample_is_stored_once(store: Store) -> None:
+def test_a_repeated_sample_is_stored_once(store: LoadStore) -> None:
     store.append([make_sample(0, 0)])
 
     assert store.append([make_sample(0, 0), make_sample(0, 1), make_sample(0, 1)]) == 1
@@ -70,7 +48,7 @@ def test_a_repeated_sample_is_stored_once(store: Store) -> None:
     assert store.sample_counts("run-1") == {0: 2}
 
 
-def test_samples_are_counted_by_rank_of_one_run(store: Store) -> None:
+def test_samples_are_counted_by_rank_of_one_run(store: LoadStore) -> None:
     store.append([make_sample(rank, n) for rank in (1, 0) for n in range(rank + 1)])
     store.append([make_sample(0, 0, run="run-2")])
 
@@ -78,14 +56,14 @@ def test_samples_are_counted_by_rank_of_one_run(store: Store) -> None:
     assert store.sample_counts("run-3") == {}
 
 
-def test_a_sample_of_another_deployment_is_refused_and_nothing_is_stored(store: Store) -> None:
+def test_a_sample_of_another_deployment_is_refused_and_nothing_is_stored(store: LoadStore) -> None:
     with pytest.raises(ConfigError, match="deployment 'other', expected 'demo'"):
         store.append([make_sample(0, 0), make_sample(0, 1, deployment="other")])
 
     assert store.sample_counts("run-1") == {}
 
 
-def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: Store) -> None:
+def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: LoadStore) -> None:
     store.append([make_sample(0, n) for n in range(4)])
     cursor = store.samples("run-1")[-1][0]
 
@@ -95,7 +73,7 @@ def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: Store) -> 
     assert [s.sequence for _, s in store.samples("run-1", after=cursor)] == [4]
 
 
-def test_samples_that_were_pruned_still_count_as_stored(store: Store) -> None:
+def test_samples_that_were_pruned_still_count_as_stored(store: LoadStore) -> None:
     store.append([make_sample(rank, n) for rank in (0, 1) for n in range(3)])
     store.append([make_sample(1, 0, run="run-2")])
 
@@ -104,3 +82,23 @@ def test_samples_that_were_pruned_still_count_as_stored(store: Store) -> None:
     assert [s.sequence for _, s in store.samples("run-1")] == [2, 2]
     assert store.sample_counts("run-1") == {0: 3, 1: 3}
     assert store.sample_counts("run-2") == {1: 1}
+
+
+def test_what_a_prune_would_forget_can_be_read_before(store: LoadStore) -> None:
+    store.append([make_sample(0, n) for n in (3, 0, 1, 2)])
+    store.append([make_sample(0, 0, run="run-2")])
+
+    old = store.samples_before(2.0)
+
+    assert [(s.run, s.sequence) for _, s in old] == [("run-1", 0), ("run-1", 1), ("run-2", 0)]
+    assert [c for c, _ in store.samples_before(2.0, limit=1)] == [old[0][0]]
+    assert [c for c, _ in store.samples_before(2.0, after=old[0][0])] == [c for c, _ in old[1:]]
+    assert store.prune(2.0) == 3
+    assert store.samples_before(2.0) == []
+
+
+def test_a_store_that_reads_all_its_records_refused_none(store: LoadStore) -> None:
+    store.append([make_sample(0, 0)])
+    store.samples("run-1")
+
+    assert store.refused() == {}

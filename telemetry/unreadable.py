@@ -1,0 +1,71 @@
+"""Records that cannot be read: passed over and counted, by every store alike.
+
+A reader goes on past a damaged record, and past one that a newer program wrote. Both are counted
+once, however often they are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from threading import Lock
+from typing import TypeVar
+
+from eplb.errors import StoreError
+from telemetry.packing import UnknownVersion
+
+Value = TypeVar("Value")
+Fetch = Callable[[int, int], list[tuple[int, bytes]]]  # (past this cursor, limit) -> records
+
+
+class Unreadable:
+    """Unpacks records and counts those that it could not."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._known: dict[Hashable, str] = {}  # reason, by what names the record
+        self._passed: dict[Hashable, tuple[int, int]] = {}
+
+    def counts(self) -> dict[str, int]:
+        """Return how many records could not be read, by reason."""
+        with self._lock:
+            return dict(Counter(self._known.values()))
+
+    def readable(
+        self, records: Iterable[tuple[int, bytes]], unpack: Callable[[bytes], Value], kind: str
+    ) -> list[tuple[int, Value]]:
+        """Return (cursor, value) of each record that can be read."""
+        found = []
+        for cursor, record in records:
+            try:
+                found.append((cursor, unpack(record)))
+            except StoreError as exc:
+                reason = "version" if isinstance(exc, UnknownVersion) else "damaged"
+                with self._lock:
+                    self._known.setdefault((kind, cursor), reason)
+        return found
+
+    def page(
+        self,
+        fetch: Fetch,
+        unpack: Callable[[bytes], Value],
+        *,
+        after: int,
+        limit: int,
+        of: Hashable,
+    ) -> list[tuple[int, Value]]:
+        """Return up to ``limit`` readable samples past a cursor; none only where no more follow.
+
+        A reader's cursor stays where it found nothing. How far it has looked from there is kept,
+        one place for what is read ``of``, so that a tail nobody can read is not read every time.
+        """
+        with self._lock:
+            asked, passed = self._passed.get(of, (after, after))
+        start = passed if asked == after else after
+        while records := fetch(start, limit):
+            start = records[-1][0]
+            if found := self.readable(records, unpack, "sample"):
+                return found
+        with self._lock:
+            self._passed[of] = (after, start)
+        return []

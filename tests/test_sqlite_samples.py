@@ -1,0 +1,131 @@
+"""Records in the SQLite store that cannot be read are passed over and counted; the rest is read."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from eplb.load import LoadSample
+from telemetry.codec import sample_from_bytes
+from telemetry.rollup import MINUTE, Rollup
+from telemetry.sqlite import SqliteStore
+
+
+def make_sample(sequence: int) -> LoadSample:
+    steps = (sequence, sequence)
+    held, tokens = [[0, 1]], [[0, sequence]]
+    return LoadSample("demo", "run-1", 0, sequence, 0.0, *steps, "decode", 1, held, tokens)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.sqlite"
+
+
+@pytest.fixture
+def six_samples(path: Path) -> Path:
+    with closing(SqliteStore(path, "demo")) as store:
+        store.append([make_sample(n) for n in range(6)])
+    return path
+
+
+def damage(path: Path, *sequences: int, table: str = "sample") -> None:
+    """Make the last byte of records another."""
+    with closing(sqlite3.connect(path)) as raw, raw:
+        for sequence in sequences:
+            key = "sequence" if table == "sample" else "id"
+            ((record,),) = raw.execute(f"SELECT record FROM {table} WHERE {key} = ?", (sequence,))
+            changed = record[:-1] + bytes([record[-1] ^ 1])
+            raw.execute(f"UPDATE {table} SET record = ? WHERE {key} = ?", (changed, sequence))
+
+
+def sequences(found: list[tuple[int, LoadSample]]) -> list[int]:
+    return [sample.sequence for _, sample in found]
+
+
+def test_a_damaged_sample_is_passed_over_and_counted_once(six_samples: Path) -> None:
+    damage(six_samples, 2, 5)
+    with closing(SqliteStore(six_samples, "demo")) as store:
+        for _ in range(3):
+            assert sequences(store.samples("run-1")) == [0, 1, 3, 4]
+            assert sequences(store.samples_before(1.0)) == [0, 1, 3, 4]
+
+        assert store.refused() == {"damaged": 2}
+        assert store.sample_counts("run-1") == {0: 6}
+        assert store.prune(1.0) == 6
+
+
+def test_a_reader_does_not_stop_at_a_page_that_is_damaged_all_through(six_samples: Path) -> None:
+    damage(six_samples, 0, 1, 2, 3)
+    with closing(SqliteStore(six_samples, "demo")) as store:
+        assert sequences(store.samples("run-1", limit=2)) == [4, 5]
+
+
+def test_a_reader_who_waits_at_a_damaged_end_sees_what_follows(six_samples: Path) -> None:
+    damage(six_samples, 4, 5)
+    with closing(SqliteStore(six_samples, "demo")) as store:
+        cursor, _ = store.samples("run-1")[-1]
+        assert store.samples("run-1", after=cursor) == []
+
+        store.append([make_sample(6)])
+
+        assert sequences(store.samples("run-1", after=cursor)) == [6]
+        assert sequences(store.samples("run-1")) == [0, 1, 2, 3, 6]
+        assert store.refused() == {"damaged": 2}
+
+
+def test_a_record_of_a_later_version_is_passed_over_and_counted_apart(six_samples: Path) -> None:
+    damage(six_samples, 1)
+    with closing(sqlite3.connect(six_samples)) as raw, raw:
+        ((record,),) = raw.execute("SELECT record FROM sample WHERE sequence = 3")
+        later = record[:4] + bytes([9]) + record[5:]
+        raw.execute("UPDATE sample SET record = ? WHERE sequence = 3", (later,))
+
+    with closing(SqliteStore(six_samples, "demo")) as store:
+        assert sequences(store.samples("run-1")) == [0, 2, 4, 5]
+        assert store.refused() == {"damaged": 1, "version": 1}
+
+
+def test_samples_of_two_versions_stand_side_by_side(path: Path) -> None:
+    with (
+        closing(SqliteStore(path, "demo", sample_version=1)) as old,
+        closing(SqliteStore(path, "demo")) as new,
+    ):
+        old.append([make_sample(0)])
+        new.append([make_sample(1)])
+
+        for store in (old, new):
+            assert sequences(store.samples("run-1")) == [0, 1]
+            assert store.refused() == {}
+    with closing(sqlite3.connect(path)) as raw:
+        records = [record for (record,) in raw.execute("SELECT record FROM sample")]
+    assert [record[4] for record in records] == [1, 2]
+    assert [sample_from_bytes(record).sequence for record in records] == [0, 1]
+
+
+def test_a_damaged_roll_up_is_passed_over_and_counted(path: Path) -> None:
+    with closing(SqliteStore(path, "demo")) as store:
+        rollups = [
+            Rollup(
+                "run-1",
+                "decode",
+                MINUTE,
+                60.0 * n,
+                0,
+                9,
+                1,
+                frozenset({1}),
+                frozenset({0}),
+                [[n]],  # type: ignore[arg-type]
+                [[n]],  # type: ignore[arg-type]
+            )
+            for n in range(3)
+        ]
+        store.add_rollups(rollups)
+        damage(path, 1, 2, table="rollup")
+
+        assert [rollup.start for rollup in store.rollups(MINUTE, limit=1)] == [120.0]
+        assert store.refused() == {"damaged": 2}

@@ -1,0 +1,213 @@
+"""One controller at a time: the lease and its fencing token, in every LoadStore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from eplb.errors import ConfigError, FencedOut
+from eplb.migration import Migration, build_migration
+from eplb.placement import Placement
+from eplb.topology import Topology
+from telemetry.store import Lease, LoadStore
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+LONG_S, SHORT_S = 30.0, 0.2
+PAST_SHORT_S = 0.3
+
+OpenStore = Callable[[str], LoadStore]
+PassTime = Callable[[float], None]
+Write = Callable[[LoadStore, int], object]
+
+
+def acquired(store: LoadStore, holder: str, ttl_s: float = LONG_S) -> Lease:
+    lease = store.acquire_lease(holder, ttl_s)
+    assert lease is not None
+    return lease
+
+
+def make_migration(store: LoadStore) -> Migration:
+    base = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)
+    store.commit(base, expected=None, reason="first")
+    target = Placement(np.array([[0, 1, 2, 1]]), num_experts=3)
+    return build_migration(base, target, TWO_RANKS, plan_id=store.next_plan_id())
+
+
+def test_the_first_holder_gets_the_first_token(store: LoadStore) -> None:
+    assert store.lease() is None
+
+    lease = acquired(store, "one")
+
+    assert (lease.holder, lease.token) == ("one", 1)
+    assert store.lease() == lease
+
+
+def test_while_one_holds_the_lease_another_gets_none(open_stores: OpenStore) -> None:
+    store, elsewhere = open_stores("demo"), open_stores("demo")
+    lease = acquired(store, "one")
+
+    assert elsewhere.acquire_lease("two", LONG_S) is None
+    assert elsewhere.lease() == lease
+
+
+def test_of_many_who_ask_at_once_one_gets_it(store: LoadStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = list(pool.map(lambda n: store.acquire_lease(str(n), LONG_S), range(8)))
+
+    assert [lease.token for lease in asked if lease is not None] == [1]
+
+
+def test_renewing_keeps_the_token_and_moves_the_end(store: LoadStore, pass_time: PassTime) -> None:
+    first = acquired(store, "one")
+    pass_time(0.1)
+
+    again = acquired(store, "one")
+
+    assert again.token == first.token
+    assert again.expires > first.expires
+
+
+def test_a_lease_that_ran_out_is_renewed_with_its_token(
+    store: LoadStore, pass_time: PassTime
+) -> None:
+    first = acquired(store, "one", SHORT_S)
+    pass_time(PAST_SHORT_S)
+    assert store.lease() is None
+
+    assert acquired(store, "one").token == first.token
+
+
+def test_whoever_takes_it_over_gets_a_greater_token(store: LoadStore, pass_time: PassTime) -> None:
+    tokens = []
+    for holder in ("one", "two", "one"):
+        tokens.append(acquired(store, holder, SHORT_S).token)
+        pass_time(PAST_SHORT_S)
+
+    assert tokens == [1, 2, 3]
+
+
+def test_a_lease_is_given_up_once(store: LoadStore) -> None:
+    lease = acquired(store, "one")
+
+    assert store.release_lease(lease)
+    assert not store.release_lease(lease)
+
+    assert store.lease() is None
+    assert acquired(store, "two").token == 2
+
+
+def test_a_lease_that_ran_out_or_was_taken_over_cannot_be_given_up(
+    store: LoadStore, pass_time: PassTime
+) -> None:
+    lease = acquired(store, "one", SHORT_S)
+    pass_time(PAST_SHORT_S)
+
+    assert not store.release_lease(lease)
+    after = acquired(store, "two")
+    assert not store.release_lease(lease)
+    assert store.lease() == after
+
+
+@pytest.mark.parametrize(("holder", "ttl_s"), [("", 1.0), ("one", 0.0), ("one", -1.0)])
+def test_a_lease_without_a_holder_or_without_time_is_refused(
+    store: LoadStore, holder: str, ttl_s: float
+) -> None:
+    with pytest.raises(ConfigError, match="expected a name and more than 0"):
+        store.acquire_lease(holder, ttl_s)
+
+    assert store.lease() is None
+
+
+def test_each_deployment_has_a_lease_of_its_own(open_stores: OpenStore) -> None:
+    assert acquired(open_stores("demo"), "one").token == 1
+    assert acquired(open_stores("other"), "two").token == 1
+
+
+# -- fencing
+
+
+def submitted(store: LoadStore) -> int:
+    return store.submit("rebalance", {}).id
+
+
+# What a controller writes; each takes the fencing token.
+WRITES: dict[str, Write] = {
+    "publish": lambda store, fence: store.publish(make_migration(store), fence=fence),
+    "withdraw": lambda store, fence: store.withdraw(
+        1, outcome="aborted", reason="late", fence=fence
+    ),
+    "claim": lambda store, fence: store.claim(fence=fence),
+    "finish": lambda store, fence: store.finish(submitted(store), "done", {}, fence=fence),
+}
+EVERY_WRITE = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+
+
+@EVERY_WRITE
+def test_the_holder_writes(store: LoadStore, write: Write) -> None:
+    write(store, acquired(store, "one").token)
+
+
+@EVERY_WRITE
+def test_a_lease_that_ran_out_and_that_nobody_took_still_writes(
+    store: LoadStore, write: Write, pass_time: PassTime
+) -> None:
+    lease = acquired(store, "one", SHORT_S)
+    pass_time(PAST_SHORT_S)
+
+    write(store, lease.token)
+
+
+@EVERY_WRITE
+def test_a_holder_that_was_superseded_is_fenced_out(
+    store: LoadStore, write: Write, pass_time: PassTime
+) -> None:
+    old = acquired(store, "one", SHORT_S)
+    pass_time(PAST_SHORT_S)
+    acquired(store, "two")
+
+    with pytest.raises(FencedOut, match=r"fencing token 1, found 2, of 'two', as the newest"):
+        write(store, old.token)
+
+
+@EVERY_WRITE
+def test_a_token_that_was_never_given_out_is_fenced_out(store: LoadStore, write: Write) -> None:
+    with pytest.raises(FencedOut, match="fencing token 7, found none as the newest given out"):
+        write(store, 7)
+
+
+def test_what_is_fenced_out_changes_nothing(store: LoadStore, pass_time: PassTime) -> None:
+    old = acquired(store, "one", SHORT_S)
+    migration = make_migration(store)
+    store.publish(migration, fence=old.token)
+    queued, running = store.submit("rebalance", {"n": 1}), store.submit("rebalance", {"n": 2})
+    assert store.claim(fence=old.token) == store.task(queued.id)
+    pass_time(PAST_SHORT_S)
+    acquired(store, "two")
+    before = store.version(), store.events()
+
+    for write in (
+        lambda: store.withdraw(1, outcome="aborted", reason="late", fence=old.token),
+        lambda: store.claim(fence=old.token),
+        lambda: store.finish(queued.id, "done", {}, fence=old.token),
+        lambda: store.publish(migration, fence=old.token),
+    ):
+        with pytest.raises(FencedOut):
+            write()
+
+    assert (store.version(), store.events()) == before
+    published = store.published()
+    assert published is not None
+    assert published.hash == migration.hash
+    assert [task.id for task in store.running()] == [queued.id]
+    assert store.task(running.id) == running
+
+
+def test_a_writer_without_a_token_needs_no_lease(store: LoadStore) -> None:
+    acquired(store, "one")
+
+    store.publish(make_migration(store))
+
+    assert store.published() is not None
