@@ -3,11 +3,11 @@
     step path -> inbox -> spool -> store
                (memory)  (disk)
 
-Two threads move the samples on. The first looks into the inbox every ``TICK_S`` and puts what it
-finds on disk, whatever the store does; the second brings it from there to the store. A store that
-is slow, full or gone never slows a step and never fails one: samples wait on disk
-(``telemetry.spool``) and follow when it is back. What finds no room is dropped and counted, the
-oldest first; since the caller numbers the samples, whoever reads them sees the gap.
+Two threads move the samples on. The first looks into the inbox, every ``LONGEST_TICK_S`` or more
+often, and puts what it finds on disk, whatever the store does; the second brings it from there to
+the store. A store that is slow, full or gone never slows a step and never fails one: samples wait
+on disk (``telemetry.spool``) and follow when it is back. What finds no room is dropped and counted,
+the oldest first; since the caller numbers the samples, whoever reads them sees the gap.
 
 The step path wakes nobody and waits for nobody: waking a thread is a system call, and the thread
 that wakes up wants the interpreter, or a lock, just when the step does.
@@ -18,7 +18,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 
 from eplb.errors import RankError
@@ -27,7 +29,9 @@ from telemetry.spool import DEFAULT_CAPACITY, Spool
 from telemetry.spool_drain import Drain
 from telemetry.store import LoadStore, RankState
 
-TICK_S = 0.02  # how long a sample may wait until it is taken to the disk
+# How often the inbox is looked into: the first after a sample was found, doubling up to the second.
+# A sample waits so long at most until it is taken to the disk. A look costs about 20 us.
+FIRST_TICK_S, LONGEST_TICK_S = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,10 @@ class Reporter:
         self._inbox: deque[LoadSample] = deque()
         self._offering = Lock()  # of those who offer; the intake never holds it
         self._offered = self._dropped = self._taken = 0
-        self._changed = Condition()
-        self._is_hurried = self._is_closing = self._is_closed = False
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung by those who wait for the intake
+        self._changed = Condition()  # what they wait on
+        self._num_waiters = 0
+        self._is_closing = self._is_closed = False
         self._broken: BaseException | None = None  # what ended a thread against our will
         self._lost_at_flush = 0
         self._threads = [
@@ -211,17 +217,20 @@ class Reporter:
 
     def _take_in(self) -> None:
         """Move samples from the inbox to the spool, until it is time to end."""
-        is_closing = False
+        is_closing, tick_s = False, FIRST_TICK_S
         while not is_closing:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_hurried or self._is_closing, TICK_S)
-                self._is_hurried, is_closing = False, self._is_closing
+            with suppress(Empty):
+                self._bell.get(timeout=tick_s)
+            is_closing = self._is_closing  # first: what was offered before is taken below
+            tick_s = min(2 * tick_s, LONGEST_TICK_S)
             while (sample := self._taken_from_inbox()) is not None:
                 self._spool.add([sample])
                 self._taken += 1
+                tick_s = FIRST_TICK_S
             self._drain.nudge()
-            with self._changed:
-                self._changed.notify_all()
+            if self._num_waiters:
+                with self._changed:
+                    self._changed.notify_all()
 
     def _taken_from_inbox(self) -> LoadSample | None:
         try:
@@ -232,16 +241,19 @@ class Reporter:
     def _wait_for_intake(self, deadline: float) -> None:
         """Wait until what was offered before this call is on the spool."""
         with self._changed:
-            self._is_hurried = True
-            self._changed.notify_all()
+            self._num_waiters += 1
+            self._bell.put(None)
             self._changed.wait_for(
                 lambda: self._offered == self._dropped + self._taken or self._broken is not None,
                 max(0.0, deadline - time.monotonic()),
             )
+            self._num_waiters -= 1
 
     def _end(self) -> None:
-        with self._offering, self._changed:  # who offers has done so, or is refused from now on
+        with self._offering:  # who offers has done so, or is refused from now on
             self._is_closing = True
+        self._bell.put(None)
+        with self._changed:
             self._changed.notify_all()
         self._drain.end()
 

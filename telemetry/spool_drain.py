@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from threading import Condition
 
@@ -20,6 +21,7 @@ from telemetry.store import LoadStore, RankState
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 BATCH = 64  # samples of a backlog, and new ones, in one write
+SUSPICIOUS = 3  # so many failures in a row are no accident: the samples are tried one by one then
 REST = 3.0  # pause after a write of backlog, as a multiple of the processor time that it took
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Drain:
         self._written: RankState | None = None  # the one that the store has
         self._num_waiters = 0
         self._is_idle = self._is_ended = False
+        self._num_failures = 0  # in a row
+        self._strikes: Counter[int] = Counter()  # of samples that failed where another was stored
         self._errors: dict[str, int] = {}
         self._last_error = ""
 
@@ -80,17 +84,16 @@ class Drain:
     def run(self) -> None:
         """Store what comes, until ``end``."""
         try:
-            num_failures = 0
             while self._wait_for_work():
                 started = time.thread_time()
                 error = self._write()
                 if error is None:
-                    num_failures = 0
+                    self._num_failures = 0
                     self._rest(time.thread_time() - started)
                     continue
-                self._note(error, is_first=num_failures == 0)
-                self._pause(num_failures)
-                num_failures += 1
+                self._note(error)
+                self._pause()
+                self._num_failures += 1
         finally:
             self.end()
 
@@ -131,41 +134,62 @@ class Drain:
         return None
 
     def _write_batch(self) -> None:
-        batch = self._spool.lease(BATCH)
-        if not batch:
+        if self._num_failures >= SUSPICIOUS:
+            batch = self._spool.lease(2)
+            ends = sorted({min(batch), max(batch)}) if batch else []  # new ones are behind old ones
+            self._write_singly({position: batch[position] for position in ends})
             return
+        batch = self._spool.lease(BATCH)
         try:
-            self._append(batch)
+            if batch:
+                self._append(batch)
         except StoreError:
             raise
         except EplbError:  # one of them cannot be stored, ever; the others are not to wait for it
-            for position, sample in batch.items():
-                self._append_or_refuse(position, sample)
+            self._write_singly(batch)
 
-    def _append_or_refuse(self, position: int, sample: LoadSample) -> None:
-        try:
-            self._append({position: sample})
-        except StoreError:
-            raise
-        except EplbError as exc:
-            log.warning("a sample is refused: %s", exc)
-            self._spool.refuse(position, exc)
+    def _write_singly(self, batch: Mapping[int, LoadSample]) -> None:
+        """Write samples one by one, and refuse those that are at fault themselves.
+
+        Sure is that only where they are called impossible. A sample that fails again and again
+        while another is stored has the same end, or it would hold up all others for good.
+        """
+        failed: dict[int, StoreError] = {}
+        for position, sample in batch.items():
+            try:
+                self._append({position: sample})
+            except StoreError as exc:
+                failed[position] = exc
+            except EplbError as exc:
+                self._refuse(position, exc)
+        if len(failed) < len(batch):
+            self._strikes.update(list(failed))
+            self._num_failures = SUSPICIOUS - 1  # the store is there: no long pause
+        for position, error in failed.items():
+            if self._strikes[position] < SUSPICIOUS:
+                raise error
+            self._refuse(position, error)
+
+    def _refuse(self, position: int, why: EplbError) -> None:
+        log.warning("a sample is refused: %s", why)
+        self._spool.refuse(position, why)
+        del self._strikes[position]
 
     def _append(self, batch: Mapping[int, LoadSample]) -> None:
         num_new = self._store.append(list(batch.values()))
         self._spool.settle(batch, num_new=num_new)
 
-    def _note(self, error: StoreError, *, is_first: bool) -> None:
-        if is_first:  # once for each time that the store is in trouble
+    def _note(self, error: StoreError) -> None:
+        if self._num_failures == 0:  # once for each time that the store is in trouble
             log.warning("the load store failed, trying again: %s", error)
         kind = type(error).__name__
         with self._changed:
             self._errors[kind] = self._errors.get(kind, 0) + 1
             self._last_error = str(error)
 
-    def _pause(self, num_failures: int) -> None:
+    def _pause(self) -> None:
         """Leave a failed store alone for a while; new samples do not cut this short."""
-        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_failures, 16))
+        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures, 16))
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_ended, longest_s * self._random.uniform(0.5, 1.0)
