@@ -26,12 +26,12 @@ from threading import Condition, Lock, Thread
 from eplb.errors import RankError
 from eplb.load import LoadSample
 from telemetry.spool import DEFAULT_CAPACITY, Spool
-from telemetry.spool_drain import Drain
+from telemetry.spool_drain import AT_ONCE, Drain, Pace
 from telemetry.store import LoadStore, RankState
 
-# How often the inbox is looked into: the first after a sample was found, doubling up to the second.
-# A sample waits so long at most until it is taken to the disk. A look costs about 20 us.
-FIRST_TICK_S, LONGEST_TICK_S = 0.02, 0.1
+# How often the inbox is looked into: after a look in vain the time doubles, after any other it is
+# halved. A sample waits for the longest at most until it is taken to the disk. A look costs 20 us.
+SHORTEST_TICK_S, LONGEST_TICK_S = 0.02, 0.2
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Reporter:
 
     Args:
         spool: where samples wait; this reporter closes it. None for one in memory.
+        pace: how often the store is written to.
         seed: of the pauses between tries; another one for each rank.
     """
 
@@ -72,14 +73,14 @@ class Reporter:
         *,
         spool: Spool | None = None,
         capacity: int = DEFAULT_CAPACITY,
-        state_interval_s: float = 0.1,
+        pace: Pace = AT_ONCE,
         seed: int = 0,
     ) -> None:
         assert capacity > 0, "an inbox without room would drop every sample"
         self._name = f"reporter of {store.deployment!r}"
         self._capacity = capacity
         self._spool = spool or Spool(capacity=capacity)
-        self._drain = Drain(store, self._spool, state_interval_s=state_interval_s, seed=seed)
+        self._drain = Drain(store, self._spool, pace, seed=seed)
         self._inbox: deque[LoadSample] = deque()
         self._offering = Lock()  # of those who offer; the intake never holds it
         self._offered = self._dropped = self._taken = 0
@@ -114,7 +115,7 @@ class Reporter:
     def state(self, state: RankState) -> None:
         """Hand over what the rank says of itself; only the newest is kept.
 
-        It is written with the next samples, or on its own after ``state_interval_s`` at most.
+        It is written with the next samples, or on its own before long; see ``Pace``.
         """
         self._drain.state(state)
 
@@ -217,16 +218,17 @@ class Reporter:
 
     def _take_in(self) -> None:
         """Move samples from the inbox to the spool, until it is time to end."""
-        is_closing, tick_s = False, FIRST_TICK_S
+        is_closing, tick_s = False, SHORTEST_TICK_S
         while not is_closing:
             with suppress(Empty):
                 self._bell.get(timeout=tick_s)
             is_closing = self._is_closing  # first: what was offered before is taken below
-            tick_s = min(2 * tick_s, LONGEST_TICK_S)
+            num_taken, is_news = self._taken, self._drain.has_state()
             while (sample := self._taken_from_inbox()) is not None:
                 self._spool.add([sample])
                 self._taken += 1
-                tick_s = FIRST_TICK_S
+            is_news |= self._taken > num_taken
+            tick_s = min(max(tick_s * (0.5 if is_news else 2.0), SHORTEST_TICK_S), LONGEST_TICK_S)
             self._drain.nudge()
             if self._num_waiters:
                 with self._changed:

@@ -139,6 +139,8 @@ class Spool:
 
     def give_back(self) -> None:
         """Keep what is still leased, for another try."""
+        if not self._leased:
+            return
         with self._use():
             in_memory: dict[int, _Held] = {}
             on_disk: dict[int, Place] = {}

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from threading import Condition
 
 from eplb.errors import EplbError, StoreError
@@ -27,14 +28,26 @@ REST = 3.0  # pause after a write of backlog, as a multiple of the processor tim
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How often a rank writes to the store.
+
+    A write of several samples costs hardly more than one of a single sample, so many ranks on one
+    store do well to let some gather; on disk they are safe meanwhile.
+    """
+
+    write_s: float = 0.0  # least time from one write to the next
+    state_s: float = 0.1  # how long a state may wait for samples to go with
+
+
+AT_ONCE = Pace()
+
+
 class Drain:
     """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
 
-    def __init__(
-        self, store: LoadStore, spool: Spool, *, state_interval_s: float, seed: int
-    ) -> None:
-        self._store, self._spool = store, spool
-        self._state_interval_s = state_interval_s
+    def __init__(self, store: LoadStore, spool: Spool, pace: Pace, *, seed: int) -> None:
+        self._store, self._spool, self._pace = store, spool, pace
         self._random = random.Random(seed)
         self._changed = Condition()  # never held while the store or the disk works
         self._state: RankState | None = None  # the newest
@@ -104,7 +117,7 @@ class Drain:
             self._changed.wait_for(lambda: self._has_work() or self._is_ended)
             if not self._spool.has_waiting:
                 # A state alone may wait for samples, so that it costs no transaction of its own.
-                self._changed.wait_for(self._is_urgent, self._state_interval_s)
+                self._changed.wait_for(self._is_urgent, self._pace.state_s)
             self._is_idle = False
             return not self._is_ended
 
@@ -196,8 +209,8 @@ class Drain:
             )
 
     def _rest(self, worked_s: float) -> None:
-        """Leave the interpreter to the step path for most of the time that a backlog takes."""
-        if not self._spool.has_backlog:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_waiters > 0 or self._is_ended, REST * worked_s)
+        """Let samples gather; in a backlog, leave the interpreter to the step path meanwhile."""
+        rest_s = REST * worked_s if self._spool.has_backlog else self._pace.write_s
+        if rest_s:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_waiters > 0 or self._is_ended, rest_s)

@@ -84,7 +84,7 @@ class SpoolFolder:
         segment.num_held -= 1
         if segment.num_held:
             return
-        if segment is self._segments[-1] and segment.is_linked:
+        if segment is self._segments[-1]:
             segment.clear()
         else:
             self._remove(segment)
