@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eplb.errors import RankError
 from eplb.load import LoadSample
 from telemetry import open_store
+from telemetry.codec import sample_to_bytes
 from telemetry.reporter import Reporter, ReporterStats
 from telemetry.spool import Spool
 from telemetry.spool_drain import AT_ONCE, Pace
@@ -134,6 +135,9 @@ def _write(plan: Writing, number: int, pipe: Connection) -> None:
         Reporter(store, spool=Spool(plan.folder / f"rank-{rank}"), pace=plan.pace, seed=rank)
         for rank in ranks
     ]
+    sample_to_bytes(sample_of(0, 0, counts))  # imports what a rank that serves has long imported
+    store.append([])
+    append_ms.clear()
     pipe.send("ready")
     _hear(pipe, FLUSH_S)
     begun = resource.getrusage(resource.RUSAGE_SELF)

@@ -54,7 +54,8 @@ class ReporterStats:
     waiting: int
     waiting_in_memory: int  # of these: would be lost with the process
     bytes_on_disk: int
-    errors: Mapping[str, int]  # failed writes to the store by type of error; "disk": to the spool
+    errors: int  # failed writes, to the store and to the disk
+    errors_by_kind: Mapping[str, int]  # the store's by type of error; "disk"
     last_error: str  # "" before the first
 
 
@@ -122,6 +123,7 @@ class Reporter:
     def stats(self) -> ReporterStats:
         """Return the counts. Never waits for store or disk, so a step may ask."""
         spool, (errors, store_error) = self._spool.counts(), self._drain.errors()
+        errors |= {"disk": spool.errors} if spool.errors else {}
         in_inbox = max(0, self._offered - self._dropped - self._taken)
         return ReporterStats(
             offered=self._offered,
@@ -136,7 +138,8 @@ class Reporter:
             waiting=in_inbox + spool.waiting,
             waiting_in_memory=in_inbox + spool.waiting_in_memory,
             bytes_on_disk=spool.bytes_on_disk,
-            errors=errors | ({"disk": spool.errors} if spool.errors else {}),
+            errors=sum(errors.values()),
+            errors_by_kind=errors,
             last_error=self._reason() or store_error or spool.last_error,
         )
 
@@ -223,13 +226,12 @@ class Reporter:
             with suppress(Empty):
                 self._bell.get(timeout=tick_s)
             is_closing = self._is_closing  # first: what was offered before is taken below
-            num_taken, is_news = self._taken, self._drain.has_state()
+            num_taken = self._taken
             while (sample := self._taken_from_inbox()) is not None:
                 self._spool.add([sample])
                 self._taken += 1
-            is_news |= self._taken > num_taken
+            is_news = self._drain.nudge() or self._taken > num_taken
             tick_s = min(max(tick_s * (0.5 if is_news else 2.0), SHORTEST_TICK_S), LONGEST_TICK_S)
-            self._drain.nudge()
             if self._num_waiters:
                 with self._changed:
                     self._changed.notify_all()

@@ -51,6 +51,7 @@ class Drain:
         self._random = random.Random(seed)
         self._changed = Condition()  # never held while the store or the disk works
         self._state: RankState | None = None  # the newest
+        self._seen: RankState | None = None  # the newest at the last nudge
         self._written: RankState | None = None  # the one that the store has
         self._num_waiters = 0
         self._is_idle = self._is_ended = False
@@ -67,10 +68,13 @@ class Drain:
         """Say whether a state waits to be written."""
         return self._state is not self._written
 
-    def nudge(self) -> None:
-        """Wake ``run`` if it waits for work and there is some."""
+    def nudge(self) -> bool:
+        """Wake ``run`` if it waits for work and there is some; say whether the state is new."""
         if self._is_idle and self._has_work():
             self._wake()
+        state = self._state
+        is_new, self._seen = state is not self._seen, state
+        return is_new
 
     def errors(self) -> tuple[dict[str, int], str]:
         """Return how many writes failed, by type of error, and the last one; "" before it."""

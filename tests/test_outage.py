@@ -90,7 +90,7 @@ def test_an_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
     assert sorted(sequences(store)) == list(range(300))
     assert (after.stored, after.repeated, after.dropped, after.waiting) == (300, 0, 0, 0)
     assert after.spooled == after.replayed >= 300 - 8
-    assert after.errors["StoreError"] >= 1
+    assert after.errors_by_kind["StoreError"] == after.errors >= 1
     reporter.close(TIMEOUT_S)
 
 
