@@ -15,6 +15,7 @@ from rich.console import Console
 from api.journal import journal
 from api.settings import load_settings
 from api.simulate import simulate
+from api.store_commands import app as store_commands
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
 from telemetry import open_store
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(journal)
+app.add_typer(store_commands, name="store")
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 StoreFile = Annotated[Path, typer.Option(help="The store's file.")]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from eplb.errors import StoreError
 
 DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8"))
+_BOUNDS = tuple((int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in DTYPES)
 # 58 layers x 10,000 slots of 8 bytes are 5 MB. More is no record of ours, whatever it says.
 MAX_UNPACKED_BYTES = 64 << 20
 
@@ -97,9 +98,8 @@ def check(record: bytes, kind: str, found: int) -> None:
 def narrowest(values: NDArray[np.signedinteger[Any]]) -> NDArray[Any]:
     """Give counts in the narrowest type that holds them all."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    for dtype in DTYPES:
-        bounds = np.iinfo(dtype)
-        if bounds.min <= low and high <= bounds.max:
+    for dtype, (least, most) in zip(DTYPES, _BOUNDS, strict=True):
+        if least <= low and high <= most:
             return values.astype(dtype)
     raise AssertionError("int64, the last of the dtypes, holds every count")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
-from eplb.errors import ConfigError, FencedOut, StaleGeneration, StoreError
+from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
@@ -39,8 +40,16 @@ def details_from_text(text: str) -> dict[str, Any]:
 
 
 def check_samples(deployment: str, samples: Sequence[LoadSample]) -> None:
-    """Refuse samples of another deployment: they would be counted as this one's load."""
+    """Refuse samples of another deployment, which would be counted as this one's load.
+
+    One without a time could neither be read by time nor pruned.
+    """
     for sample in samples:
+        if not isfinite(sample.time):
+            raise HistoryError(
+                f"sample {sample.sequence} of rank {sample.rank} was taken at {sample.time}, "
+                "expected a time"
+            )
         if sample.deployment != deployment:
             raise ConfigError(
                 f"sample {sample.sequence} of rank {sample.rank} is of deployment "

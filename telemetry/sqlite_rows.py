@@ -39,9 +39,11 @@ SAMPLES = (
     "SELECT cursor, record FROM sample WHERE deployment = ? AND run = ? AND cursor > ? "
     "ORDER BY cursor LIMIT ?"
 )
+# The index is named because SQLite would rather walk through all samples in the order asked for.
 SAMPLES_BEFORE = (
-    "SELECT cursor, record FROM sample WHERE deployment = ? AND time < ? AND cursor > ? "
-    "ORDER BY cursor LIMIT ?"
+    "SELECT cursor, record FROM sample WHERE cursor IN ("
+    "SELECT cursor FROM sample INDEXED BY sample_in_time "
+    "WHERE deployment = ? AND time < ? AND cursor > ? ORDER BY cursor LIMIT ?) ORDER BY cursor"
 )
 SAMPLE_COUNTS = (
     "SELECT rank, sum(num_samples) FROM ("
@@ -50,12 +52,16 @@ SAMPLE_COUNTS = (
     "SELECT rank, num_samples FROM pruned WHERE deployment = ?1 AND run = ?2"
     ") GROUP BY rank ORDER BY rank"
 )
+_OLDEST = (
+    "SELECT cursor FROM sample INDEXED BY sample_in_time "
+    "WHERE deployment = ? AND time < ? ORDER BY time, cursor LIMIT ?"
+)
 COUNT_PRUNED = (
     "INSERT INTO pruned SELECT deployment, run, rank, count(*) FROM sample "
-    "WHERE deployment = ? AND time < ? GROUP BY run, rank "
+    f"WHERE cursor IN ({_OLDEST}) GROUP BY run, rank "
     "ON CONFLICT DO UPDATE SET num_samples = num_samples + excluded.num_samples"
 )
-PRUNE = "DELETE FROM sample WHERE deployment = ? AND time < ?"
+PRUNE = f"DELETE FROM sample WHERE cursor IN ({_OLDEST})"
 INSERT_ROLLUP = (
     "INSERT INTO rollup (deployment, seconds, start, run, phase, num_samples, record) "
     "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"

@@ -13,6 +13,8 @@ from telemetry.rollup_codec import rollup_from_bytes
 from telemetry.sqlite_file import SqliteFile
 from telemetry.unreadable import Unreadable
 
+_PRUNED_AT_ONCE = 500  # samples; a few milliseconds
+
 
 class SampleTables:
     """One deployment's samples and roll-ups, of which some records may be damaged."""
@@ -51,11 +53,18 @@ class SampleTables:
         return dict(self._file.rows(rows.SAMPLE_COUNTS, self._deployment, run))
 
     def prune(self, before_time: float) -> int:
-        """Delete samples taken before a time and return how many."""
-        old = (self._deployment, before_time)
-        with self._file.write() as connection:
-            connection.execute(rows.COUNT_PRUNED, old)
-            return connection.execute(rows.PRUNE, old).rowcount
+        """Delete samples taken before a time and return how many.
+
+        In small transactions: ranks that write meanwhile wait for one of them at most.
+        """
+        old, num_pruned = (self._deployment, before_time, _PRUNED_AT_ONCE), 0
+        while True:
+            with self._file.write() as connection:
+                connection.execute(rows.COUNT_PRUNED, old)
+                num_new = connection.execute(rows.PRUNE, old).rowcount
+            num_pruned += num_new
+            if num_new < _PRUNED_AT_ONCE:
+                return num_pruned
 
     def refused(self) -> dict[str, int]:
         """Return how many records could not be read, by reason."""

@@ -102,7 +102,7 @@ def prepare(
     # so that tables made by another process meanwhile are seen with their version or not at all.
     connection.execute("BEGIN")
     try:
-        _check(connection, path)
+        check(connection, path)
     finally:
         connection.execute("ROLLBACK")
     _use_write_ahead_log(connection, busy_timeout_s)
@@ -114,7 +114,7 @@ def prepare(
     connection.execute("BEGIN IMMEDIATE")
     try:
         # Checked again under the lock: another process may have made the tables in between.
-        _bring_up_to_date(connection, _check(connection, path))
+        _bring_up_to_date(connection, check(connection, path))
         connection.execute(
             "INSERT INTO deployment VALUES (?, 0, 0) ON CONFLICT DO NOTHING", (deployment,)
         )
@@ -125,8 +125,12 @@ def prepare(
         raise
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """Refuse what is not ours; return the version of the file, _NEW for one without tables."""
+def check(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the version of a file, 0 for one without tables.
+
+    Raises:
+        StoreError: it is not ours, or of a version that is not known here.
+    """
     application_id, version = (
         _number(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")
     )

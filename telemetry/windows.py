@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 from eplb.arrays import freeze, owned
 from eplb.errors import HistoryError
 from eplb.load import LoadHistory, LoadSample, Phase
-from eplb.placement import EMPTY
+from telemetry.filling import Filling
+from telemetry.fit import Fit, named
+from telemetry.taking import LATE, REPEATED, Taken, as_sequence, take_all, take_one
 
 DEFAULT_KEEP = 256  # windows; 58 layers x 256 experts x 32 ranks take 34 MB
 
@@ -47,15 +50,24 @@ class Window:
 
 
 class WindowFolder:
-    """Folds the samples of one run into windows, in whatever order they arrive.
+    """Folds the samples of one run into windows of steps, in whatever order they arrive.
 
     A repeated sample counts once; a late one completes its old window. Only the latest ``keep``
     windows are held, so memory is bounded; a sample of an older window is counted in ``too_late``
     and is otherwise ignored.
+
+    Args:
+        num_layers: those of every sample; by default as many as the first sample has.
     """
 
     def __init__(
-        self, window_steps: int, num_ranks: int, num_experts: int, *, keep: int = DEFAULT_KEEP
+        self,
+        window_steps: int,
+        num_ranks: int,
+        num_experts: int,
+        *,
+        keep: int = DEFAULT_KEEP,
+        num_layers: int | None = None,
     ) -> None:
         for name, value in (("window_steps", window_steps), ("keep", keep)):
             if value < 1:
@@ -65,141 +77,119 @@ class WindowFolder:
         self.num_experts = num_experts
         self.keep = keep
         self.too_late = 0
-        self._first: LoadSample | None = None
-        self._filling: dict[int, _Filling] = {}
+        self._fit = Fit(num_ranks, num_experts, num_layers)
+        self._run = ""
+        self._filling: dict[int, _StepWindow] = {}
 
     def add(self, sample: LoadSample) -> bool:
         """Count a sample; return whether it changed a window.
 
         Raises:
             HistoryError: the sample is of another run or shape, names a rank or an expert that is
-                not there, crosses a window boundary, or overlaps another sample of its rank.
+                not there, has more tokens in a slot than can be added up, crosses a window
+                boundary, or overlaps another sample of its rank.
         """
-        where = f"sample {sample.sequence} of rank {sample.rank}"
-        self._check(sample, where)
-        index = sample.first_step // self.window_steps
+        return take_one(sample, self._fit, self._place)
+
+    def add_all(self, samples: Iterable[LoadSample]) -> Taken:
+        """Count samples as ``add`` does, much faster, and say what became of them."""
+        return take_all(as_sequence(samples), self._fit, self._place)
+
+    def index_of(self, sample: LoadSample) -> int:
+        """Return the index of the window in which a sample begins."""
+        return sample.first_step // self.window_steps
+
+    def newest(self) -> int | None:
+        """Return the index of the newest window that is held, or None before the first."""
+        return max(self._filling, default=None)
+
+    def windows(self, phase: Phase | None = None) -> list[Window]:
+        """Return the windows that have at least one sample, oldest first.
+
+        Args:
+            phase: count the samples of this phase alone, and leave windows out that have none. A
+                rank is missing only where its samples of all phases leave a step out.
+        """
+        held = (self._filling[index] for index in sorted(self._filling))
+        return [
+            one.window(index=one.steps.start // self.window_steps, run=self._run, phase=phase)
+            for one in held
+            if phase is None or phase in one.filling.by_phase
+        ]
+
+    def _place(self, sample: LoadSample) -> Filling | Literal["late", "repeated"]:
+        first_step, last_step = sample.first_step, sample.last_step
+        index = first_step // self.window_steps
+        if last_step // self.window_steps != index:
+            raise HistoryError(
+                f"{named(sample)} covers steps {first_step}..{last_step}, expected no step "
+                f"past {(index + 1) * self.window_steps - 1}, the last of window {index}"
+            )
         window = self._filling.get(index) or self._open(index, sample)
         if window is None:
             self.too_late += 1
-            return False
-        if sample.sequence in window.sequences.setdefault(sample.rank, set()):
-            return False
-        window.add(sample, where)
-        return True
+            return LATE
+        if window.filling.has(sample):
+            return REPEATED
+        window.cover(sample)
+        return window.filling
 
-    def windows(self) -> list[Window]:
-        """Return the windows that have at least one sample, oldest first."""
-        return [self._filling[index].window() for index in sorted(self._filling)]
-
-    def _open(self, index: int, sample: LoadSample) -> _Filling | None:
+    def _open(self, index: int, sample: LoadSample) -> _StepWindow | None:
         if len(self._filling) >= self.keep:
             oldest = min(self._filling)
             if index < oldest:
                 return None
             del self._filling[oldest]
+        self._run = sample.run
         first_step = index * self.window_steps
-        num_layers = len(sample.tokens)
-        window = _Filling(
-            sample.run,
-            index,
-            range(first_step, first_step + self.window_steps),
-            tokens=np.zeros((num_layers, self.num_experts), dtype=np.int64),
-            received=np.zeros((num_layers, self.num_ranks), dtype=np.int64),
+        steps = range(first_step, first_step + self.window_steps)
+        window = self._filling[index] = _StepWindow(
+            steps, Filling(self.num_ranks, self.num_experts)
         )
-        self._filling[index] = window
         return window
-
-    def _check(self, sample: LoadSample, where: str) -> None:
-        first = self._first or sample
-        belongs, expected = (sample.deployment, sample.run), (first.deployment, first.run)
-        if belongs != expected:
-            raise HistoryError(f"{where} is of deployment and run {belongs}, expected {expected}")
-        if len(sample.tokens) != len(first.tokens):
-            raise HistoryError(
-                f"{where} has {len(sample.tokens)} layers, expected {len(first.tokens)}"
-            )
-        if not 0 <= sample.rank < self.num_ranks:
-            raise HistoryError(f"{where}: expected rank 0..{self.num_ranks - 1}")
-        index = sample.first_step // self.window_steps
-        if sample.last_step // self.window_steps != index:
-            raise HistoryError(
-                f"{where} covers steps {sample.first_step}..{sample.last_step}, expected no step "
-                f"past {(index + 1) * self.window_steps - 1}, the last of window {index}"
-            )
-        self._check_slots(sample, where)
-        self._first = first
-
-    def _check_slots(self, sample: LoadSample, where: str) -> None:
-        held = sample.slot_to_expert
-        wrong = np.argwhere((held < EMPTY) | (held >= self.num_experts))
-        if wrong.size:
-            layer, slot = wrong[0]
-            raise HistoryError(
-                f"{where}: layer {layer} slot {slot} holds expert {held[layer, slot]}, "
-                f"expected 0..{self.num_experts - 1}, or {EMPTY} for an empty slot"
-            )
-        lost = np.argwhere((held == EMPTY) & (sample.tokens > 0))
-        if lost.size:
-            layer, slot = lost[0]
-            raise HistoryError(
-                f"{where}: layer {layer} slot {slot} received {sample.tokens[layer, slot]} tokens, "
-                "expected none in an empty slot"
-            )
 
 
 @dataclass
-class _Filling:
-    """A window that may still get samples."""
+class _StepWindow:
+    """A window that may still get samples, and the steps that they cover."""
 
-    run: str
-    index: int
     steps: range
-    tokens: NDArray[np.int64]  # [L, E]
-    received: NDArray[np.int64]  # [L, R]
-    sequences: dict[int, set[int]] = field(default_factory=dict)  # rank -> sequences counted
+    filling: Filling
     covered: dict[int, list[range]] = field(default_factory=dict)  # rank -> steps counted
-    phases: set[Phase] = field(default_factory=set)
-    generations: set[int] = field(default_factory=set)
-    folded: Window | None = None  # what window() returned last, while it still holds
+    built: dict[Phase | None, Window] = field(default_factory=dict)  # while they still hold
 
-    def add(self, sample: LoadSample, where: str) -> None:
+    def cover(self, sample: LoadSample) -> None:
         covered = self.covered.setdefault(sample.rank, [])
         for steps in covered:
             if sample.first_step < steps.stop and steps.start <= sample.last_step:
                 raise HistoryError(
-                    f"{where} covers steps {sample.first_step}..{sample.last_step}, expected none "
-                    f"of {steps.start}..{steps.stop - 1}, which another sample covers"
+                    f"{named(sample)} covers steps {sample.first_step}..{sample.last_step}, "
+                    f"expected none of {steps.start}..{steps.stop - 1}, which another sample covers"
                 )
         covered.append(range(sample.first_step, sample.last_step + 1))
-        self.sequences[sample.rank].add(sample.sequence)
-        self.phases.add(sample.phase)
-        self.generations.add(sample.generation)
-        layer, slot = np.nonzero(sample.slot_to_expert != EMPTY)
-        expert = sample.slot_to_expert[layer, slot]
-        np.add.at(self.tokens, (layer, expert), sample.tokens[layer, slot])
-        self.received[:, sample.rank] += sample.tokens.sum(axis=1)
-        self.folded = None
+        self.built.clear()
 
-    def window(self) -> Window:
-        if self.folded is None:
-            self.folded = Window(
-                self.run,
-                self.index,
+    def window(self, *, index: int, run: str, phase: Phase | None) -> Window:
+        if phase not in self.built:
+            counts = self.filling.total(phase)
+            self.built[phase] = Window(
+                run,
+                index,
                 self.steps.start,
                 self.steps.stop - 1,
-                _common_phase(self.phases),
-                frozenset(self.generations),
+                phase or common_phase(set(self.filling.by_phase)),
+                frozenset(self.filling.generations),
                 self._missing_ranks(),
-                self.tokens,
-                self.received,
+                counts.tokens,
+                counts.received,
             )
-        return self.folded
+        return self.built[phase]
 
     def _missing_ranks(self) -> frozenset[int]:
-        _, num_ranks = self.received.shape
         # Samples of one rank never overlap, so their lengths add up to what they cover.
         covered = {rank: sum(map(len, steps)) for rank, steps in self.covered.items()}
-        return frozenset(r for r in range(num_ranks) if covered.get(r, 0) < len(self.steps))
+        ranks = range(self.filling.num_ranks)
+        return frozenset(rank for rank in ranks if covered.get(rank, 0) < len(self.steps))
 
 
 def fold(
@@ -224,7 +214,7 @@ def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
         np.stack([window.tokens for window in complete]),
         np.array([window.first_step for window in complete]),
         np.array([window.last_step for window in complete]),
-        _common_phase({window.phase for window in complete}),
+        common_phase({window.phase for window in complete}),
     )
 
 
@@ -238,5 +228,6 @@ def left_out(windows: Sequence[Window]) -> list[str]:
     ]
 
 
-def _common_phase(phases: set[Phase]) -> Phase:
+def common_phase(phases: set[Phase]) -> Phase:
+    """Return the one phase of samples, or "mixed" when there are several."""
     return next(iter(phases)) if len(phases) == 1 else "mixed"

@@ -31,5 +31,5 @@ def test_an_unknown_scheme_is_refused_with_those_known(url: str) -> None:
 
 
 def test_a_version_of_samples_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match="samples of version 3 asked for, expected one of 1, 2"):
+    with pytest.raises(ConfigError, match="samples of version 3 asked for, expected one of: 1, 2"):
         open_store("memory:", "demo", sample_version=3)

@@ -21,7 +21,6 @@ from eplb.load import LoadSample
 from eplb.recovery import Recovery
 from telemetry.rollup import MINUTE
 from telemetry.sqlite import SqliteStore
-from telemetry.sqlite_errors import translated
 from telemetry.sqlite_schema import SCHEMA_VERSION
 
 TIMEOUT_S = 30.0
@@ -286,13 +285,19 @@ except EplbError as exc:
         assert store.events() == []
 
 
-def test_a_full_disk_is_told_in_words(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as raw:
-        raw.execute("CREATE TABLE note (text TEXT)")
-        raw.execute("PRAGMA max_page_count = 3")
+def test_a_full_store_is_told_in_words_and_takes_more_once_there_is_room(path: Path) -> None:
+    with closing(SqliteStore(path, "demo")) as store:
+        store.append([make_sample(n) for n in range(50)])
+        # SQLite's own limit stands in for a disk: the error that it raises is the same.
+        writer = store._file._writer
+        num_pages = writer.execute("PRAGMA page_count").fetchone()[0]
+        writer.execute(f"PRAGMA max_page_count = {num_pages}")
 
-        with (
-            pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"),
-            translated(path, 1.0),
-        ):
-            raw.execute("INSERT INTO note VALUES (?)", ("x" * 20_000,))
+        with pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"):
+            store.append([make_sample(n) for n in range(50, 500)])
+
+        assert store.sample_counts("run-1") == {0: 50}
+        assert [sample.sequence for _, sample in store.samples("run-1")] == list(range(50))
+        assert store.prune(1.0) == 50
+        assert store.append([make_sample(n) for n in range(50, 60)]) == 10
+        assert store.sample_counts("run-1") == {0: 60}

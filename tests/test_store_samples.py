@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, HistoryError
 from eplb.load import LoadSample
 from telemetry.store import LoadStore
 
@@ -102,3 +102,11 @@ def test_a_store_that_reads_all_its_records_refused_none(store: LoadStore) -> No
     store.samples("run-1")
 
     assert store.refused() == {}
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf")])
+def test_a_sample_without_a_time_is_refused(store: LoadStore, time: float) -> None:
+    with pytest.raises(HistoryError, match=r"sample 1 of rank 0 was taken at .*, expected a time"):
+        store.append([make_sample(0, 0), make_sample(0, 1, time=time)])
+
+    assert store.sample_counts("run-1") == {}

@@ -1,5 +1,6 @@
 """Samples of single ranks become windows; whatever is missing is named, never guessed."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -195,3 +196,106 @@ def test_received_tokens_are_the_measured_rank_load_of_a_large_model() -> None:
 
     assert window.tokens.sum() == tokens.sum()
     assert np.array_equal(window.received, tokens.sum(axis=2))
+
+
+def test_phases_are_counted_apart_when_asked() -> None:
+    folder = WindowFolder(10, 2, 3)
+    for rank in (0, 1):
+        folder.add(make_sample(rank, 0, [1, 2], last_step=3, phase="prefill"))
+        folder.add(make_sample(rank, 4, [30, 40], last_step=9))
+        folder.add(make_sample(rank, 10, [5, 6]))
+
+    decode, prefill = folder.windows("decode"), folder.windows("prefill")
+
+    assert [window.tokens.tolist() for window in prefill] == [[[2, 2, 2]]]
+    assert [window.tokens.tolist() for window in decode] == [[[60, 40, 40]], [[10, 6, 6]]]
+    assert [window.phase for window in prefill + decode] == ["prefill", "decode", "decode"]
+    assert [window.phase for window in folder.windows()] == ["mixed", "decode"]
+    assert all(window.is_complete for window in prefill + decode)
+    assert folder.windows("mixed") == []
+
+
+# -- many samples at once
+
+
+def make_many(rng: np.random.Generator, num_windows: int, num_ranks: int) -> list[LoadSample]:
+    """3 layers x 2 slots of 5 experts; ranks of one and of two slots; a swap in each window."""
+    samples = []
+    for n, rank in np.ndindex(num_windows * 2, num_ranks):
+        shape = (3, 1 + rank % 2)
+        held = rng.integers(-1, 5, shape)
+        samples.append(
+            make_sample(
+                0,
+                n * 5,
+                [0],
+                rank=rank,
+                last_step=n * 5 + 4,
+                generation=n + 1,
+                phase=("prefill", "decode")[int(rng.integers(2))],
+                slot_to_expert=held,
+                tokens=np.where(held == -1, 0, rng.integers(0, 1000, shape)),
+            )
+        )
+    return [samples[n] for n in rng.permutation(len(samples))]
+
+
+def same(one: Window, other: Window) -> bool:
+    mine, theirs = vars(one), vars(other)
+    return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_at_once_make_the_windows_that_one_by_one_make(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = make_many(rng, num_windows=6, num_ranks=4)
+    plain, fast = (WindowFolder(10, 4, 5) for _ in range(2))
+    repeats = samples[:7]
+
+    changed = sum(plain.add(sample) for sample in [*samples, *repeats])
+    taken = fast.add_all([*samples, *repeats])
+
+    assert (taken.accepted, taken.repeated, taken.late, taken.refused) == (changed, 7, 0, [])
+    for phase in (None, "prefill", "decode"):
+        wanted, found = plain.windows(phase), fast.windows(phase)  # type: ignore[arg-type]
+        assert len(wanted) == len(found) == 6
+        assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
+
+
+def test_of_many_at_once_those_that_do_not_fit_are_named_and_the_rest_counts() -> None:
+    folder = WindowFolder(10, 2, 3, keep=1)
+
+    taken = folder.add_all(
+        [
+            make_sample(0, 10, [1, 2]),
+            make_sample(1, 10, [1, 2], slot_to_expert=[[0, 9]]),
+            make_sample(1, 10, [1, 2], rank=5),
+            make_sample(1, 10, [2**40 + 1, 0]),
+            make_sample(0, 0, [7, 7]),
+            make_sample(1, 10, [2**40, 4]),
+        ]
+    )
+
+    assert (taken.accepted, taken.late) == (2, 1)
+    assert [reason.partition(":")[2] for reason in taken.refused] == [
+        " layer 0 slot 1 holds expert 9, expected 0..2, or -1 for an empty slot",
+        " expected rank 0..1",
+        " 1099511627777 tokens in a slot, expected 1099511627776 at most",
+    ]
+    (window,) = folder.windows()
+    assert window.tokens.tolist() == [[2**40 + 1, 2, 4]]
+    assert window.is_complete
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4))
+def test_batches_cut_anywhere_change_nothing(order: list[int], cuts: list[int]) -> None:
+    samples = [make_sample(n % 2, n // 2 * 10, [n, n * n]) for n in range(12)]
+    expected = folded(*samples)
+    folder = WindowFolder(10, 2, 3)
+
+    edges = sorted({0, 12, *cuts})
+    for start, stop in pairwise(edges):
+        folder.add_all(samples[n] for n in order[start:stop])
+
+    assert all(same(one, two) for one, two in zip(folder.windows(), expected, strict=True))

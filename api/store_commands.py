@@ -1,0 +1,98 @@
+"""``eplb store``: copies of a store's file, and forgetting what is old."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from eplb.errors import ConfigError, EplbError
+from telemetry import open_store
+from telemetry.rollup import HOUR, MINUTE
+from telemetry.sqlite_backup import backup as copy_store
+from telemetry.sqlite_backup import shrink as shrink_file
+
+BAD_INPUT = 2
+_SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
+
+app = typer.Typer(help="Copy and clean up the file of a store.", no_args_is_help=True)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+StoreFile = Annotated[Path, typer.Option(help="The store's file.")]
+
+
+@app.command()
+def backup(
+    target: Annotated[Path, typer.Argument(help="A new file for the copy.")],
+    store: StoreFile = Path(".eplb/store.sqlite"),
+) -> None:
+    """Copy a store while it is in use, all deployments in it, as it is at one moment."""
+    try:
+        num_bytes = copy_store(store, target)
+    except EplbError as exc:
+        raise _refusal(exc) from exc
+    typer.echo(f"{store} copied to {target}: {num_bytes:,} bytes")
+
+
+@app.command()
+def purge(
+    before: Annotated[
+        str, typer.Option(help="A time, as 2026-03-01T12:00 (UTC), or an age: 90m, 12h, 7d.")
+    ],
+    store: StoreFile = Path(".eplb/store.sqlite"),
+    deployment: Annotated[str, typer.Option(help="Whose load.")] = "demo",
+    shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
+) -> None:
+    """Forget samples and roll-ups older than a time, without rolling them up.
+
+    Placements, tasks and events stay.
+    """
+    try:
+        before_time = _time_of(before, now=time.time())
+        if not store.is_file():
+            raise EplbError(f"there is no store at {store}, expected the file of a deployment")
+        with closing(open_store(store, deployment)) as opened:
+            if not opened.runs():  # a misspelt name must not pass for an empty store
+                raise EplbError(f"deployment {deployment!r} has no run in {store}, expected one")
+            samples = opened.prune(before_time)
+            minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))
+        if shrink:
+            shrink_file(store)
+    except EplbError as exc:
+        raise _refusal(exc) from exc
+    typer.echo(
+        f"{deployment}: forgot {samples} samples, {minutes} roll-ups of a minute and {hours} of an "
+        f"hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    )
+
+
+def _time_of(text: str, now: float) -> float:
+    """Read a time, or an age, as seconds since the epoch.
+
+    Raises:
+        ConfigError: it is neither, or in the future.
+    """
+    age = re.fullmatch(r"(\d+)([smhd])", text)
+    try:
+        if age:
+            found = now - int(age[1]) * _SECONDS[age[2]]
+        else:
+            parsed = datetime.fromisoformat(text)
+            found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+    except ValueError as exc:
+        expected = "a time as 2026-03-01T12:00, or an age as 90m, 12h or 7d"
+        raise ConfigError(f"--before is {text!r}, expected {expected}") from exc
+    if found > now:
+        raise ConfigError(f"--before is {text!r}, which is in the future, expected a time gone by")
+    return found
+
+
+def _refusal(exc: EplbError) -> typer.Exit:
+    errors.print(f"eplb: {exc}", markup=False)
+    return typer.Exit(BAD_INPUT)

@@ -1,0 +1,257 @@
+"""What is kept of the load, and for how long: samples, then roll-ups of a minute, then of an hour.
+
+Whatever is about to be forgotten is rolled up first. Each turn of the keeper reads, writes
+roll-ups, and only then prunes. Of one stretch of time the first roll-up stands, and it is written
+while all that it is made of is still there. So a keeper that is killed between any two steps loses
+nothing and doubles nothing, and neither do two keepers at once: the next turn makes the same
+roll-ups, which stand already, and prunes.
+
+A sample that arrives after its minute was rolled up is older than all samples that are kept, an
+hour by default. It is forgotten, and counted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from eplb.errors import ConfigError, EplbError, HistoryError
+from eplb.load import LoadSample, Phase
+from eplb.records import model_from_dict, topology_from_dict
+from telemetry.filling import Filling
+from telemetry.fit import Fit
+from telemetry.rollup import HOUR, MINUTE, Rollup
+from telemetry.store import LoadStore, RunInfo
+from telemetry.taking import LATE, Taken, take_all
+
+_PAGE = 2_000  # samples read at a time
+_ROLLUP_PAGE = 100
+_MOST_MINUTES = 64  # filled at once; 58 layers x 256 experts x 320 ranks take 17 MB
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How long things are kept.
+
+    Raises:
+        ConfigError: a length that is not positive, or a negative number of events.
+    """
+
+    samples_s: float = 3600.0
+    minutes_s: float = 24 * 3600.0
+    hours_s: float = 30 * 24 * 3600.0
+    events: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name in ("samples_s", "minutes_s", "hours_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0 seconds")
+        if self.events < 0:
+            raise ConfigError(f"events is {self.events}, expected 0 or more")
+
+
+@dataclass
+class Turn:
+    """What one turn of the keeper did."""
+
+    minutes: int = 0  # roll-ups written
+    hours: int = 0
+    standing: int = 0  # roll-ups made that stood already: of a killed turn, or of late samples
+    samples: int = 0  # pruned
+    left_out: int = 0  # samples that are in no roll-up, because they do not fit their run
+    reason: str = ""  # of the last one left out
+    events: int = 0  # pruned
+
+
+class RunShape(NamedTuple):
+    """What a run's samples are checked against."""
+
+    num_ranks: int
+    num_experts: int
+    num_layers: int
+
+    @classmethod
+    def of(cls, info: RunInfo) -> RunShape:
+        """Read the shape of a run.
+
+        Raises:
+            HistoryError: what was recorded is no model or no topology.
+        """
+        try:
+            model = model_from_dict(dict(info.model))
+            topology = topology_from_dict(dict(info.topology))
+        except (EplbError, LookupError, TypeError, ValueError) as exc:
+            raise HistoryError(
+                f"run {info.run!r} has no readable model or topology: {exc!r}"
+            ) from exc
+        return cls(topology.num_ranks, model.num_experts, model.num_layers)
+
+
+class Minutes:
+    """Samples of any run, in any order, as roll-ups of a minute.
+
+    Only so many minutes are held, the oldest: ``end`` is where those begin that are not.
+    """
+
+    def __init__(self, shapes: dict[str, RunShape], end: float) -> None:
+        self.end = end
+        self._shapes = shapes
+        self._fits = {run: Fit(*shape) for run, shape in shapes.items()}
+        self._filling: dict[float, dict[tuple[str, Phase], Filling]] = defaultdict(dict)
+
+    def add(self, samples: Sequence[LoadSample]) -> Taken:
+        """Count samples; those of minutes that are not held are late."""
+        total = Taken()
+        by_run: dict[str, list[LoadSample]] = defaultdict(list)
+        for sample in samples:
+            by_run[sample.run].append(sample)
+        for run, of_run in by_run.items():
+            if run not in self._fits:
+                total.refused += [f"run {run!r} is not recorded, expected its start"] * len(of_run)
+                continue
+            taken = take_all(of_run, self._fits[run], self._place)
+            total.accepted += taken.accepted
+            total.late += taken.late
+            total.refused += taken.refused
+        return total
+
+    def rollups(self) -> list[Rollup]:
+        """Return the roll-ups of the minutes that are held, oldest first."""
+        return [
+            Rollup(
+                run,
+                phase,
+                MINUTE,
+                start,
+                filling.first_step,
+                filling.last_step,
+                filling.num_samples,
+                frozenset(filling.generations),
+                frozenset(filling.sequences),
+                filling.by_phase[phase].tokens,
+                filling.by_phase[phase].received,
+            )
+            for start, fillings in sorted(self._filling.items())
+            for (run, phase), filling in sorted(fillings.items())
+        ]
+
+    def _place(self, sample: LoadSample) -> Filling | Literal["late", "repeated"]:
+        if not sample.time < self.end:
+            return LATE
+        start = sample.time // MINUTE * MINUTE
+        fillings = self._filling[start]
+        key = (sample.run, sample.phase)
+        if key not in fillings:
+            num_ranks, num_experts, _ = self._shapes[sample.run]
+            fillings[key] = Filling(num_ranks, num_experts)
+        if len(self._filling) > _MOST_MINUTES:
+            self.end = max(self._filling)
+            del self._filling[self.end]
+        return fillings[key] if start < self.end else LATE
+
+
+def hours_of(minutes: Iterable[Rollup]) -> list[Rollup]:
+    """Fold roll-ups of a minute into those of an hour, oldest first."""
+    hours: dict[tuple[float, str, Phase], Rollup] = {}
+    for minute in minutes:
+        key = (minute.start // HOUR * HOUR, minute.run, minute.phase)
+        hours[key] = _joined(hours.get(key), minute, start=key[0])
+    return [hours[key] for key in sorted(hours)]
+
+
+def _joined(hour: Rollup | None, minute: Rollup, start: float) -> Rollup:
+    parts = [minute] if hour is None else [hour, minute]
+    return Rollup(
+        minute.run,
+        minute.phase,
+        HOUR,
+        start,
+        min(part.first_step for part in parts),
+        max(part.last_step for part in parts),
+        sum(part.num_samples for part in parts),
+        frozenset[int]().union(*(part.generations for part in parts)),
+        frozenset[int]().union(*(part.ranks for part in parts)),
+        np.sum([part.tokens for part in parts], axis=0),
+        np.sum([part.received for part in parts], axis=0),
+    )
+
+
+class Keeper:
+    """Rolls up and prunes one deployment. Call ``turn`` about once a minute."""
+
+    def __init__(self, store: LoadStore, retention: Retention | None = None) -> None:
+        self._store, self._retention = store, retention or Retention()
+        self._shapes: dict[str, RunShape] = {}
+
+    def turn(self, now: float) -> Turn:
+        """Keep what is to be kept at ``now``, in seconds since the epoch.
+
+        Raises:
+            StoreError: the store failed; the next turn goes on where this one ended.
+        """
+        done, kept = Turn(), self._retention
+        self._roll_up_samples(_floor(now - kept.samples_s, MINUTE), done)
+        self._roll_up_minutes(_floor(now - kept.minutes_s, HOUR), done)
+        self._store.prune_rollups(HOUR, now - kept.hours_s)
+        done.events = self._store.prune_events(kept.events)
+        return done
+
+    def _roll_up_samples(self, before_time: float, done: Turn) -> None:
+        """Roll up and forget samples, the oldest minutes first."""
+        end = -np.inf
+        while end < before_time:
+            minutes = Minutes(self._known_shapes(), before_time)
+            refused = self._read_samples(minutes)
+            end = minutes.end
+            done.minutes += self._write(minutes.rollups(), done)
+            done.samples += self._store.prune(end)
+            done.left_out += len(refused)
+            done.reason = refused[-1] if refused else done.reason
+
+    def _read_samples(self, minutes: Minutes) -> list[str]:
+        refused, cursor = [], 0
+        while found := self._store.samples_before(minutes.end, after=cursor, limit=_PAGE):
+            cursor = found[-1][0]
+            refused += minutes.add([sample for _, sample in found]).refused
+        return refused
+
+    def _roll_up_minutes(self, before_time: float, done: Turn) -> None:
+        """Roll up and forget roll-ups of a minute."""
+        done.hours += self._write(hours_of(self._minutes_before(before_time)), done)
+        self._store.prune_rollups(MINUTE, before_time)
+
+    def _minutes_before(self, before_time: float) -> Iterator[Rollup]:
+        after, limit = -1.0, _ROLLUP_PAGE
+        while found := self._store.rollups(MINUTE, after=after, limit=limit):
+            # Those that start together may go on past the end of a page: read again with the next.
+            is_last_page = len(found) < limit
+            whole = found if is_last_page else [r for r in found if r.start < found[-1].start]
+            if not whole:
+                limit *= 2
+                continue
+            yield from (rollup for rollup in whole if rollup.start < before_time)
+            if is_last_page or whole[-1].start >= before_time:
+                return
+            after = whole[-1].start
+
+    def _write(self, rollups: list[Rollup], done: Turn) -> int:
+        num_new = self._store.add_rollups(rollups) if rollups else 0
+        done.standing += len(rollups) - num_new
+        return num_new
+
+    def _known_shapes(self) -> dict[str, RunShape]:
+        for info in self._store.runs():
+            if info.run not in self._shapes:
+                try:
+                    self._shapes[info.run] = RunShape.of(info)
+                except HistoryError:
+                    continue  # its samples are left out, and counted as such
+        return self._shapes
+
+
+def _floor(time: float, seconds: int) -> float:
+    return time // seconds * seconds

@@ -1,0 +1,178 @@
+"""Every sample ends in one counted outcome, and no sample ends the reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eplb.load import LoadSample
+from telemetry.intake import OUTCOMES, Intake
+from telemetry.timed import TimeFolder
+from telemetry.windows import WindowFolder
+
+NOW = 1000.0
+RUN = ("demo", "run-1")
+
+
+def make_sample(rank: int, window: int, **changes: Any) -> LoadSample:
+    fields: dict[str, Any] = {
+        "deployment": "demo",
+        "run": "run-1",
+        "sequence": window,
+        "time": NOW,
+        "first_step": window * 10,
+        "last_step": window * 10 + 9,
+        "phase": "decode",
+        "generation": 1,
+        "slot_to_expert": [[0, 1]],
+        "tokens": [[3, 4]],
+    }
+    return LoadSample(rank=rank, **(fields | changes))
+
+
+def make_intake(num_ranks: int = 4, keep: int = 8) -> Intake:
+    folder = WindowFolder(10, num_ranks, num_experts=2, keep=keep, num_layers=1)
+    return Intake(folder, RUN, max_ahead_s=60.0)
+
+
+def every_rank(window: int, **changes: Any) -> list[LoadSample]:
+    return [make_sample(rank, window, **changes) for rank in range(4)]
+
+
+def nonzero(intake: Intake) -> dict[str, int]:
+    return {name: number for name, number in intake.counts().items() if number}
+
+
+def test_every_outcome_is_counted_from_the_start() -> None:
+    assert make_intake().counts() == dict.fromkeys(OUTCOMES, 0)
+
+
+def test_samples_that_fit_are_accepted_once() -> None:
+    intake = make_intake()
+
+    assert intake.take(every_rank(0), NOW)["accepted"] == 4
+    assert intake.take(every_rank(0), NOW)["repeated"] == 4
+
+    assert nonzero(intake) == {"accepted": 4, "repeated": 4}
+    assert intake.reasons() == {}
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"run": "run-2"}, "is of ('demo', 'run-2'), expected ('demo', 'run-1')"),
+    ({"deployment": "other"}, "is of ('other', 'run-1')"),
+    ({"slot_to_expert": [[0, 1]] * 2, "tokens": [[1, 1]] * 2}, "has 2 layers, expected 1"),
+    ({"rank": 4}, "expected rank 0..3"),
+    ({"rank": -1}, "expected rank 0..3"),
+    ({"slot_to_expert": [[0, 2]]}, "holds expert 2, expected 0..1"),
+    ({"slot_to_expert": [[0, -2]]}, "holds expert -2, expected 0..1"),
+    ({"slot_to_expert": [[0, -1]]}, "received 4 tokens, expected none in an empty slot"),
+    ({"tokens": [[2**63 - 1, 0]]}, "9223372036854775807 tokens in a slot"),
+    ({"last_step": 10}, "covers steps 0..10, expected no step past 9"),
+    ({"time": float("nan")}, "was taken at nan, expected a time"),
+    ({"time": -float("inf")}, "was taken at -inf, expected a time"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), MALFORMED)
+def test_a_malformed_sample_is_counted_and_the_rest_goes_on(
+    changes: dict[str, Any], reason: str
+) -> None:
+    intake = make_intake()
+    rank = changes.get("rank", 0)
+    bad = make_sample(rank, 0, **{name: value for name, value in changes.items() if name != "rank"})
+
+    intake.take([bad, *every_rank(0)], NOW)
+
+    assert nonzero(intake) == {"accepted": 4, "malformed": 1}
+    assert reason in intake.reasons()["malformed"]
+
+
+def test_a_sample_that_overlaps_another_is_malformed() -> None:
+    intake = make_intake()
+
+    intake.take([*every_rank(0), make_sample(0, 0, sequence=9, first_step=5)], NOW)
+
+    assert nonzero(intake) == {"accepted": 4, "malformed": 1}
+
+
+def test_a_clock_far_ahead_is_told_and_a_clock_a_little_ahead_is_not() -> None:
+    intake = make_intake()
+
+    intake.take([make_sample(0, 0, time=NOW + 60.0), make_sample(1, 0, time=NOW + 61.0)], NOW)
+
+    assert nonzero(intake) == {"accepted": 1, "future": 1}
+    assert "taken at 1061.000, 61.000 s ahead, expected 60 s" in intake.reasons()["future"]
+
+
+def test_wild_steps_of_one_rank_push_no_window_out() -> None:
+    intake = make_intake(keep=8)
+    intake.take(every_rank(0), NOW)
+
+    wild = [make_sample(3, window) for window in range(10**6, 10**6 + 20)]
+    intake.take([*wild, make_sample(0, 1)], NOW)
+
+    assert nonzero(intake) == {"accepted": 5, "future": 20}
+    assert "is of window 1000019, expected none past 8" in intake.reasons()["future"]
+
+
+def test_once_most_ranks_are_far_ahead_their_windows_count() -> None:
+    intake = make_intake(keep=8)
+    intake.take(every_rank(0), NOW)
+
+    intake.take(every_rank(500), NOW)
+    assert nonzero(intake) == {"accepted": 6, "future": 2}
+
+    intake.take(every_rank(501), NOW)
+    assert nonzero(intake) == {"accepted": 10, "future": 2}
+
+
+def test_a_sample_of_a_window_that_is_held_no_more_is_late() -> None:
+    intake = make_intake(keep=2)
+
+    intake.take([make_sample(0, window) for window in (0, 1, 2)], NOW)
+    intake.take([make_sample(1, 0)], NOW)
+
+    assert nonzero(intake) == {"accepted": 3, "late": 1}
+
+
+def test_a_rank_that_missed_a_swap_is_stale() -> None:
+    intake = make_intake()
+    intake.take(every_rank(0), NOW)
+    intake.take([make_sample(rank, 1, generation=2) for rank in (0, 1, 2)], NOW)
+
+    intake.take([make_sample(3, 1), make_sample(3, 2)], NOW)
+
+    assert nonzero(intake) == {"accepted": 7, "stale": 2}
+    assert "of generation 1 at step 20, expected 2 or later" in intake.reasons()["stale"]
+
+    intake.take([make_sample(3, 3, generation=2)], NOW)
+    assert intake.counts()["accepted"] == 8
+
+
+def test_a_late_sample_from_before_the_swap_is_not_stale() -> None:
+    intake = make_intake()
+    intake.take([make_sample(rank, 1, generation=2) for rank in range(4)], NOW)
+
+    intake.take([make_sample(3, 0, sequence=0)], NOW)
+
+    assert nonzero(intake) == {"accepted": 5}
+
+
+def test_one_rank_with_a_wild_generation_makes_nobody_else_stale() -> None:
+    intake = make_intake()
+    intake.take([make_sample(0, 0, generation=2**60)], NOW)
+
+    intake.take([sample for window in (0, 1) for sample in every_rank(window)], NOW)
+
+    assert intake.counts()["stale"] == 0
+
+
+def test_windows_of_seconds_go_through_the_same_door() -> None:
+    folder = TimeFolder(5.0, num_ranks=4, num_experts=2, num_layers=1)
+    intake = Intake(folder, RUN)
+
+    intake.take([*every_rank(0), make_sample(0, 1, time=1e300)], NOW)
+
+    assert nonzero(intake) == {"accepted": 4, "future": 1}
+    assert [window.index for window in folder.windows()] == [200]

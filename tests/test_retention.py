@@ -1,0 +1,346 @@
+"""What is forgotten was rolled up before; a keeper killed anywhere loses and doubles nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb.errors import ConfigError, StoreError
+from eplb.load import LoadSample
+from eplb.model import ModelShape
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from telemetry import retention
+from telemetry.memory import MemoryStore
+from telemetry.retention import Keeper, Retention, hours_of
+from telemetry.rollup import HOUR, MINUTE, Rollup
+from telemetry.sqlite import SqliteStore
+from telemetry.store import LoadStore, RunInfo
+
+DAY = 24 * HOUR
+START = 100 * DAY  # of the simulated clock
+OpenStore = Callable[[str], LoadStore]
+
+# Two ranks of two slots, one layer, three experts.
+MODEL = ModelShape((0,), 3, 1, hidden=16, intermediate=8)
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+SHORT = Retention(samples_s=120.0, minutes_s=2.0 * HOUR, hours_s=10.0 * HOUR, events=5)
+
+
+def make_run(run: str) -> RunInfo:
+    return RunInfo(run, 5.0, model_to_dict(MODEL), topology_to_dict(TWO_RANKS), 10)
+
+
+def make_sample(rank: int, sequence: int, time: float, **changes: Any) -> LoadSample:
+    fields: dict[str, Any] = {
+        "deployment": "demo",
+        "run": "run-1",
+        "first_step": sequence * 10,
+        "last_step": sequence * 10 + 9,
+        "phase": "decode",
+        "generation": 1,
+        "slot_to_expert": [[0, rank + 1]],
+        "tokens": [[10, 1]],
+    }
+    return LoadSample(rank=rank, sequence=sequence, time=START + time, **(fields | changes))
+
+
+def started(store: LoadStore, *runs: str) -> LoadStore:
+    for run in runs or ("run-1",):
+        store.begin_run(make_run(run))
+    return store
+
+
+def summary(rollup: Rollup) -> tuple[float, list[list[int]], list[list[int]]]:
+    return rollup.start - START, rollup.tokens.tolist(), rollup.received.tolist()
+
+
+def test_samples_older_than_they_are_kept_become_roll_ups_of_a_minute(store: LoadStore) -> None:
+    started(store)
+    store.append([make_sample(rank, n, time=20.0 * n) for n in range(9) for rank in (0, 1)])
+
+    turn = Keeper(store, SHORT).turn(START + 250.0)
+
+    # Kept are samples of the last 120 s, and what their minute began with: 120..160.
+    assert [s.time - START for _, s in store.samples("run-1") if s.rank == 0] == [120, 140, 160]
+    assert [summary(rollup) for rollup in store.rollups(MINUTE)] == [
+        (0.0, [[60, 3, 3]], [[33, 33]]),
+        (60.0, [[60, 3, 3]], [[33, 33]]),
+    ]
+    first = store.rollups(MINUTE)[0]
+    assert (first.run, first.phase, first.num_samples) == ("run-1", "decode", 6)
+    assert (first.first_step, first.last_step) == (0, 29)
+    assert (first.generations, first.ranks) == ({1}, {0, 1})
+    assert (turn.minutes, turn.samples, turn.left_out, turn.standing) == (2, 12, 0, 0)
+    assert store.sample_counts("run-1") == {0: 9, 1: 9}
+
+
+def test_a_second_turn_finds_nothing_to_do(store: LoadStore) -> None:
+    started(store).append([make_sample(0, 0, time=0.0)])
+    keeper = Keeper(store, SHORT)
+    keeper.turn(START + 250.0)
+
+    turn = keeper.turn(START + 250.0)
+
+    assert (turn.minutes, turn.hours, turn.samples, turn.standing) == (0, 0, 0, 0)
+    assert len(store.rollups(MINUTE)) == 1
+
+
+def test_runs_and_phases_are_rolled_up_apart(store: LoadStore) -> None:
+    started(store, "run-1", "run-2")
+    store.append([make_sample(0, n, time=n, phase=p) for n, p in enumerate(("prefill", "decode"))])
+    store.append([make_sample(0, 0, time=5.0, run="run-2")])
+
+    Keeper(store, SHORT).turn(START + 250.0)
+
+    found = [(rollup.run, rollup.phase) for rollup in store.rollups(MINUTE)]
+    assert found == [("run-1", "decode"), ("run-1", "prefill"), ("run-2", "decode")]
+
+
+def test_roll_ups_of_a_minute_become_those_of_an_hour(store: LoadStore) -> None:
+    started(store)
+    store.append([make_sample(0, n, time=30.0 * 60 * n) for n in range(5)])
+    keeper = Keeper(store, SHORT)
+    keeper.turn(START + 3.0 * HOUR)
+
+    assert [summary(rollup) for rollup in store.rollups(HOUR)] == [(0.0, [[20, 2, 0]], [[22, 0]])]
+    (hour,) = store.rollups(HOUR)
+    assert (hour.num_samples, hour.first_step, hour.last_step) == (2, 0, 19)
+    assert [rollup.start - START for rollup in store.rollups(MINUTE)] == [3600, 5400, 7200]
+
+    keeper.turn(START + 10.0 * HOUR)
+    assert [rollup.num_samples for rollup in store.rollups(HOUR)] == [2, 2, 1]
+    keeper.turn(START + 12.0 * HOUR)
+    assert [rollup.start - START for rollup in store.rollups(HOUR)] == [7200]
+
+
+def test_all_but_the_latest_events_are_forgotten(store: LoadStore) -> None:
+    for n in range(9):
+        store.add_event("note", {"n": n})
+
+    assert Keeper(store, SHORT).turn(START).events == 4
+    assert [event.detail["n"] for event in store.events()] == [4, 5, 6, 7, 8]
+
+
+def test_late_and_disordered_samples_count_as_long_as_their_minute_is_kept(
+    store: LoadStore,
+) -> None:
+    started(store)
+    store.append([make_sample(0, 3, time=70.0), make_sample(0, 1, time=10.0)])
+    store.append([make_sample(1, 0, time=5.0), make_sample(0, 2, time=50.0)])
+    keeper = Keeper(store, SHORT)
+
+    keeper.turn(START + 200.0)
+    assert [rollup.num_samples for rollup in store.rollups(MINUTE)] == [3]
+
+    store.append([make_sample(0, 0, time=1.0), make_sample(1, 1, time=75.0)])
+    turn = keeper.turn(START + 260.0)
+
+    assert [rollup.num_samples for rollup in store.rollups(MINUTE)] == [3, 2]
+    assert (turn.minutes, turn.standing, turn.samples) == (1, 1, 3)
+
+
+def test_samples_that_do_not_fit_their_run_are_left_out_and_counted(store: LoadStore) -> None:
+    started(store)
+    store.begin_run(RunInfo("run-3", 6.0, {"no": "model"}, {}, 10))
+    store.append([make_sample(0, 0, time=0.0), make_sample(7, 0, time=0.0)])
+    store.append([make_sample(0, 0, time=0.0, run=run) for run in ("run-2", "run-3")])
+
+    turn = Keeper(store, SHORT).turn(START + 250.0)
+
+    assert (turn.minutes, turn.samples, turn.left_out) == (1, 4, 3)
+    assert turn.reason == "run 'run-3' is not recorded, expected its start"
+    assert store.rollups(MINUTE)[0].num_samples == 1
+
+
+def test_a_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
+    store: LoadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_MOST_MINUTES", 3)
+    monkeypatch.setattr(retention, "_PAGE", 4)
+    monkeypatch.setattr(retention, "_ROLLUP_PAGE", 2)
+    started(store, "run-1", "run-2", "run-3")
+    rng = np.random.default_rng(1)
+    times = rng.permutation(np.arange(0.0, 40 * 60.0, 40.0))
+    for run in ("run-1", "run-2", "run-3"):
+        store.append([make_sample(0, n, time=time, run=run) for n, time in enumerate(times)])
+
+    turn = Keeper(store, SHORT).turn(START + 4.0 * HOUR)
+
+    assert (turn.samples, turn.left_out, turn.standing) == (180, 0, 0)
+    assert [(hour.run, hour.num_samples) for hour in store.rollups(HOUR)] == [
+        ("run-1", 60),
+        ("run-2", 60),
+        ("run-3", 60),
+    ]
+    assert store.rollups(MINUTE) == []
+
+
+def test_an_hour_is_the_sum_of_its_minutes_whatever_their_order() -> None:
+    minutes = [
+        Rollup(
+            "run-1",
+            "decode",
+            MINUTE,
+            start,
+            int(start),
+            int(start) + 9,
+            2,
+            frozenset({n}),
+            frozenset({n % 2}),
+            np.array([[n, 1]]),
+            np.array([[n + 1]]),
+        )
+        for n, start in enumerate((0.0, 60.0, 3540.0, 3600.0))
+    ]
+
+    for order in itertools.permutations(minutes):
+        first, second = hours_of(order)
+        assert (first.start, first.seconds, first.num_samples) == (0.0, HOUR, 6)
+        assert (first.first_step, first.last_step) == (0, 3549)
+        assert (first.generations, first.ranks) == ({0, 1, 2}, {0, 1})
+        assert (first.tokens.tolist(), first.received.tolist()) == ([[3, 3]], [[6]])
+        assert (second.start, second.tokens.tolist()) == (3600.0, [[3, 1]])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"samples_s": 0.0}, {"minutes_s": -1.0}, {"hours_s": 0.0}, {"events": -1}]
+)
+def test_lengths_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} is .*, expected"):
+        Retention(**changes)
+
+
+# -- killed at every step
+
+WRITES = ("add_rollups", "prune", "prune_rollups", "prune_events")
+
+
+class Mortal:
+    """A store that calls ``die`` at one of its writes: before it, or after."""
+
+    def __init__(self, store: LoadStore, dies_at: int, die: Callable[[], object]) -> None:
+        self._store, self._left, self._die = store, dies_at, die
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name not in WRITES:
+            return method
+
+        def write(*args: Any) -> Any:
+            self._count_down()
+            written = method(*args)
+            self._count_down()
+            return written
+
+        return write
+
+    def _count_down(self) -> None:
+        if self._left == 0:
+            self._die()
+        self._left -= 1
+
+
+def with_five_hours_of_load(store: LoadStore) -> LoadStore:
+    started(store, "run-1", "run-2")
+    for run in ("run-1", "run-2"):
+        samples = [make_sample(rank, n, 240.0 * n, run=run) for n in range(75) for rank in (0, 1)]
+        store.append(samples)
+    for n in range(9):
+        store.add_event("note", {"n": n})
+    return store
+
+
+def content(store: LoadStore) -> Any:
+    return (
+        [(s.run, s.rank, s.sequence) for run in ("run-1", "run-2") for _, s in store.samples(run)],
+        [(vars(r)["run"], *summary(r)) for r in store.rollups(MINUTE) + store.rollups(HOUR)],
+        [event.id for event in store.events()],
+    )
+
+
+def samples_kept(store: LoadStore) -> Counter[str]:
+    """Samples of each run that are somewhere: as they are, or else in the longest roll-up."""
+    found = Counter({run: len(store.samples(run)) for run in ("run-1", "run-2")})
+    for rollup in store.rollups(MINUTE) + store.rollups(HOUR):
+        found[rollup.run] += rollup.num_samples
+    return found
+
+
+NOW = START + 5.0 * HOUR - 100.0  # the last samples are 140 s old
+NUM_STEPS = 16  # a turn writes 8 times, since 74 minutes are more than are held at once
+
+
+def settled(store: LoadStore) -> Any:
+    Keeper(store, SHORT).turn(NOW)
+    return content(store)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    return settled(with_five_hours_of_load(MemoryStore("demo")))
+
+
+def give_up() -> None:
+    raise StoreError("the store is gone")
+
+
+@pytest.mark.parametrize("step", range(NUM_STEPS + 1))
+def test_a_turn_that_fails_at_any_step_is_made_good_by_the_next(
+    store: LoadStore, step: int, wanted: Any
+) -> None:
+    with_five_hours_of_load(store)
+    mortal: Any = Mortal(store, step, give_up)
+
+    if step < NUM_STEPS:
+        with pytest.raises(StoreError, match="the store is gone"):
+            Keeper(mortal, SHORT).turn(NOW)
+    else:
+        Keeper(mortal, SHORT).turn(NOW)
+
+    assert all(kept >= 150 for kept in samples_kept(store).values()), "something is lost"
+    assert settled(store) == wanted
+    assert set(samples_kept(store).values()) == {150}
+
+
+@pytest.mark.parametrize("step", range(NUM_STEPS))
+def test_kill_9_of_the_keeper_at_any_step_loses_and_doubles_nothing(
+    tmp_path: Path, step: int, wanted: Any
+) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(SqliteStore(path, "demo")) as store:
+        with_five_hours_of_load(store)
+
+    child = os.fork()
+    if child == 0:
+        mortal: Any = Mortal(
+            SqliteStore(path, "demo"), step, lambda: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        Keeper(mortal, SHORT).turn(NOW)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    with closing(SqliteStore(path, "demo")) as store:
+        assert all(kept >= 150 for kept in samples_kept(store).values()), "something is lost"
+        assert settled(store) == wanted
+
+
+def test_two_keepers_in_turns_do_the_work_once(open_stores: OpenStore, wanted: Any) -> None:
+    store = with_five_hours_of_load(open_stores("demo"))
+    other = open_stores("demo")
+
+    turns = [Keeper(one, SHORT).turn(NOW) for one in (store, other)]
+
+    assert content(store) == wanted
+    assert [turn.standing for turn in turns] == [0, 0]
+    assert sum(turn.samples for turn in turns) == 296
