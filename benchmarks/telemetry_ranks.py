@@ -27,7 +27,7 @@ from telemetry import open_store
 from telemetry.codec import sample_to_bytes
 from telemetry.reporter import Reporter, ReporterStats
 from telemetry.spool import Spool
-from telemetry.spool_drain import AT_ONCE, Pace
+from telemetry.spool_drain import AT_ONCE, Tempo
 from telemetry.store import LoadStore, RankState
 
 LAYERS, SLOTS, EXPERTS = 58, 9, 256
@@ -64,7 +64,7 @@ class Writing:
     samples_per_s: float  # of each rank
     seconds: float
     seed: int
-    pace: Pace = AT_ONCE
+    tempo: Tempo = AT_ONCE
 
     @property
     def num_ranks(self) -> int:
@@ -132,7 +132,7 @@ def _write(plan: Writing, number: int, pipe: Connection) -> None:
     ranks = range(number * plan.ranks_each, (number + 1) * plan.ranks_each)
     counts = token_counts(plan.seed)
     reporters = [
-        Reporter(store, spool=Spool(plan.folder / f"rank-{rank}"), pace=plan.pace, seed=rank)
+        Reporter(store, spool=Spool(plan.folder / f"rank-{rank}"), tempo=plan.tempo, seed=rank)
         for rank in ranks
     ]
     sample_to_bytes(sample_of(0, 0, counts))  # imports what a rank that serves has long imported

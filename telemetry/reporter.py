@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 
 from eplb.errors import RankError
 from eplb.load import LoadSample
 from telemetry.spool import DEFAULT_CAPACITY, Spool
-from telemetry.spool_drain import AT_ONCE, Drain, Pace
+from telemetry.spool_counts import ReporterStats
+from telemetry.spool_drain import AT_ONCE, Drain, Tempo
 from telemetry.store import LoadStore, RankState
 
 # How often the inbox is looked into: after a look in vain the time doubles, after any other it is
@@ -34,37 +34,12 @@ from telemetry.store import LoadStore, RankState
 SHORTEST_TICK_S, LONGEST_TICK_S = 0.02, 0.2
 
 
-@dataclass(frozen=True)
-class ReporterStats:
-    """What became of the samples so far.
-
-    ``offered + recovered == stored + dropped + refused + waiting``, but for what is on its way
-    while the counts are read.
-    """
-
-    offered: int
-    recovered: int  # left on disk by an earlier process of this rank
-    stored: int  # acknowledged by the store; repeats that it knew already are among them
-    repeated: int
-    replayed: int  # stored after they had waited on disk
-    spooled: int  # could not be stored at once, and waited on disk
-    dropped: int  # for want of room, or offered after close
-    refused: int  # impossible samples, and records that cannot be read
-    damaged: int  # torn and damaged writes that an earlier process left
-    waiting: int
-    waiting_in_memory: int  # of these: would be lost with the process
-    bytes_on_disk: int
-    errors: int  # failed writes, to the store and to the disk
-    errors_by_kind: Mapping[str, int]  # the store's by type of error; "disk"
-    last_error: str  # "" before the first
-
-
 class Reporter:
     """Writes one rank's samples and state to the store, in threads of its own.
 
     Args:
         spool: where samples wait; this reporter closes it. None for one in memory.
-        pace: how often the store is written to.
+        tempo: how often the store is written to.
         seed: of the pauses between tries; another one for each rank.
     """
 
@@ -74,25 +49,25 @@ class Reporter:
         *,
         spool: Spool | None = None,
         capacity: int = DEFAULT_CAPACITY,
-        pace: Pace = AT_ONCE,
+        tempo: Tempo = AT_ONCE,
         seed: int = 0,
     ) -> None:
         assert capacity > 0, "an inbox without room would drop every sample"
         self._name = f"reporter of {store.deployment!r}"
         self._capacity = capacity
         self._spool = spool or Spool(capacity=capacity)
-        self._drain = Drain(store, self._spool, pace, seed=seed)
+        self._drain = Drain(store, self._spool, tempo, seed=seed)
         self._inbox: deque[LoadSample] = deque()
-        self._offering = Lock()  # of those who offer; the intake never holds it
+        self._offering = Lock()  # of those who offer, and of nobody else
         self._offered = self._dropped = self._taken = 0
-        self._bell: SimpleQueue[None] = SimpleQueue()  # rung by those who wait for the intake
-        self._changed = Condition()  # what they wait on
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung to have the inbox looked into
+        self._changed = Condition()  # what they wait on who ring it
         self._num_waiters = 0
         self._is_closing = self._is_closed = False
         self._broken: BaseException | None = None  # what ended a thread against our will
         self._lost_at_flush = 0
         self._threads = [
-            self._start("intake", self._take_in),
+            self._start("inbox", self._take_in),
             self._start("drain", self._drain.run),
         ]
 
@@ -116,7 +91,7 @@ class Reporter:
     def state(self, state: RankState) -> None:
         """Hand over what the rank says of itself; only the newest is kept.
 
-        It is written with the next samples, or on its own before long; see ``Pace``.
+        It is written with the next samples, or on its own before long; see ``Tempo``.
         """
         self._drain.state(state)
 
@@ -149,7 +124,7 @@ class Reporter:
         Raises:
             RankError: something would be lost with it: no disk takes it, and no store yet.
         """
-        self._wait_for_intake(time.monotonic() + timeout_s)
+        self._wait_until_taken(time.monotonic() + timeout_s)
         stats = self.stats()
         if stats.waiting_in_memory or self._broken is not None:
             raise RankError(
@@ -164,7 +139,7 @@ class Reporter:
             RankError: something was not stored in time, or was lost since the last flush.
         """
         deadline = time.monotonic() + timeout_s
-        self._wait_for_intake(deadline)
+        self._wait_until_taken(deadline)
         self._drain.wait_until_empty(deadline)
         stats, has_state = self.stats(), self._drain.has_state()
         lost = stats.dropped + stats.refused - self._lost_at_flush
@@ -242,7 +217,7 @@ class Reporter:
         except IndexError:
             return None
 
-    def _wait_for_intake(self, deadline: float) -> None:
+    def _wait_until_taken(self, deadline: float) -> None:
         """Wait until what was offered before this call is on the spool."""
         with self._changed:
             self._num_waiters += 1

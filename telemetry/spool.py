@@ -30,9 +30,9 @@ from threading import Lock
 
 from eplb.errors import EplbError, StoreError
 from eplb.load import LoadSample
-from telemetry.codec import sample_from_bytes, sample_to_bytes
+from telemetry.codec import sample_to_bytes
 from telemetry.spool_counts import SpoolCounts, Tally
-from telemetry.spool_folder import SpoolFolder
+from telemetry.spool_disk import SpoolDisk
 from telemetry.spool_segment import Place
 
 DEFAULT_BYTES = 64 << 20  # 24,000 samples of 58 layers x 9 slots: three hours at two a second
@@ -77,10 +77,10 @@ class Spool:
         self._on_disk: dict[int, Place] = {}  # only there
         self._leased: dict[int, _Held] = {}
         self._tally = Tally()
-        self._is_failing = False
-        self._folder: SpoolFolder | None = None
-        if folder is not None:
-            self._open(folder, max_bytes)
+        self._disk = SpoolDisk(folder, max_bytes)
+        for place in self._disk.recovered:
+            self._on_disk[self._take_position()] = place
+        self._tally.recovered = len(self._on_disk)
         self._counts = self._count()
 
     def add(self, samples: Sequence[LoadSample]) -> None:
@@ -125,7 +125,7 @@ class Spool:
         with self._use():
             settled = [self._leased.pop(position) for position in positions]
             for held in settled:
-                self._release(held.place)
+                self._disk.release(held.place)
             self._tally.stored += len(settled)
             self._tally.repeated += len(settled) - num_new
             self._tally.replayed += sum(not held.is_new for held in settled)
@@ -133,9 +133,8 @@ class Spool:
     def refuse(self, position: int, why: EplbError) -> None:
         """Forget a sample that can never be stored."""
         with self._use():
-            self._release(self._leased.pop(position).place)
-            self._tally.refused += 1
-            self._tally.last_error = str(why)
+            self._disk.release(self._leased.pop(position).place)
+            self._note_refusal(str(why))
 
     def give_back(self) -> None:
         """Keep what is still leased, for another try."""
@@ -162,9 +161,7 @@ class Spool:
     def close(self) -> None:
         """Let go of the folder; what waits on disk stays for the next process."""
         with self._lock:
-            if self._folder is not None:
-                self._folder.close()
-                self._folder = None
+            self._disk.close()
 
     @contextmanager
     def _use(self) -> Iterator[None]:
@@ -175,48 +172,26 @@ class Spool:
                 self._counts = self._count()
 
     def _count(self) -> SpoolCounts:
-        folder = self._folder
+        counted = {name: n for name, n in vars(self._tally).items() if name != "last_refusal"}
         in_memory = [*self._held.values(), *self._leased.values()]
         return SpoolCounts(
-            **vars(self._tally),
+            **counted,
             waiting=len(in_memory) + len(self._on_disk),
             waiting_in_memory=sum(held.place is None for held in in_memory),
-            torn=folder.num_torn if folder else 0,
-            damaged=folder.num_damaged if folder else 0,
-            bytes_on_disk=folder.num_bytes if folder else 0,
+            errors=self._disk.num_errors,
+            last_error=self._tally.last_refusal or self._disk.last_error,
+            **self._disk.figures(),
         )
-
-    def _open(self, path: Path, max_bytes: int) -> None:
-        try:
-            self._folder = SpoolFolder(path, max_bytes)
-        except OSError as exc:
-            self._disk_failed(f"spool {path} cannot be opened", exc)
-            return
-        for place in self._folder.recovered:
-            self._on_disk[self._take_position()] = place
-        self._tally.recovered = len(self._on_disk)
 
     def _take_position(self) -> int:
         self._next += 1
         return self._next
 
     def _write(self, record: bytes) -> Place | None:
-        """Write a record to the disk; None where that fails."""
-        folder = self._folder
-        if folder is None:
-            return None
-        num_overflows = folder.num_overflows
-        try:
-            place = folder.append(record)
-        except (OSError, StoreError) as exc:
-            self._disk_failed(f"spool {folder.path} cannot be written", exc)
-            return None
-        finally:
-            if folder.num_overflows != num_overflows:
-                self._drop_removed()
-        if self._is_failing:
-            log.warning("spool %s can be written again", folder.path)
-        self._is_failing = False
+        num_overflows = self._disk.num_overflows
+        place = self._disk.write(record)
+        if self._disk.num_overflows != num_overflows:
+            self._drop_removed()
         return place
 
     def _drop_removed(self) -> None:
@@ -243,32 +218,19 @@ class Spool:
     def _lease_from_disk(self, position: int) -> None:
         place = self._on_disk.pop(position)
         try:
-            sample = sample_from_bytes(place.segment.read(place))
-        except (OSError, EplbError) as exc:
-            self._tally.refused += 1
-            self._tally.last_error = f"{place.segment.path}: a record is refused: {exc}"
-            log.warning("%s", self._tally.last_error)
-            self._release(place)
+            sample = self._disk.read(place)
+        except StoreError as exc:
+            log.warning("%s", exc)
+            self._disk.release(place)
+            self._note_refusal(str(exc))
             return
         self._leased[position] = _Held(sample, place, is_new=False)
 
-    def _release(self, place: Place | None) -> None:
-        if place is None or self._folder is None:
-            return
-        try:
-            self._folder.release(place)
-        except OSError as exc:  # it may be sent once more then, after a restart
-            self._disk_failed(f"spool {self._folder.path} cannot be cleaned", exc)
+    def _note_refusal(self, why: str) -> None:
+        self._tally.refused += 1
+        self._tally.last_refusal = why
 
     def _refuse_new(self, sample: LoadSample, exc: Exception) -> None:
         with self._use():
             self._tally.added += 1
-            self._tally.refused += 1
-            self._tally.last_error = f"sample {sample.sequence} cannot be packed: {exc}"
-
-    def _disk_failed(self, what: str, exc: Exception) -> None:
-        self._tally.errors += 1
-        self._tally.last_error = f"{what}: {exc}"
-        if not self._is_failing:  # once for each time that the disk is in trouble
-            log.warning("%s: samples are kept in memory meanwhile", self._tally.last_error)
-        self._is_failing = True
+            self._note_refusal(f"sample {sample.sequence} cannot be packed: {exc}")

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pace:
+class Tempo:
     """How often a rank writes to the store.
 
     A write of several samples costs hardly more than one of a single sample, so many ranks on one
@@ -40,14 +40,14 @@ class Pace:
     state_s: float = 0.1  # how long a state may wait for samples to go with
 
 
-AT_ONCE = Pace()
+AT_ONCE = Tempo()
 
 
 class Drain:
     """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
 
-    def __init__(self, store: LoadStore, spool: Spool, pace: Pace, *, seed: int) -> None:
-        self._store, self._spool, self._pace = store, spool, pace
+    def __init__(self, store: LoadStore, spool: Spool, tempo: Tempo, *, seed: int) -> None:
+        self._store, self._spool, self._tempo = store, spool, tempo
         self._random = random.Random(seed)
         self._changed = Condition()  # never held while the store or the disk works
         self._state: RankState | None = None  # the newest
@@ -121,7 +121,7 @@ class Drain:
             self._changed.wait_for(lambda: self._has_work() or self._is_ended)
             if not self._spool.has_waiting:
                 # A state alone may wait for samples, so that it costs no transaction of its own.
-                self._changed.wait_for(self._is_urgent, self._pace.state_s)
+                self._changed.wait_for(self._is_urgent, self._tempo.state_s)
             self._is_idle = False
             return not self._is_ended
 
@@ -214,7 +214,7 @@ class Drain:
 
     def _rest(self, worked_s: float) -> None:
         """Let samples gather; in a backlog, leave the interpreter to the step path meanwhile."""
-        rest_s = REST * worked_s if self._spool.has_backlog else self._pace.write_s
+        rest_s = REST * worked_s if self._spool.has_backlog else self._tempo.write_s
         if rest_s:
             with self._changed:
                 self._changed.wait_for(lambda: self._num_waiters > 0 or self._is_ended, rest_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import random
@@ -161,9 +160,13 @@ def test_an_impossible_sample_is_refused_and_holds_up_no_other(
 def test_a_sample_that_only_the_store_finds_impossible_holds_up_no_other_for_long(
     tmp_path: Path, store: SqliteStore
 ) -> None:
+    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as other:
+        other.execute(
+            "CREATE TRIGGER never BEFORE INSERT ON sample WHEN NEW.sequence = 0 "
+            "BEGIN SELECT RAISE(ABORT, 'a constraint'); END"
+        )
     reporter = Reporter(store, spool=Spool(tmp_path / "spool"))
-    reporter.offer(replace(make_sample(0), time=math.nan))  # SQLite takes it for no value at all
-    for sequence in range(1, 10):
+    for sequence in range(10):
         reporter.offer(make_sample(sequence))
 
     with pytest.raises(RankError, match=r"1 dropped or refused.* last error: .*constraint"):
