@@ -10,7 +10,8 @@ Samples are of 58 layers x 9 slots, as on each of 32 ranks of DeepSeek-V3. Rows:
 - SQLite: 64 processes, a sample a second from each, each with its own reporter and spool;
 - the fold of 16 windows of 320 ranks into a history;
 - Redis: 320 ranks in 4 processes, two samples a second from each, and samples older than a third
-  of the run forgotten; the same with the server killed for a while (AOF, appendfsync always).
+  of the run forgotten, each written at once and several together; and with the server killed for
+  a while (AOF, appendfsync always).
 
 The report's figures are of ``--seconds 600``; Redis is killed for 60 s then, else for a quarter.
 """
@@ -20,14 +21,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import sqlite3
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,50 +34,24 @@ from telemetry_ranks import (
     DEPLOYMENT,
     EXPERTS,
     RUN,
+    Row,
+    Run,
     Writing,
-    Written,
+    milliseconds,
     sample_of,
     state_of,
     token_counts,
+    told,
     writing,
 )
+from telemetry_redis import NUM_RANKS, redis_killed, redis_load
 
-from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.redis_process import RedisProcess
 from telemetry.reporter import Reporter
 from telemetry.spool import Spool
-from telemetry.store import LoadStore
-from telemetry.windows import fold, history
+from telemetry.windows import WindowFolder, history
 
 DEADLINE_S = 120.0
-NUM_RANKS = 320
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table."""
-
-    what: str
-    found: str
-    target: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every row is told."""
-
-    seconds: float
-    seed: int
-    folder: Path
-
-
-def milliseconds(values: list[float]) -> str:
-    if not values:
-        return "none"
-    p50, p99 = np.percentile(values, [50, 99])
-    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {max(values):.1f} ms"
-
 
 # -- the step path
 
@@ -136,16 +108,6 @@ def step_path(run: Run) -> Iterator[Row]:
 # -- stores under load
 
 
-def told(plan: Writing, written: Written, store: LoadStore) -> str:
-    stored = sum(store.sample_counts(RUN).values())
-    lost = plan.expected * plan.num_ranks - stored
-    share = written.cpu_s / written.wall_s
-    return (
-        f"{stored} stored, {lost} lost, {written.total('repeated')} repeats; "
-        f"write {milliseconds(written.append_ms)}; all writers {share:.0%} of a core"
-    )
-
-
 def sqlite_load(run: Run) -> Iterator[Row]:
     path = run.folder / "load.sqlite"
     plan = Writing(str(path), run.folder / "spools", 64, 1, 1.0, run.seconds, run.seed)
@@ -161,106 +123,18 @@ def folding(run: Run) -> Iterator[Row]:
     counts, num_windows = token_counts(run.seed), 16
     samples = [sample_of(rank, n, counts) for n in range(num_windows) for rank in range(NUM_RANKS)]
     taken_ms: list[float] = []
+    WindowFolder(10, NUM_RANKS, EXPERTS).add_all(samples)  # compiled, if it is, and not counted
     for _ in range(5):
         started = time.perf_counter()
-        windows = fold(samples, window_steps=10, num_ranks=NUM_RANKS, num_experts=EXPERTS)
-        folded = history(windows, last=num_windows)
+        folder = WindowFolder(10, NUM_RANKS, EXPERTS)
+        folder.add_all(samples)
+        folded = history(folder.windows(), last=num_windows)
         taken_ms.append((time.perf_counter() - started) * 1e3)
         assert folded is not None, "every window is complete"
         assert len(folded.tokens) == num_windows, "every window is complete"
     yield Row(
         f"fold of {num_windows} windows of {NUM_RANKS} ranks", milliseconds(taken_ms), "50 ms"
     )
-
-
-class Sweeper:
-    """Forgets old samples, as a controller does, and notes the server's memory."""
-
-    def __init__(self, server: RedisProcess, keep_s: float) -> None:
-        self._server, self._keep_s = server, keep_s
-        self.num_pruned, self.used_mb = 0, list[float]()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with closing(open_store(self._server.url, DEPLOYMENT)) as store:
-            while not self._stop.wait(self._keep_s / 6):
-                self.num_pruned += store.prune(time.time() - self._keep_s)
-                found = re.search(r"used_memory\D+(\d+)", str(self._server.ask("INFO", "memory")))
-                assert found is not None, "every server says how much memory it uses"
-                self.used_mb.append(int(found[1]) / 1e6)
-
-    def close(self) -> None:
-        """Stop."""
-        self._stop.set()
-        self._thread.join(DEADLINE_S)
-
-
-def redis_load(run: Run) -> Iterator[Row]:
-    with RedisProcess(run.folder / "redis-load") as server:
-        plan = _redis_plan(server, run, "load")
-        with writing(plan) as written, closing(Sweeper(server, run.seconds / 3)) as sweeper:
-            threading.Event().wait(run.seconds)
-        with closing(open_store(server.url, DEPLOYMENT)) as store:
-            found = told(plan, written, store)
-        middle, end = sweeper.used_mb[len(sweeper.used_mb) // 2], sweeper.used_mb[-1]
-    found += f"; {sweeper.num_pruned} forgotten, memory {middle:.0f} MB half way, {end:.0f} MB"
-    what = f"Redis, {NUM_RANKS} ranks x 2 samples/s, {run.seconds:.0f} s"
-    yield Row(what, found, "0 lost, 25 % of a core, memory flat")
-
-
-def redis_killed(run: Run) -> Iterator[Row]:
-    away_s = min(60.0, run.seconds / 4)
-    settings = {"appendonly": "yes", "appendfsync": "always"}
-    with RedisProcess(run.folder / "redis-killed", settings) as server:
-        plan = _redis_plan(server, run, "killed")
-        with writing(plan) as written:
-            threading.Event().wait(run.seconds / 4)
-            server.kill()
-            threading.Event().wait(away_s)
-            server.start()
-            back = time.monotonic()
-            fresh_s, whole_s = _recovery(server, plan, back - away_s - run.seconds / 4, back)
-        with closing(open_store(server.url, DEPLOYMENT)) as store:
-            found = told(plan, written, store)
-    found += (
-        f"; {written.total('spooled')} spooled, {written.total('dropped')} dropped; after its "
-        f"return new samples of every rank in {fresh_s:.1f} s, the backlog in {whole_s:.1f} s"
-    )
-    yield Row(f"  the same, killed for {away_s:.0f} s", found, "0 lost, back within 5 s")
-
-
-def _redis_plan(server: RedisProcess, run: Run, name: str) -> Writing:
-    num_processes = 4
-    each = NUM_RANKS // num_processes
-    spools = run.folder / f"spools-{name}"
-    return Writing(server.url, spools, num_processes, each, 2.0, run.seconds, run.seed)
-
-
-def _recovery(
-    server: RedisProcess, plan: Writing, started: float, back: float
-) -> tuple[float, float]:
-    """Seconds until every rank has written again, and until the store has what is due by then."""
-    fresh_s = 0.0
-    first = int(plan.samples_per_s * (back - started))  # sequence of the first sample after it
-    with closing(_opened(server)) as store:
-        while time.monotonic() < back + DEADLINE_S:
-            since_s = time.monotonic() - back
-            states = store.rank_states(RUN)
-            if not fresh_s and sum(state.step >= first for state in states) == plan.num_ranks:
-                fresh_s = since_s
-            due = plan.num_ranks * min(
-                plan.expected, int((since_s - 1.0) * plan.samples_per_s) + first
-            )
-            if fresh_s and sum(store.sample_counts(RUN).values()) >= due:
-                return fresh_s, since_s
-            threading.Event().wait(0.05)
-    raise StoreError(f"not recovered within {DEADLINE_S:g} s of the server's return")
-
-
-def _opened(server: RedisProcess) -> LoadStore:
-    return open_store(server.url, DEPLOYMENT)
 
 
 ROWS: dict[str, Callable[[Run], Iterator[Row]]] = {

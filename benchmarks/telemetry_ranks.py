@@ -170,3 +170,41 @@ def _timed(store: LoadStore, append_ms: list[float]) -> LoadStore:
 
     store.append = timed  # type: ignore[method-assign]
     return store
+
+
+# -- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    what: str
+    found: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every row is told."""
+
+    seconds: float
+    seed: int
+    folder: Path
+
+
+def milliseconds(values: list[float]) -> str:
+    if not values:
+        return "none"
+    p50, p99 = np.percentile(values, [50, 99])
+    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {max(values):.1f} ms"
+
+
+def told(plan: Writing, written: Written, store: LoadStore) -> str:
+    stored = sum(store.sample_counts(RUN).values())
+    lost = plan.expected * plan.num_ranks - stored
+    share = written.cpu_s / written.wall_s
+    return (
+        f"{stored} stored, {lost} lost, {written.total('repeated')} repeats; "
+        f"write {milliseconds(written.append_ms)}; all writers {share:.0%} of a core"
+    )

@@ -20,7 +20,7 @@ from telemetry.spool import Spool
 from telemetry.store import LoadStore, RankState
 
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0
 BATCH = 64  # samples of a backlog, and new ones, in one write
 SUSPICIOUS = 3  # so many failures in a row are no accident: the samples are tried one by one then
 REST = 3.0  # pause after a write of backlog, as a multiple of the processor time that it took

@@ -18,6 +18,7 @@ import pytest
 
 from eplb.errors import RankError
 from eplb.load import LoadSample
+from telemetry import open_store
 from telemetry.reporter import Reporter
 from telemetry.spool import Spool
 from telemetry.sqlite import SqliteStore
@@ -173,6 +174,27 @@ def test_a_sample_that_only_the_store_finds_impossible_holds_up_no_other_for_lon
         reporter.flush(TIMEOUT_S)
     assert sorted(sequences(store)) == list(range(1, 10))
     reporter.close(TIMEOUT_S)
+
+
+def test_a_redis_that_is_killed_and_comes_back_has_every_sample(tmp_path: Path) -> None:
+    servers = pytest.importorskip("telemetry.redis_process", reason="needs the Redis store")
+    settings = {"appendonly": "yes", "appendfsync": "always"}  # what it took survives its death
+    with servers.RedisProcess(tmp_path / "redis", settings) as server:
+        limits = "deadline_s=0.2&cool_down_s=0.2&connect_timeout_s=0.2"
+        with closing(open_store(f"{server.url}?{limits}", "demo")) as store:
+            reporter = Reporter(store, spool=Spool(tmp_path / "spool"))
+            for sequence in range(10):
+                reporter.offer(make_sample(sequence))
+            server.kill()
+            for sequence in range(10, 40):
+                reporter.offer(make_sample(sequence))
+            reporter.secure(TIMEOUT_S)
+            server.start()
+            reporter.flush(RECOVERY_S)
+
+            stored = [sample.sequence for _, sample in store.samples("run-1")]
+            assert sorted(stored) == list(range(40))
+            reporter.close(TIMEOUT_S)
 
 
 # -- ranks killed at random moments
