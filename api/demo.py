@@ -64,7 +64,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         state = StateDir(settings.state_dir)
         stack.callback(state.close)
-        store = open_store(state.store, DEPLOYMENT)
+        store = open_store(settings.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
         app = create_app(store, metrics_level=settings.metrics_level)
         service = HttpService(app, settings.host, settings.port)

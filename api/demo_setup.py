@@ -14,7 +14,7 @@ import numpy as np
 from api.demo_text import VOCABULARY, domains_of, standard_domains
 from api.settings import DemoSettings
 from api.state_dir import StateDir
-from api.worker_plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
+from api.worker_plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
 from eplb.errors import ConfigError
 from eplb.gate import CostModel
 from eplb.migration import Pace
@@ -31,6 +31,7 @@ from rebalance.slab import SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
+from telemetry.spool_drain import Tempo
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
@@ -57,7 +58,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
     weights = _weights(settings, state, model)
     return WorkerPlan(
         run=run,
-        store=state.store,
+        store=settings.store or state.store,
         weights=weights,
         text=text,
         trace=trace,
@@ -86,6 +87,11 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             seed=settings.seed,
         ),
         slab=_slab(settings, weights, model),
+        reporting=Reporting(
+            settings.spool_dir or state.path / "spool",
+            settings.spool_mb * 1_000_000,
+            Tempo(write_s=settings.store_interval),
+        ),
     )
 
 

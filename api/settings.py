@@ -99,6 +99,14 @@ class DemoSettings(BaseModel):
     port: Whole = Field(8765, ge=0, le=65535, description="port of the HTTP service; 0: any free")
     json_path: Path | None = Field(None, description="where to write the summary")
     state_dir: Path = Field(Path(".eplb"), description="folder of the store and the weights")
+    store: str = Field("", description="URL of the load store; none: a file in the state folder")
+    spool_dir: Path | None = Field(
+        None, description="where ranks keep samples that the store lacks; none: the state folder"
+    )
+    spool_mb: Whole = Field(64, ge=1, description="MB of disk for such samples of each rank")
+    store_interval: Number = Field(
+        0.0, ge=0, description="least seconds between two writes of a rank to the store"
+    )
     min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
     plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
@@ -159,6 +167,13 @@ class DemoSettings(BaseModel):
         if (info.data.get("slab_mode") == "full") != (records == 0):
             raise ValueError("expected a number of records with hot or ring, and none with full")
         return records
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_shared(cls, store: str) -> str:
+        if store == "memory:":
+            raise ValueError("expected a store that several processes can share")
+        return store
 
     @field_validator("trace")
     @classmethod

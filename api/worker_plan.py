@@ -12,6 +12,8 @@ from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.experts import ExpertSchema
+from telemetry.spool import DEFAULT_BYTES, Spool
+from telemetry.spool_drain import AT_ONCE, Tempo
 
 DEPLOYMENT = "demo"
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
@@ -24,11 +26,30 @@ ROUTE_TIE = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 
 
 @dataclass(frozen=True)
+class Reporting:
+    """How ranks report."""
+
+    spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
+    spool_bytes: int = DEFAULT_BYTES  # of each rank
+    tempo: Tempo = AT_ONCE
+
+    def spool_of(self, rank: int) -> Spool | None:
+        """Open a rank's spool; with what an earlier process of that rank left in it.
+
+        Raises:
+            StoreError: another process uses it.
+        """
+        if self.spool_dir is None:
+            return None
+        return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_bytes)
+
+
+@dataclass(frozen=True)
 class WorkerPlan:
     """The demo as its processes see it."""
 
     run: str
-    store: Path
+    store: Path | str  # a file, or a URL
     weights: Path
     text: Path | None  # an .npz of the domains' tokens; None with a trace
     trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
@@ -48,6 +69,12 @@ class WorkerPlan:
     dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
+    reporting: Reporting = field(default_factory=Reporting)  # of every rank
+
+    @property
+    def state_dir(self) -> Path:
+        """The folder that the demo keeps what it writes in."""
+        return self.weights.parent
 
     @property
     def spare_slots(self) -> int:

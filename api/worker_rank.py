@@ -115,7 +115,7 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     feed.close()
     built.agent.close()
     built.reporter.state(built.agent.describe())
-    built.reporter.flush(FLUSH_DEADLINE_S)
+    built.reporter.close(FLUSH_DEADLINE_S)
     built.journal.close()
     parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
@@ -170,8 +170,9 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     ]
     serving = place.model(MoEStack(model, dense, layers), dispatcher)
     counter.drain()  # proving and warming up were no load
-    reporter = Reporter(store)
-    journal = Journal(plan.store.parent / JOURNAL_FOLDER, plan.run, rank)
+    reporting = plan.reporting
+    reporter = Reporter(store, spool=reporting.spool_of(rank), tempo=reporting.tempo, seed=rank)
+    journal = Journal(plan.state_dir / JOURNAL_FOLDER, plan.run, rank)
     agent = RankAgent(
         AgentSettings(
             DEPLOYMENT,

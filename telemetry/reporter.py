@@ -1,229 +1,240 @@
-"""The thread through which a rank reports: the step path hands over and goes on.
+"""Through which a rank reports: the step path hands over and goes on.
 
-A store that is slow, full or gone never slows a step and never fails one. Samples wait in a
-bounded queue; when it overflows the oldest is dropped and counted, and since the caller numbers
-the samples, whoever reads them sees the gap.
+    step path -> inbox -> spool -> store
+               (memory)  (disk)
+
+Two threads move the samples on. The first looks into the inbox, every ``LONGEST_TICK_S`` or more
+often, and puts what it finds on disk, whatever the store does; the second brings it from there to
+the store. A store that is slow, full or gone never slows a step and never fails one: samples wait
+on disk (``telemetry.spool``) and follow when it is back. What finds no room is dropped and counted,
+the oldest first; since the caller numbers the samples, whoever reads them sees the gap.
+
+The step path wakes nobody and waits for nobody: waking a thread is a system call, and the thread
+that wakes up wants the interpreter, or a lock, just when the step does.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from dataclasses import dataclass
-from threading import Condition, Thread
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Condition, Lock, Thread
 
-from eplb.errors import RankError, StoreError
+from eplb.errors import RankError
 from eplb.load import LoadSample
+from telemetry.spool import DEFAULT_CAPACITY, Spool
+from telemetry.spool_counts import ReporterStats
+from telemetry.spool_drain import AT_ONCE, Drain, Tempo
 from telemetry.store import LoadStore, RankState
 
-_FIRST_BACKOFF_S = 0.05
-_LONGEST_BACKOFF_S = 1.0
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ReporterStats:
-    """What became of the samples handed over so far."""
-
-    offered: int
-    stored: int  # acknowledged by the store; repeats that it knew already are among them
-    dropped: int  # overflowed, or offered after close
-    waiting: int
-    errors: int  # failed attempts to write
-    last_error: str  # "" before the first
+# How often the inbox is looked into: after a look in vain the time doubles, after any other it is
+# halved. A sample waits for the longest at most until it is taken to the disk. A look costs 20 us.
+SHORTEST_TICK_S, LONGEST_TICK_S = 0.02, 0.2
 
 
 class Reporter:
-    """Writes one rank's samples and state to the store, in a thread of its own.
+    """Writes one rank's samples and state to the store, in threads of its own.
 
-    ``offer`` and ``state`` hold a lock for microseconds, never while the store works.
+    Args:
+        spool: where samples wait; this reporter closes it. None for one in memory.
+        tempo: how often the store is written to.
+        seed: of the pauses between tries; another one for each rank.
     """
 
     def __init__(
-        self, store: LoadStore, *, capacity: int = 256, state_interval_s: float = 0.1
+        self,
+        store: LoadStore,
+        *,
+        spool: Spool | None = None,
+        capacity: int = DEFAULT_CAPACITY,
+        tempo: Tempo = AT_ONCE,
+        seed: int = 0,
     ) -> None:
-        assert capacity > 0, "a queue without room would drop every sample"
-        self._store = store
+        assert capacity > 0, "an inbox without room would drop every sample"
+        self._name = f"reporter of {store.deployment!r}"
         self._capacity = capacity
-        self._state_interval_s = state_interval_s
-        self._changed = Condition()
-        self._queue: deque[LoadSample] = deque()
-        self._in_flight: list[LoadSample] = []
-        self._state: RankState | None = None  # the newest one that is not written yet
-        self._num_flushing = 0
-        self._is_closing = False
-        self._broken: BaseException | None = None  # what ended the thread against our will
-        self._offered = self._stored = self._dropped = self._errors = 0
-        self._dropped_at_flush = 0
-        self._last_error = ""
-        self._thread = Thread(target=self._run, name=f"reporter-{store.deployment}", daemon=True)
-        self._thread.start()
+        self._spool = spool or Spool(capacity=capacity)
+        self._drain = Drain(store, self._spool, tempo, seed=seed)
+        self._inbox: deque[LoadSample] = deque()
+        self._offering = Lock()  # of those who offer, and of nobody else
+        self._offered = self._dropped = self._taken = 0
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung to have the inbox looked into
+        self._changed = Condition()  # what they wait on who ring it
+        self._num_waiters = 0
+        self._is_closing = self._is_closed = False
+        self._broken: BaseException | None = None  # what ended a thread against our will
+        self._lost_at_flush = 0
+        self._threads = [
+            self._start("inbox", self._take_in),
+            self._start("drain", self._drain.run),
+        ]
 
     def offer(self, sample: LoadSample) -> bool:
         """Hand over a sample. Never blocks, never raises; False when a sample was dropped for it.
 
-        That is the oldest one, or after ``close`` this one.
+        That is the oldest one, or after ``close`` this one. A sample that waits on disk may be
+        dropped later, for want of room there; ``stats`` tells.
         """
-        with self._changed:
+        with self._offering:
             self._offered += 1
-            if self._is_closing or self._broken is not None:
+            if self._is_closing:
                 self._dropped += 1
                 return False
-            self._queue.append(sample)
-            num_dropped = self._trim()
-            self._changed.notify_all()
-        return num_dropped == 0
+            self._inbox.append(sample)
+            is_full = len(self._inbox) > self._capacity
+            if is_full and self._taken_from_inbox() is not None:
+                self._dropped += 1
+        return not is_full
 
     def state(self, state: RankState) -> None:
         """Hand over what the rank says of itself; only the newest is kept.
 
-        It is written with the next samples, or on its own after ``state_interval_s`` at most.
+        It is written with the next samples, or on its own before long; see ``Tempo``.
         """
-        with self._changed:
-            is_first = self._state is None
-            self._state = state
-            if is_first:
-                self._changed.notify_all()
+        self._drain.state(state)
 
     def stats(self) -> ReporterStats:
-        """Return the counts, all of one moment."""
-        with self._changed:
-            return ReporterStats(
-                self._offered,
-                self._stored,
-                self._dropped,
-                self._num_waiting(),
-                self._errors,
-                self._last_error,
-            )
+        """Return the counts. Never waits for store or disk, so a step may ask."""
+        spool, (errors, store_error) = self._spool.counts(), self._drain.errors()
+        errors |= {"disk": spool.errors} if spool.errors else {}
+        in_inbox = max(0, self._offered - self._dropped - self._taken)
+        return ReporterStats(
+            offered=self._offered,
+            recovered=spool.recovered,
+            stored=spool.stored,
+            repeated=spool.repeated,
+            replayed=spool.replayed,
+            spooled=spool.spooled,
+            dropped=self._dropped + spool.dropped,
+            refused=spool.refused,
+            damaged=spool.torn + spool.damaged,
+            waiting=in_inbox + spool.waiting,
+            waiting_in_memory=in_inbox + spool.waiting_in_memory,
+            bytes_on_disk=spool.bytes_on_disk,
+            errors=sum(errors.values()),
+            errors_by_kind=errors,
+            last_error=self._reason() or store_error or spool.last_error,
+        )
+
+    def secure(self, timeout_s: float) -> None:
+        """Wait until everything handed over would outlive this process.
+
+        Raises:
+            RankError: something would be lost with it: no disk takes it, and no store yet.
+        """
+        self._wait_until_taken(time.monotonic() + timeout_s)
+        stats = self.stats()
+        if stats.waiting_in_memory or self._broken is not None:
+            raise RankError(
+                f"{self._name}: {stats.waiting_in_memory} samples are only in memory after "
+                f"{timeout_s:g} s, expected all on disk; last error: {stats.last_error or 'none'}"
+            ) from self._broken
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything handed over is stored.
 
         Raises:
-            RankError: something was not stored in time, or was dropped since the last flush.
+            RankError: something was not stored in time, or was lost since the last flush.
         """
-        with self._changed:
-            self._num_flushing += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_idle() or self._broken is not None, timeout_s)
-            self._num_flushing -= 1
-            waiting, is_idle = self._num_waiting(), self._is_idle()
-            dropped = self._dropped - self._dropped_at_flush
-            self._dropped_at_flush = self._dropped
-            if not is_idle or dropped or self._broken is not None:
-                raise RankError(
-                    f"reporter of {self._store.deployment!r}: {waiting} samples"
-                    f"{'' if self._state is None else ' and the state'} not stored within "
-                    f"{timeout_s:g} s, {dropped} dropped, expected all {self._offered} stored; "
-                    f"last error: {self._last_error or 'none'}"
-                ) from self._broken
+        deadline = time.monotonic() + timeout_s
+        self._wait_until_taken(deadline)
+        self._drain.wait_until_empty(deadline)
+        stats, has_state = self.stats(), self._drain.has_state()
+        lost = stats.dropped + stats.refused - self._lost_at_flush
+        self._lost_at_flush += lost
+        if stats.waiting or has_state or lost or self._broken is not None:
+            safe = stats.waiting - stats.waiting_in_memory
+            raise RankError(
+                f"{self._name}: {stats.waiting} samples{' and the state' if has_state else ''} "
+                f"not stored within {timeout_s:g} s, {safe} of them on disk; "
+                f"{lost} dropped or refused, expected all {stats.offered} stored; "
+                f"last error: {stats.last_error or 'none'}"
+            ) from self._broken
 
     def close(self, timeout_s: float) -> None:
-        """Flush, then end the thread; what is handed over later is dropped. Twice is once.
+        """Flush, then end the threads; what is handed over later is dropped. Twice is once.
+
+        What waits on disk stays there for the next process of this rank.
 
         Raises:
-            RankError: as ``flush``, or the thread is stuck in the store.
+            RankError: as ``flush``, or a thread is stuck in the store.
         """
-        with self._changed:
-            if self._is_closing:
-                return
+        if self._is_closed:
+            return
+        self._is_closed = True
         deadline = time.monotonic() + timeout_s
         try:
             self.flush(timeout_s)
         finally:
-            with self._changed:
-                self._is_closing = True
-                self._changed.notify_all()
-            self._thread.join(max(0.1, deadline - time.monotonic()))
-        if self._thread.is_alive():
+            self._end()
+            for thread in self._threads:
+                thread.join(max(0.1, deadline - time.monotonic()))
+            stuck = [thread.name for thread in self._threads if thread.is_alive()]
+            if not stuck:
+                self._spool.close()
+        if stuck:
             raise RankError(
-                f"reporter of {self._store.deployment!r} did not end within {timeout_s:g} s, "
-                "expected the store to answer"
+                f"{self._name} did not end within {timeout_s:g} s: found {', '.join(stuck)} "
+                "still at work, expected the store and the disk to answer"
             )
 
-    def _run(self) -> None:
+    def _start(self, what: str, work: Callable[[], None]) -> Thread:
+        thread = Thread(target=self._run, args=(work,), name=f"reporter-{what}", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            backoff_s = _FIRST_BACKOFF_S
-            while self._take_batch():
-                error = self._write()
-                if error is None:
-                    backoff_s = _FIRST_BACKOFF_S
-                    continue
-                if backoff_s == _FIRST_BACKOFF_S:  # once for each time that the store is in trouble
-                    log.warning("the load store failed, trying again: %s", error)
-                with self._changed:
-                    self._put_back(error)
-                    # New samples do not cut this short: a store in trouble is not to be hammered.
-                    self._changed.wait_for(lambda: self._is_closing, backoff_s)
-                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            work()
         except BaseException as exc:
-            # No store failure but a fault of ours or the caller's: kept for flush and close, which
-            # raise it; the step path goes on.
-            with self._changed:
-                self._broken = exc
-                self._last_error = f"{type(exc).__name__}: {exc}"
-                self._changed.notify_all()
+            # No failure of the store but a fault of ours: kept for flush and close, which raise
+            # it; the step path goes on.
+            self._broken = exc
+            self._end()
 
-    def _take_batch(self) -> bool:
-        """Wait for something to write and take it; False when it is time to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._state or self._is_closing)
-            if not self._queue:
-                # A state alone may wait for samples, so that it costs no transaction of its own.
-                self._changed.wait_for(self._is_urgent, self._state_interval_s)
-            if self._is_closing:
-                return False
-            self._in_flight = list(self._queue)
-            self._queue.clear()
-            return True
+    def _take_in(self) -> None:
+        """Move samples from the inbox to the spool, until it is time to end."""
+        is_closing, tick_s = False, SHORTEST_TICK_S
+        while not is_closing:
+            with suppress(Empty):
+                self._bell.get(timeout=tick_s)
+            is_closing = self._is_closing  # first: what was offered before is taken below
+            num_taken = self._taken
+            while (sample := self._taken_from_inbox()) is not None:
+                self._spool.add([sample])
+                self._taken += 1
+            is_news = self._drain.nudge() or self._taken > num_taken
+            tick_s = min(max(tick_s * (0.5 if is_news else 2.0), SHORTEST_TICK_S), LONGEST_TICK_S)
+            if self._num_waiters:
+                with self._changed:
+                    self._changed.notify_all()
 
-    def _is_urgent(self) -> bool:
-        return bool(self._queue) or self._num_flushing > 0 or self._is_closing
-
-    def _write(self) -> StoreError | None:
-        """Write what is in flight, and the newest state; return the store's failure, if any."""
+    def _taken_from_inbox(self) -> LoadSample | None:
         try:
-            if self._in_flight:
-                self._store.append(self._in_flight)
-                self._acknowledge(len(self._in_flight))
-            state = self._state
-            if state is not None:
-                self._store.report(state)
-        except StoreError as exc:
-            return exc
+            return self._inbox.popleft()
+        except IndexError:
+            return None
+
+    def _wait_until_taken(self, deadline: float) -> None:
+        """Wait until what was offered before this call is on the spool."""
         with self._changed:
-            if self._state is state:
-                self._state = None
-            self._changed.notify_all()
-        return None
+            self._num_waiters += 1
+            self._bell.put(None)
+            self._changed.wait_for(
+                lambda: self._offered == self._dropped + self._taken or self._broken is not None,
+                max(0.0, deadline - time.monotonic()),
+            )
+            self._num_waiters -= 1
 
-    def _acknowledge(self, num_samples: int) -> None:
+    def _end(self) -> None:
+        with self._offering:  # who offers has done so, or is refused from now on
+            self._is_closing = True
+        self._bell.put(None)
         with self._changed:
-            self._stored += num_samples
-            self._in_flight = []
             self._changed.notify_all()
+        self._drain.end()
 
-    def _put_back(self, error: StoreError) -> None:
-        self._errors += 1
-        self._last_error = str(error)
-        # Even if the store wrote the batch before it failed: it tells repeats by their sequence.
-        self._queue.extendleft(reversed(self._in_flight))
-        self._in_flight = []
-        self._trim()
-
-    def _trim(self) -> int:
-        """Drop the oldest samples that the queue has no room for."""
-        num_over = max(0, len(self._queue) - self._capacity)
-        for _ in range(num_over):
-            self._queue.popleft()
-        self._dropped += num_over
-        return num_over
-
-    def _num_waiting(self) -> int:
-        return len(self._queue) + len(self._in_flight)
-
-    def _is_idle(self) -> bool:
-        return not self._num_waiting() and self._state is None
+    def _reason(self) -> str:
+        return "" if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"

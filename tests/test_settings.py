@@ -95,6 +95,12 @@ def test_a_key_close_to_none_lists_them_all() -> None:
         ({"min_gain": 1.0}, "min_gain is 1.0 in flag --min-gain, expected less than 1"),
         ({"port": 65536}, "port is 65536 in flag --port, expected at most 65535"),
         ({"shared_experts": 2}, "shared_experts is 2 in flag --shared-experts, expected at most 1"),
+        (
+            {"store": "memory:"},
+            "store is 'memory:' in flag --store, expected a store that several processes can share",
+        ),
+        ({"spool_mb": 0}, "spool_mb is 0 in flag --spool-mb, expected at least 1"),
+        ({"store_interval": -1.0}, "store_interval is -1.0 in flag --store-interval, expected at"),
         ({"policy": ""}, "policy is '' in flag --policy, expected at least 1 character"),
         (
             {"view": "big"},
@@ -155,3 +161,11 @@ def test_a_slab_s_room_goes_with_its_mode() -> None:
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
             DemoSettings(slab_mode=mode, slab_records=records)
+
+
+def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None:
+    environ = {"EPLB_STORE": "redis://store:6379", "EPLB_SPOOL_DIR": "/var/spool/eplb"}
+
+    settings = load_settings({}, config=None, environ=environ)
+
+    assert (settings.store, settings.spool_dir) == ("redis://store:6379", Path("/var/spool/eplb"))

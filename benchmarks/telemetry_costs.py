@@ -1,0 +1,166 @@
+"""What telemetry costs, and what it loses when a store goes away: one table, fixed seed.
+
+    python benchmarks/telemetry_costs.py [--seconds 10] [--only WORDS] [--seed 1]
+
+Samples are of 58 layers x 9 slots, as on each of 32 ranks of DeepSeek-V3. Rows:
+
+- the step path: ``offer`` and ``state`` after each step of a loop that keeps the interpreter busy
+  for a millisecond, with the store alive, dead, and back with a backlog; beside it what the same
+  clock shows of nothing at all, which is the noise of the host;
+- SQLite: 64 processes, a sample a second from each, each with its own reporter and spool;
+- the fold of 16 windows of 320 ranks into a history;
+- Redis: 320 ranks in 4 processes, two samples a second from each, and samples older than a third
+  of the run forgotten, each written at once and several together; and with the server killed for
+  a while (AOF, appendfsync always).
+
+The report's figures are of ``--seconds 600``; Redis is killed for 60 s then, else for a quarter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from telemetry_outage import NUM_RANKS, redis_killed, redis_load
+from telemetry_ranks import (
+    DEPLOYMENT,
+    EXPERTS,
+    RUN,
+    Row,
+    Run,
+    Writing,
+    milliseconds,
+    sample_of,
+    state_of,
+    token_counts,
+    told,
+    writing,
+)
+
+from telemetry import open_store
+from telemetry.reporter import Reporter
+from telemetry.spool import Spool
+from telemetry.windows import WindowFolder, history
+
+DEADLINE_S = 120.0
+
+# -- the step path
+
+
+def steps(reporter: Reporter | None, run: Run, seconds: float) -> str:
+    """Cost of what a step adds, in microseconds."""
+    counts, work = token_counts(run.seed), np.ones((160, 160))
+    costs: list[float] = []
+    first = reporter.stats().offered if reporter is not None else 0
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        step_ends = time.perf_counter() + 1e-3
+        while time.perf_counter() < step_ends:
+            work @ work
+        sequence = first + len(costs)
+        sample, state = sample_of(0, sequence, counts), state_of(0, sequence)
+        started = time.perf_counter()
+        if reporter is not None:
+            reporter.offer(sample)
+            reporter.state(state)
+        costs.append((time.perf_counter() - started) * 1e6)
+    p50, p99 = np.percentile(costs, [50, 99])
+    return f"p50 {p50:.1f} us, p99 {p99:.1f} us, worst {max(costs):.0f} us of {len(costs)}"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another writer sleeps in its transaction: nobody else can write."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def step_path(run: Run) -> Iterator[Row]:
+    target = "p99 <= 50 us"
+    seconds = min(run.seconds, 30.0)
+    path = run.folder / "steps.sqlite"
+    yield Row("step path: nothing, the host's noise", steps(None, run, seconds), "")
+    with closing(open_store(path, DEPLOYMENT)) as store:
+        reporter = Reporter(store, spool=Spool(run.folder / "steps-spool"))
+        yield Row("step path: store alive", steps(reporter, run, seconds), target)
+        with locked(path):
+            yield Row("step path: store dead (locked)", steps(reporter, run, seconds), target)
+            waiting = reporter.stats().waiting
+        found = steps(reporter, run, min(seconds, 2.0))
+        yield Row(f"step path: store back, {waiting} samples replayed", found, target)
+        reporter.close(DEADLINE_S)
+        stats = reporter.stats()
+        lost = stats.offered - sum(store.sample_counts(RUN).values())
+        yield Row("  of these", f"{stats.offered} offered, {lost} lost", "0 lost")
+
+
+# -- stores under load
+
+
+def sqlite_load(run: Run) -> Iterator[Row]:
+    path = run.folder / "load.sqlite"
+    plan = Writing(str(path), run.folder / "spools", 64, 1, 1.0, run.seconds, run.seed)
+    open_store(path, DEPLOYMENT).close()
+    with writing(plan) as written:
+        pass
+    with closing(open_store(path, DEPLOYMENT)) as store:
+        found = told(plan, written, store)
+    yield Row(f"SQLite, 64 processes x 1 sample/s, {run.seconds:.0f} s", found, "0 lost, p99 20 ms")
+
+
+def folding(run: Run) -> Iterator[Row]:
+    counts, num_windows = token_counts(run.seed), 16
+    samples = [sample_of(rank, n, counts) for n in range(num_windows) for rank in range(NUM_RANKS)]
+    taken_ms: list[float] = []
+    WindowFolder(10, NUM_RANKS, EXPERTS).add_all(samples)  # compiled, if it is, and not counted
+    for _ in range(5):
+        started = time.perf_counter()
+        folder = WindowFolder(10, NUM_RANKS, EXPERTS)
+        folder.add_all(samples)
+        folded = history(folder.windows(), last=num_windows)
+        taken_ms.append((time.perf_counter() - started) * 1e3)
+        assert folded is not None, "every window is complete"
+        assert len(folded.tokens) == num_windows, "every window is complete"
+    yield Row(
+        f"fold of {num_windows} windows of {NUM_RANKS} ranks", milliseconds(taken_ms), "50 ms"
+    )
+
+
+ROWS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "step": step_path,
+    "sqlite": sqlite_load,
+    "fold": folding,
+    "redis": redis_load,
+    "killed": redis_killed,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    given = parser.parse_args()
+    host = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {host}, load {load} before, seed {given.seed}\n")
+    print("| what | found | target |\n|---|---|---|")
+    for name in given.only.split(","):
+        with tempfile.TemporaryDirectory(prefix="telemetry-") as folder:
+            for row in ROWS[name](Run(given.seconds, given.seed, Path(folder))):
+                print(f"| {row.what} | {row.found} | {row.target} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

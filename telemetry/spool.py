@@ -1,0 +1,236 @@
+"""What a rank reported and the store does not have yet: on disk, so that it outlives the rank.
+
+Every sample is written here before the store is tried, and forgotten once the store has it:
+
+    new ------------> in memory and on disk ---- stored ----> forgotten
+                         |           ^
+      the store failed,  v           | leased, with new ones in the same batch
+      or too many new   on disk only, oldest first
+
+What survives: the death of the process, ``kill -9`` included, costs nothing that ``add`` returned
+for. A loss of power costs at most what the segment written last holds (full ones are synced), for
+nothing here waits for the disk. A sample that was stored but not forgotten is sent again; the store
+knows it by run, rank and sequence.
+
+Where the disk fails (full, read-only, gone) samples are kept in memory, the newest ``capacity`` of
+them; each failure is counted, and the disk is tried again with the next sample. A spool without a
+folder is in memory from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+
+from eplb.errors import EplbError, StoreError
+from eplb.load import LoadSample
+from telemetry.codec import sample_to_bytes
+from telemetry.spool_counts import SpoolCounts, Tally
+from telemetry.spool_disk import SpoolDisk
+from telemetry.spool_segment import Place
+
+DEFAULT_BYTES = 64 << 20  # 24,000 samples of 58 layers x 9 slots: three hours at two a second
+DEFAULT_CAPACITY = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """A sample in memory, and where it lies on disk, if it does."""
+
+    sample: LoadSample
+    place: Place | None
+    is_new: bool = True  # not tried yet
+
+
+class Spool:
+    """Samples on their way to the store, by a position that only grows. For several threads.
+
+    Args:
+        folder: made if it is missing; None for memory only.
+        max_bytes: of all segments; beyond it the oldest are dropped and counted.
+        capacity: samples held in memory.
+
+    Raises:
+        StoreError: another process uses the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        max_bytes: int = DEFAULT_BYTES,
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        assert capacity > 0, "a spool without room would drop every sample"
+        self._capacity = capacity
+        self._lock = Lock()
+        self._next = 0
+        self._held: dict[int, _Held] = {}  # in memory, not tried yet or without a disk
+        self._on_disk: dict[int, Place] = {}  # only there
+        self._leased: dict[int, _Held] = {}
+        self._tally = Tally()
+        self._disk = SpoolDisk(folder, max_bytes)
+        for place in self._disk.recovered:
+            self._on_disk[self._take_position()] = place
+        self._tally.recovered = len(self._on_disk)
+        self._counts = self._count()
+
+    def add(self, samples: Sequence[LoadSample]) -> None:
+        """Take samples in. Never raises for the disk's sake."""
+        for sample in samples:
+            try:
+                record = sample_to_bytes(sample)
+            except (EplbError, struct.error, OverflowError) as exc:
+                self._refuse_new(sample, exc)
+                continue
+            with self._use():
+                self._tally.added += 1
+                self._held[self._take_position()] = _Held(sample, self._write(record))
+                self._trim()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something is not stored yet."""
+        return bool(self._held or self._on_disk or self._leased)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether samples wait on disk that could not be stored at once."""
+        return bool(self._on_disk)
+
+    def lease(self, limit: int) -> dict[int, LoadSample]:
+        """Lend up to ``limit`` of the oldest on disk, and as many new ones, by position.
+
+        New ones do not wait behind a long backlog. One lease at a time, which ends with
+        ``settle`` and ``give_back``.
+        """
+        with self._use():
+            assert not self._leased, "one lease at a time"
+            for position in list(islice(self._on_disk, limit)):
+                self._lease_from_disk(position)
+            for position in list(islice(self._held, limit)):
+                self._leased[position] = self._held.pop(position)
+            return {position: held.sample for position, held in self._leased.items()}
+
+    def settle(self, positions: Iterable[int], *, num_new: int) -> None:
+        """Forget samples that are stored, ``num_new`` of them for the first time."""
+        with self._use():
+            settled = [self._leased.pop(position) for position in positions]
+            for held in settled:
+                self._disk.release(held.place)
+            self._tally.stored += len(settled)
+            self._tally.repeated += len(settled) - num_new
+            self._tally.replayed += sum(not held.is_new for held in settled)
+
+    def refuse(self, position: int, why: EplbError) -> None:
+        """Forget a sample that can never be stored."""
+        with self._use():
+            self._disk.release(self._leased.pop(position).place)
+            self._note_refusal(str(why))
+
+    def give_back(self) -> None:
+        """Keep what is still leased, for another try."""
+        if not self._leased:
+            return
+        with self._use():
+            in_memory: dict[int, _Held] = {}
+            on_disk: dict[int, Place] = {}
+            for position, held in self._leased.items():
+                if held.place is None or held.place.segment.is_removed:
+                    in_memory[position] = _Held(held.sample, None, is_new=False)
+                else:
+                    on_disk[position] = held.place
+                    self._tally.spooled += held.is_new
+            self._leased = {}
+            self._held = in_memory | self._held
+            self._on_disk = dict(sorted((on_disk | self._on_disk).items()))
+            self._trim()
+
+    def counts(self) -> SpoolCounts:
+        """Return the counts, all of one moment; never waits for the disk."""
+        return self._counts
+
+    def close(self) -> None:
+        """Let go of the folder; what waits on disk stays for the next process."""
+        with self._lock:
+            self._disk.close()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._counts = self._count()
+
+    def _count(self) -> SpoolCounts:
+        counted = {name: n for name, n in vars(self._tally).items() if name != "last_refusal"}
+        in_memory = [*self._held.values(), *self._leased.values()]
+        return SpoolCounts(
+            **counted,
+            waiting=len(in_memory) + len(self._on_disk),
+            waiting_in_memory=sum(held.place is None for held in in_memory),
+            errors=self._disk.num_errors,
+            last_error=self._tally.last_refusal or self._disk.last_error,
+            **self._disk.figures(),
+        )
+
+    def _take_position(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _write(self, record: bytes) -> Place | None:
+        num_overflows = self._disk.num_overflows
+        place = self._disk.write(record)
+        if self._disk.num_overflows != num_overflows:
+            self._drop_removed()
+        return place
+
+    def _drop_removed(self) -> None:
+        """Count what went with the oldest segments; what is still in memory is not lost yet."""
+        gone = [p for p, place in self._on_disk.items() if place.segment.is_removed]
+        for position in gone:
+            del self._on_disk[position]
+        self._tally.dropped += len(gone)
+        for held in (*self._held.values(), *self._leased.values()):
+            if held.place is not None and held.place.segment.is_removed:
+                held.place = None
+
+    def _trim(self) -> None:
+        """Keep the newest in memory; older ones only on disk, or not at all without one."""
+        while len(self._held) > self._capacity:
+            position = next(iter(self._held))
+            held = self._held.pop(position)
+            if held.place is None:
+                self._tally.dropped += 1
+            else:
+                self._on_disk[position] = held.place
+                self._tally.spooled += held.is_new
+
+    def _lease_from_disk(self, position: int) -> None:
+        place = self._on_disk.pop(position)
+        try:
+            sample = self._disk.read(place)
+        except StoreError as exc:
+            log.warning("%s", exc)
+            self._disk.release(place)
+            self._note_refusal(str(exc))
+            return
+        self._leased[position] = _Held(sample, place, is_new=False)
+
+    def _note_refusal(self, why: str) -> None:
+        self._tally.refused += 1
+        self._tally.last_refusal = why
+
+    def _refuse_new(self, sample: LoadSample, exc: Exception) -> None:
+        with self._use():
+            self._tally.added += 1
+            self._note_refusal(f"sample {sample.sequence} cannot be packed: {exc}")
