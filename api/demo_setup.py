@@ -86,6 +86,9 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             seed=settings.seed,
         ),
         slab=_slab(settings, weights, model),
+        scrub_every_steps=settings.scrub_every_steps,
+        plan_deadline_s=settings.plan_deadline_s,
+        vote_deadline_s=settings.vote_deadline_s,
     )
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from eplb.errors import EplbError, RankError
+from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
 FAILED = 1
@@ -93,6 +93,10 @@ class Child:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
         return f"{self.name} ended with status {status}"
 
+    def kill(self) -> None:
+        """End the process at once, even one that stands still."""
+        self.process.kill()
+
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Wait for the process to end by itself, then end it."""
         self._commands.close()  # the lifeline: a child that hears nothing else ends now
@@ -135,4 +139,5 @@ def _run_child(
 def refusal(name: str, body: tuple[str, str]) -> EplbError:
     """Make the parent's exception of a child's "failed" message."""
     kind, sentence = body
-    return RankError(sentence) if kind == RankError.__name__ else EplbError(f"{name}: {sentence}")
+    of_ranks: dict[str, type[RankError]] = {one.__name__: one for one in (RankError, BrokenGroup)}
+    return of_ranks[kind](sentence) if kind in of_ranks else EplbError(f"{name}: {sentence}")

@@ -105,6 +105,15 @@ class DemoSettings(BaseModel):
     restart_after_death: Whole = Field(
         3, ge=0, description="restarts after a rank's death; 0: the first one ends the demo"
     )
+    scrub_every_steps: Whole = Field(
+        64, ge=0, description="idle steps from one scrubbed slot to the next; 0: none is scrubbed"
+    )
+    plan_deadline_s: Number = Field(
+        30.0, gt=0, description="how long a migration may stand still before it is dropped"
+    )
+    vote_deadline_s: Number = Field(
+        30.0, gt=0, description="how late a rank may be before the others end without it"
+    )
     check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
     view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
 

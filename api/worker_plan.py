@@ -48,6 +48,9 @@ class WorkerPlan:
     dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
+    scrub_every_steps: int = 64
+    plan_deadline_s: float = 30.0
+    vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
 
     @property
     def spare_slots(self) -> int:

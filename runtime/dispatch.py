@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from eplb.errors import RankError
+from eplb.errors import BrokenGroup
 from eplb.topology import Topology
 from runtime.counters import SlotCounter
 
@@ -53,7 +53,7 @@ class Dispatcher(Protocol):
         are added to the layer's counters.
 
         Raises:
-            RankError: a peer died or missed the group's deadline.
+            BrokenGroup: a peer died or missed the group's deadline.
         """
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Dispatcher(Protocol):
             [T, H] sums over k of weight times result; 0 for a token that is all padding.
 
         Raises:
-            RankError: a peer died or missed the group's deadline.
+            BrokenGroup: a peer died or missed the group's deadline.
         """
 
 
@@ -168,7 +168,7 @@ class AllToAllDispatcher:
         try:
             dist.all_to_all_single(output, given, in_split, out_split, group=self._group)
         except RuntimeError as exc:
-            raise RankError(
+            raise BrokenGroup(
                 f"rank {self._rank}: the {what} exchange of layer {layer} in step {self._steps} "
                 f"failed, a peer is dead or late: {first_sentence(exc)}"
             ) from exc

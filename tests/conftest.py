@@ -252,10 +252,10 @@ class DemoProcess:
                 found[int(stat.parent.name)] = title
         return found
 
-    def kill(self, title: str) -> int:
-        """SIGKILL one process of a demo that serves, by its title; return its id."""
+    def kill(self, title: str, how: signal.Signals = signal.SIGKILL) -> int:
+        """Signal one process of a demo that serves, by its title; return its id."""
         pid = next(pid for pid, found in sorted(self.processes().items()) if found == title)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
         return pid
 
     @property

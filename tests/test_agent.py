@@ -236,8 +236,42 @@ def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> Non
 
     committed = group.store.committed()
     assert committed is not None
+    # Ranks 0 and 3 bring expert 2; whichever asked for the drop says why, the other two do not.
+    (dropped,) = [event for event in group.store.events() if event.kind == "abort"]
+    assert "layer 2 expert 2: no source is left" in dropped.detail["reason"]
     assert group.serving() == committed.placement.slot_to_expert.tolist()
     assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
+
+
+def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
+    group: Group,
+) -> None:
+    migration = group.publish(FULL)
+    last = group.agents[3]
+
+    def is_one_behind() -> bool:
+        """Ranks 0 to 2 have read the last verdict, rank 3 not yet."""
+        for agent in group.agents[:3]:
+            agent.step()
+        return group.agents[0].placement.hash == FULL.hash
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_one_behind():
+        assert time.monotonic() < deadline, "nobody has finished it"
+        last.step()
+        for clock in group.clocks:
+            clock.steps += 1
+    version = -1
+    while committed_generation(group) == 0:
+        assert time.monotonic() < deadline, "the scribe has not written it down"
+        version = group.store.wait(version, 1.0)
+    last.hear(Control(), group.store.published())
+
+    assert last._box.state.plan is not None
+    assert last._box.state.plan.plan_id == migration.plan_id
+    assert last._box.state.abort_reason == ""
+    last.step()
+    assert last.placement.hash == FULL.hash
 
 
 def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:

@@ -341,17 +341,20 @@ def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
     assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
 
 
-def kill_a_rank(demo: Any, number: int, title: str) -> Any:
-    """Kill a rank once it serves in start ``number``; return the record of the recovery."""
-
-    def serves(store: LoadStore) -> Any:
+def serves_in_start(number: int) -> Callable[[LoadStore], bool]:
+    def serves(store: LoadStore) -> bool:
         starts = [event for event in store.events(limit=100_000) if event.kind == "run"]
         if len(starts) != number:
-            return None
+            return False
         states = store.rank_states(starts[-1].detail["run"])
         return len(states) == 4 and min(state.step for state in states) > 20
 
-    demo.sees(f"start {number}", serves)
+    return serves
+
+
+def kill_a_rank(demo: Any, number: int, title: str) -> Any:
+    """Kill a rank once it serves in start ``number``; return the record of the recovery."""
+    demo.sees(f"start {number}", serves_in_start(number))
     demo.kill(title)
     return demo.sees(
         "the record",
@@ -389,6 +392,24 @@ def commits(store: LoadStore) -> int:
     committed = store.committed()
     assert committed is not None
     return committed.placement.generation
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_left_behind_and_all_start_again(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT, vote_deadline_s=3.0)
+    demo.sees("serving", serves_in_start(1))
+    demo.kill("rank 2", signal.SIGSTOP)
+
+    record = demo.sees("a recovery", lambda store: store.recovery())
+    demo.sees("serving again", serves_in_start(2))
+    demo.process.send_signal(signal.SIGINT)
+
+    assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 said nothing in time")
+    assert demo.ends() == 0, demo.told()
+    summary = demo.summary()
+    assert (summary["deaths"], summary["reference_failures"], summary["samples_lost"]) == (1, 0, 0)
 
 
 @pytest.mark.slow

@@ -144,6 +144,9 @@ class Group:
     def detail(self, rank: int) -> dict[str, Any]:
         return dict(self.agents[rank].describe().detail)
 
+    def is_looking(self, rank: int) -> bool:
+        return self.agents[rank]._scrub_turns._is_looking
+
     def scrubs(self, result: str) -> list[Event]:
         events = [event for event in self.store.events() if event.kind == "scrub"]
         return [event for event in events if event.detail["result"] == result]
@@ -487,6 +490,22 @@ def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_me
     assert not torch.equal(group.banks[0].live(1, 2), record_of(1, 1))
     with pytest.raises(RankError, match="rank 0: no step may follow a death"):
         group.agents[0].step()
+
+
+def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -> None:
+    group.gates[0].clear()
+    group.banks[0].live(1, 2)[5] ^= 255
+    group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
+
+    said = group.agents[0].last_words(0.05)
+    group.gates[0].set()
+
+    assert (said.generation, said.prepared) == (0, 0)
+    done = group.agents[0]._core.box
+    with done.changed:  # it ends as soon as it can, and mends nothing
+        assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
+    assert group.agents[0]._core.mover.ring.num_in_use == 0
+    assert not torch.equal(group.banks[0].live(1, 2), record_of(1, 1))
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
