@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simulated_time import Clock, Landing
 
 from eplb.errors import MigrationError
 from eplb.migration import Move, Source
@@ -36,29 +37,6 @@ CHUNKED = StageSettings(
 )
 FROM_3 = Move(0, 1, 0, Source.PEER, 6)  # expert 1 to rank 0, which has it from rank 3 alone
 FROM_2 = Move(0, 0, 7, Source.PEER, 5)  # expert 0 to rank 3, planned from rank 2
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Landing(Completion):
-    """Bytes that land at a time of the clock."""
-
-    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
-        super().__init__(is_cuda=False)
-        self.due, self._clock, self._write = due, clock, write
-        self._has_landed = False
-
-    def is_complete(self) -> bool:
-        if not self._has_landed and self._clock() >= self.due:
-            self._has_landed = True
-            self._write()
-        return self._has_landed
 
 
 def record_of(record: Record) -> torch.Tensor:
@@ -90,7 +68,7 @@ class Simulated:
 
     @property
     def flying(self) -> list[Landing]:
-        return [landing for _, landing in self.ordered if not landing._has_landed]
+        return [landing for _, landing in self.ordered if not landing.has_landed]
 
     def begin(self) -> None:
         pass

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from simulated_time import Clock
 
 from eplb.migration import Migration, build_migration
 from eplb.placement import Placement
@@ -24,16 +25,6 @@ from telemetry.store import Control, Details, LoadStore, RankState
 DEADLINE_S = 10.0
 PULLING = "pulling layer 3 expert 17 from rank 2"
 PLAN = phases.see_plan(RankPhase(generation=0), PlanRef(3, 99, 0, 2, 1))
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
