@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from api.journal import journal
+from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
 from eplb.errors import EplbError
@@ -76,7 +77,10 @@ def demo(
         check_siblings()
         named = _more_settings(setting or [])
         settings = load_settings(flags, config=config, environ=os.environ, named=named)
-        # Imported here: torch takes seconds, and wrong settings need none of it.
+        # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
+        # children at once.
+        preload_modules(*WORKER_MODULES)
+        import_for_children()
         from api.demo import run_demo
 
         summary = run_demo(settings, console)

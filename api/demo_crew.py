@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from api.demo_summary import RankReport, is_right
-from api.processes import Child, preload_modules, refusal
+from api.processes import Child, refusal
 from api.worker_checker import CheckedStep
 from api.worker_plan import WorkerPlan
 from eplb.errors import BrokenGroup, EplbError, RankError, StoreError
@@ -30,12 +30,6 @@ GRACE_S = 2.0  # after a first failure, for the others to say what they saw
 MAX_CONTROLLER_RESTARTS = 20
 CHECKER = "the reference checker"
 POLL_S = 0.25
-WORKER_MODULES = (
-    "api.worker_rank",
-    "api.worker_checker",
-    "api.worker_slab",
-    "api.worker_controller",
-)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +70,6 @@ class Crew:
         # Imported here: torch takes seconds, and every refusal before this needs none of it.
         from api.worker_slab import run_slab
 
-        preload_modules(*WORKER_MODULES)
         for host in range(len(self._plan.slabs)):
             child = Child(f"the preload process of host {host}", run_slab, self._plan, host)
             self._children.append(child)

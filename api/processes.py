@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,13 @@ ORPHANED = 86  # exit status of a child that ended itself because its parent was
 FAILED = 1
 STOP_DEADLINE_S = 10.0
 TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
+
+WORKER_MODULES = (  # of the demo's children
+    "api.worker_rank",
+    "api.worker_checker",
+    "api.worker_slab",
+    "api.worker_controller",
+)
 
 Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)
 
@@ -110,6 +117,11 @@ class Child:
 def preload_modules(*names: str) -> None:
     """Have children start with these modules imported already: torch once, not ten times."""
     get_context("forkserver").set_forkserver_preload(list(names))
+
+
+def import_for_children() -> None:
+    """Import what was named for them now, in a process of its own, beside what this one does."""
+    forkserver.ensure_running()
 
 
 def title_of(name: str) -> str:

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from api.processes import preload_modules
 from eplb.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
@@ -37,6 +38,8 @@ GONE_DEADLINE_S = 20.0  # an interpreter with torch takes a second to end, on a 
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
+# Children that tests start have these imported already: a second for each of them.
+preload_modules("api.processes", "pytest")
 
 RankFunction = Callable[..., Any]
 

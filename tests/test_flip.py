@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -22,8 +17,7 @@ from rebalance.links import LocalTransport
 from rebalance.transport import Place, Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
-from telemetry import open_store
-from telemetry.store import Control, LoadStore
+from telemetry.store import Control
 
 NUM_LAYERS, NUM_EXPERTS = 2, 6
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -173,50 +167,3 @@ def test_a_plan_dropped_between_two_flips_leaves_every_rank_its_spares(group: Gr
     group.publish(START)
     group.step_until(lambda: group.generation() == generation + 1)
     assert group.routed_when_written == []
-
-
-# -- the demo
-
-ROOT = Path(__file__).resolve().parent.parent
-TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
-
-StartDemo = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo) -> dict[str, Any]:
-    """A demo with a spare on each rank, until it has rebalanced."""
-    folder = tmp_path_factory.mktemp("flips")
-    demo = start_demo(folder, "--serve", *TEXT, seconds=1, spare_slots=1)
-    demo.sees("a commit", lambda store: store.committed().placement.generation >= 1)
-    os.killpg(demo.process.pid, signal.SIGINT)
-    assert demo.ends() == 0, demo.told()
-    assert demo.errors == ""
-    return {"summary": demo.summary(), "folder": folder}
-
-
-@pytest.mark.slow
-def test_a_demo_with_spares_gives_right_answers(served: dict[str, Any]) -> None:
-    summary = served["summary"]
-
-    assert summary["slots"] == 12 + 4
-    assert summary["rebalances"] >= 1
-    assert summary["reference_checks"] > 0
-    assert summary["reference_failures"] == 0
-    moved = sum(summary["bytes_by_source"].get(name, 0) for name in ("same_rank", "peer", "host"))
-    # More may have been staged than was swapped: a demo may end in mid-migration.
-    assert moved >= summary["experts_moved"] * summary["expert_bytes"] > 0
-
-
-def test_every_rank_of_a_demo_keeps_its_spares_in_every_placement(served: dict[str, Any]) -> None:
-    def placements(store: LoadStore) -> list[Placement]:
-        return [line.placement for line in store.placements(limit=1000)]
-
-    path: Path = served["folder"] / "state" / "store.sqlite"
-    with closing(open_store(path, "demo")) as store:
-        found = placements(store)
-
-    assert len(found) >= 2
-    for placement in found:
-        empty = placement.slot_to_expert == EMPTY
-        assert (empty.reshape(len(empty), 4, 4).sum(axis=2) >= 1).all()
