@@ -686,12 +686,12 @@ FEW_STATES = [
     Scenario((1,), halts=1),
     Scenario((1,), deaths=1),
     Scenario((2,), spares=1),
-    Scenario((3,), spares=2),
 ]
 MANY_STATES = [
     Scenario((1,), is_withdrawn=True),
     Scenario((2,), wishes=1),
     Scenario((2,), wishes=1, staging=1),
+    Scenario((3,), spares=2),
     Scenario((1, 1), wishes=1),
     Scenario((1, 1), is_withdrawn=True),
     Scenario((2,), deaths=1),
