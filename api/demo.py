@@ -16,12 +16,12 @@ from rich.console import Console
 
 from api.app import create_app
 from api.demo_crew import Crew, DeadRank
+from api.demo_settings import DemoSettings
 from api.demo_setup import begin, begin_again, prepare
 from api.demo_summary import render_summary, summarise
 from api.live import LiveView
 from api.monitor import Monitor
 from api.server import HttpService
-from api.settings import DemoSettings
 from api.state_dir import StateDir
 from api.summary_file import check_writable, write_json
 from api.worker_plan import DEPLOYMENT, WorkerPlan

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from api.demo_settings import DemoSettings
 from api.demo_text import VOCABULARY, domains_of, standard_domains
-from api.settings import DemoSettings
 from api.state_dir import StateDir
 from api.worker_plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
 from eplb.errors import ConfigError

@@ -29,6 +29,7 @@ from rebalance.links import RankMemory, fill_bank, ranks_beside
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.recovery import membership_of_start
 from rebalance.slab import SlabReader
+from rebalance.stage_settings import StageSettings
 from rebalance.transport import GlooVotes, WeightTransport
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
@@ -111,23 +112,28 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     reporter = Reporter(store)
     journal = Journal(plan.store.parent / JOURNAL_FOLDER, plan.run, rank)
     agent = RankAgent(
-        AgentSettings(
-            DEPLOYMENT,
-            plan.run,
-            topology,
-            plan.sample_steps,
-            stage=place.stage,
-            membership=membership_of_start(store),
-            vote_deadline_s=plan.vote_deadline_s,
-            plan_deadline_s=plan.plan_deadline_s,
-            scrub_every_steps=plan.scrub_every_steps,
-        ),
+        agent_settings(plan, place.stage, membership_of_start(store)),
         RankParts(rank, held.bank, table, counter, dispatcher, held.digests),
         Links(held.votes, held.transport, store, reporter, journal=journal),
         placement,
     )
     figures = RankFigures(dispatcher=why)
     return Rank(agent, model, dispatcher, reporter, figures, place.device, store, journal)
+
+
+def agent_settings(plan: WorkerPlan, stage: StageSettings, membership: int) -> AgentSettings:
+    """What every rank's agent is told alike."""
+    return AgentSettings(
+        DEPLOYMENT,
+        plan.run,
+        plan.topology,
+        plan.sample_steps,
+        stage=stage,
+        membership=membership,
+        vote_deadline_s=plan.vote_deadline_s,
+        plan_deadline_s=plan.plan_deadline_s,
+        scrub_every_steps=plan.scrub_every_steps,
+    )
 
 
 def _take_weights(
