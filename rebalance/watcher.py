@@ -137,9 +137,9 @@ class Watcher:
         for it knows. The first to write is the one that people read, so the others let it be first.
         """
         write = partial(self._write, migration, serving, outcome, reason)
-        what, plan_id = f"writing down the end of plan {migration.plan_id}", migration.plan_id
-        defers_s = DEFERS_S if reason == phases.ELSEWHERE else 0.0
-        self._to_write.put(Writing(what, write, plan_id, self._watchdog.clock() + defers_s))
+        what, now = f"writing down the end of plan {migration.plan_id}", self._watchdog.clock()
+        until = now + (DEFERS_S if reason == phases.ELSEWHERE else 0.0)
+        self._to_write.put(Writing(what, write, migration.plan_id, until))
 
     def _write(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
@@ -197,9 +197,7 @@ class Watcher:
         beat = self._watchdog.scribe
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
-            while not self.is_written(writing):
-                if self._closing.is_set():
-                    break
+            while not self.is_written(writing) and not self._closing.is_set():
                 self._closing.wait(POLL_S)
             beat.idle()
 
