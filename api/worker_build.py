@@ -33,7 +33,7 @@ from rebalance.stage_settings import StageSettings
 from rebalance.transport import GlooVotes, WeightTransport
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
-from runtime.dispatch import Dispatcher
+from runtime.dispatch import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
 from runtime.moe import MoELayer, MoEStack
 from runtime.routing import RoutingTable
@@ -117,6 +117,8 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
         Links(held.votes, held.transport, store, reporter, journal=journal),
         placement,
     )
+    if isinstance(dispatcher, AllToAllDispatcher) and place.device.type == "cpu":
+        dispatcher.wait = agent.wait_for_exchange
     figures = RankFigures(dispatcher=why)
     return Rank(agent, model, dispatcher, reporter, figures, place.device, store, journal)
 

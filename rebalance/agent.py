@@ -32,6 +32,7 @@ from rebalance.scrubber import Scrubber
 from rebalance.survival import Survival
 from rebalance.swapper import Swapper
 from rebalance.update import WeightUpdate
+from rebalance.voter import Exchange
 from rebalance.voting import Voting
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
@@ -134,6 +135,14 @@ class RankAgent:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
         """
         self._core.voter.wait_for_device(completion, self._core.steps.last)
+
+    def wait_for_exchange(self, exchange: Exchange) -> None:
+        """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
+
+        Raises:
+            BrokenGroup: a peer is dead.
+        """
+        self._core.voter.wait_for_exchange(exchange, self._core.steps.last)
 
     def begin_update(self, version: int) -> None:
         """Stop moving experts, on every rank, so that the engine can replace all weights.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from typing import Protocol
 
 from eplb.errors import BrokenGroup
 from rebalance.transport import PendingVote, VoteGroup
@@ -11,6 +13,16 @@ from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
 VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
+
+
+class Exchange(Protocol):
+    """A collective under way (torch.distributed.Work)."""
+
+    def is_completed(self) -> bool:
+        """Say whether it has ended, well or badly."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait for its end; raises RuntimeError when it is late or has failed."""
 
 
 class Voter:
@@ -74,6 +86,21 @@ class Voter:
         dead = self._votes.dead()
         if dead:
             raise BrokenGroup(f"rank {self._rank}: rank {min(dead)} died {when}")
+
+    def wait_for_exchange(self, exchange: Exchange, step: int) -> None:
+        """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
+
+        Raises:
+            BrokenGroup: a rank is dead.
+            RuntimeError: torch's own, of an exchange that failed or missed its group's deadline.
+        """
+        while not exchange.is_completed():
+            self.refuse_if_alone(f"in the exchange of tokens of step {step}")
+            try:
+                exchange.wait(timedelta(seconds=VOTE_POLL_S))
+            except RuntimeError:
+                continue  # late or failed, the type does not tell: only whether it has ended counts
+        exchange.wait()  # says how
 
     def wait_for_device(self, completion: Completion, step: int) -> None:
         """Wait for the device, but not for one that waits for a dead peer.

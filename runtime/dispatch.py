@@ -9,6 +9,7 @@ Shapes:  T tokens of this rank, K top-k, H hidden, R ranks, C slots of this rank
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,6 +92,9 @@ class AllToAllDispatcher:
         self._num_slots = topology.num_slots
         self._slots_of_rank = topology.slots_of_rank.tolist()
         self._steps = 0
+        # Until the group's own deadline. Who knows of deaths may end it earlier: an exchange breaks
+        # at the dead rank's neighbours alone, and another rank waits for those, which have left it.
+        self.wait: Callable[[dist.Work], object] = dist.Work.wait
 
     @property
     def steps(self) -> int:
@@ -166,7 +170,11 @@ class AllToAllDispatcher:
         what: str,
     ) -> None:
         try:
-            dist.all_to_all_single(output, given, in_split, out_split, group=self._group)
+            work = dist.all_to_all_single(
+                output, given, in_split, out_split, group=self._group, async_op=True
+            )
+            assert work is not None, "every rank is a member of its own group"
+            self.wait(work)
         except RuntimeError as exc:
             raise BrokenGroup(
                 f"rank {self._rank}: the {what} exchange of layer {layer} in step {self._steps} "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 from eplb.migration import build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
@@ -281,6 +282,26 @@ def test_nobody_waits_for_a_device_that_waits_for_a_dead_peer(group: Group) -> N
     for survivor in group.agents[:3]:
         with pytest.raises(RankError, match="rank 3 died while the device was in step 0"):
             survivor.wait(Stuck())
+
+
+class Abandoned:
+    """An exchange of tokens that waits for a rank which has left it, as long as it is let."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        raise RuntimeError(f"timed out after {timeout}")
+
+
+def test_nobody_waits_for_an_exchange_that_a_death_has_others_leave(group: Group) -> None:
+    for survivor in group.agents[:3]:
+        survivor.step()
+    group.votes.kill(3)
+
+    for survivor in group.agents[:3]:
+        with pytest.raises(BrokenGroup, match="rank 3 died in the exchange of tokens of step 0"):
+            survivor.wait_for_exchange(Abandoned())
 
 
 def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:

@@ -70,11 +70,13 @@ class Tokens:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.steps = group, 0
 
-    def exchange(self) -> None:
+    def exchange(self, agent: RankAgent) -> None:
         self.steps += 1
         given, received = torch.ones(NUM_RANKS), torch.zeros(NUM_RANKS)
         try:
-            dist.all_to_all_single(received, given, group=self._group)
+            work = dist.all_to_all_single(received, given, group=self._group, async_op=True)
+            assert work is not None
+            agent.wait_for_exchange(work)
         except RuntimeError as exc:
             raise RankError(f"the exchange failed: {exc}") from exc
 
@@ -186,7 +188,7 @@ class Ranks:
         record = None
         try:
             while agent.step():
-                tokens.exchange()
+                tokens.exchange(agent)
         except RankError:
             record = recover(agent, store, num_ranks=NUM_RANKS)
             regained = rejoin(record, rendezvous, rank, deadline_s=DEADLINE_S)
