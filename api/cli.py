@@ -14,6 +14,7 @@ from rich.console import Console
 
 from api.journal import journal
 from api.observability import observability
+from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
 from api.store_commands import app as store_commands
@@ -81,7 +82,10 @@ def demo(
         check_siblings()
         named = _more_settings(setting or [])
         settings = load_settings(flags, config=config, environ=os.environ, named=named)
-        # Imported here: torch takes seconds, and wrong settings need none of it.
+        # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
+        # children at once.
+        preload_modules(*WORKER_MODULES)
+        import_for_children()
         from api.demo import run_demo
 
         summary = run_demo(settings, console)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from api.demo_settings import DemoSettings
 from api.demo_text import VOCABULARY, domains_of, standard_domains
-from api.settings import DemoSettings
 from api.state_dir import StateDir
 from api.worker_plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
 from eplb.errors import ConfigError
@@ -92,6 +92,9 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             settings.spool_mb * 1_000_000,
             Tempo(write_s=settings.store_interval),
         ),
+        scrub_every_steps=settings.scrub_every_steps,
+        plan_deadline_s=settings.plan_deadline_s,
+        vote_deadline_s=settings.vote_deadline_s,
     )
 
 

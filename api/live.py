@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.live import Live
 
+from api.demo_settings import View
 from api.monitor import Monitor
-from api.settings import View
 from api.snapshot import Snapshot, WindowScore
 from api.terminal import render
 from telemetry.store import Event

@@ -11,17 +11,24 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from eplb.errors import EplbError, RankError
+from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
 FAILED = 1
 STOP_DEADLINE_S = 10.0
 TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
+
+WORKER_MODULES = (  # of the demo's children
+    "api.worker_rank",
+    "api.worker_checker",
+    "api.worker_slab",
+    "api.worker_controller",
+)
 
 Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)
 
@@ -93,6 +100,10 @@ class Child:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
         return f"{self.name} ended with status {status}"
 
+    def kill(self) -> None:
+        """End the process at once, even one that stands still."""
+        self.process.kill()
+
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Wait for the process to end by itself, then end it."""
         self._commands.close()  # the lifeline: a child that hears nothing else ends now
@@ -106,6 +117,11 @@ class Child:
 def preload_modules(*names: str) -> None:
     """Have children start with these modules imported already: torch once, not ten times."""
     get_context("forkserver").set_forkserver_preload(list(names))
+
+
+def import_for_children() -> None:
+    """Import what was named for them now, in a process of its own, beside what this one does."""
+    forkserver.ensure_running()
 
 
 def title_of(name: str) -> str:
@@ -135,4 +151,5 @@ def _run_child(
 def refusal(name: str, body: tuple[str, str]) -> EplbError:
     """Make the parent's exception of a child's "failed" message."""
     kind, sentence = body
-    return RankError(sentence) if kind == RankError.__name__ else EplbError(f"{name}: {sentence}")
+    of_ranks: dict[str, type[RankError]] = {one.__name__: one for one in (RankError, BrokenGroup)}
+    return of_ranks[kind](sentence) if kind in of_ranks else EplbError(f"{name}: {sentence}")

@@ -10,177 +10,19 @@ This is the only file of the project that reads settings from files or the envir
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import ValidationError
 
+from api.demo_settings import CUDA_DEFAULTS, DemoSettings
 from eplb.errors import ConfigError
 
 ENV_PREFIX = "EPLB_"
 NOT_SETTINGS = frozenset({"EPLB_DATA"})  # where tests and benchmarks find recorded traces
-DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
-
-View = Literal["auto", "live", "plain", "off"]
-Precision = Literal["float32", "bfloat16", "fp8"]
-
-# On GPUs the sizes are those that DeepEP's kernels know, and ranks are GPUs of one host.
-CUDA_DEFAULTS: dict[str, Any] = {
-    "nodes": 1,
-    "ranks": 4,
-    "layers": 3,
-    "experts": 32,
-    "hidden": 2048,
-    "intermediate": 1408,
-    "tokens_per_rank": 128,
-    "precision": "bfloat16",
-}
-
-
-def _not_a_switch(value: object) -> object:
-    """Refuse true and false where a number is meant; pydantic would read them as 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(_not_a_switch)]
-Number = Annotated[float, BeforeValidator(_not_a_switch), Field(allow_inf_nan=False)]
-
-
-class DemoSettings(BaseModel):
-    """All that ``eplb demo`` can be told; a field stands after those it is checked against."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks run")
-    precision: Precision = Field("float32", description="of weights; fp8 has block scales")
-    dispatcher: str = Field("auto", description="auto, or one of runtime.selftest.DISPATCHERS")
-    nodes: Whole = Field(2, ge=1, description="nodes; the ranks of one share a fast fabric")
-    ranks: Whole = Field(8, ge=1, description="rank processes, a multiple of the nodes")
-    layers: Whole = Field(6, ge=1, description="MoE layers")
-    experts: Whole = Field(64, ge=1, description="experts of each layer")
-    top_k: Whole = Field(6, ge=1, description="experts that each token goes to")
-    slots: Whole = Field(0, ge=0, description="slots of all ranks; 0: 1.25 times the experts")
-    spare_slots: Whole = Field(0, ge=0, description="further slots of each rank, kept empty")
-    slab_mode: Literal["full", "hot", "ring"] = Field(
-        "full", description="records in host memory: all, those used last, or a small ring"
-    )
-    slab_records: Whole = Field(
-        0, ge=0, description="records that a hot slab or a ring has room for"
-    )
-    record_file: bool = Field(False, description="keep cooked records in a file beside the weights")
-    hidden: Whole = Field(64, ge=1, description="width of a token")
-    intermediate: Whole = Field(128, ge=1, description="width inside an expert")
-    shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")
-    tokens_per_rank: Whole = Field(256, ge=1, description="tokens of each rank in a step")
-    window_tokens: Whole = Field(16384, ge=1, description="tokens of all ranks in a load window")
-    seconds: Number = Field(60.0, gt=0, description="how long the ranks run")
-    text: list[Path] = Field([], description="files or folders of text; none: what is installed")
-    trace: Path | None = Field(None, description="recorded routing instead of text (.npz)")
-    seed: Whole = Field(1, ge=0, description="seed of weights, text and planner")
-    policy: str = Field("auto", min_length=1, description="placement policy")
-    observe: bool = Field(False, description="plan and report, but publish nothing")
-    movement: bool = Field(True, description="the kill switch: off means that no weight moves")
-    serve: bool = Field(False, description="serve on until interrupted")
-    host: str = Field("127.0.0.1", min_length=1, description="address of the HTTP service")
-    port: Whole = Field(8765, ge=0, le=65535, description="port of the HTTP service; 0: any free")
-    json_path: Path | None = Field(None, description="where to write the summary")
-    state_dir: Path = Field(Path(".eplb"), description="folder of the store and the weights")
-    store: str = Field("", description="URL of the load store; none: a file in the state folder")
-    spool_dir: Path | None = Field(
-        None, description="where ranks keep samples that the store lacks; none: the state folder"
-    )
-    spool_mb: Whole = Field(64, ge=1, description="MB of disk for such samples of each rank")
-    store_interval: Number = Field(
-        0.0, ge=0, description="least seconds between two writes of a rank to the store"
-    )
-    min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
-    plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
-    resume: bool = Field(False, description="go on from the placement of the last run")
-    restart_after_death: Whole = Field(
-        3, ge=0, description="restarts after a rank's death; 0: the first one ends the demo"
-    )
-    check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
-    metrics_level: Literal["default", "layer", "rank"] = Field(
-        "default", description="series of /metrics for each layer, or each layer and rank"
-    )
-    view: View = Field("auto", description="auto: live on a terminal, plain elsewhere")
-
-    @field_validator("precision")
-    @classmethod
-    def _precision_fits_device(cls, precision: str, info: ValidationInfo) -> str:
-        if (precision == "float32") != (info.data.get("device") == "cpu"):
-            raise ValueError("expected float32 on the cpu, bfloat16 or fp8 on cuda")
-        return precision
-
-    @field_validator("ranks")
-    @classmethod
-    def _ranks_fill_nodes(cls, ranks: int, info: ValidationInfo) -> int:
-        nodes = info.data.get("nodes")
-        if nodes and ranks % nodes:
-            raise ValueError(f"expected a multiple of {nodes}, the number of nodes")
-        return ranks
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k_within_experts(cls, top_k: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts")
-        if experts and top_k > experts:
-            raise ValueError(f"expected at most {experts}, the number of experts")
-        return top_k
-
-    @field_validator("slots")
-    @classmethod
-    def _slots_fit(cls, slots: int, info: ValidationInfo) -> int:
-        experts, ranks = info.data.get("experts"), info.data.get("ranks")
-        if not experts or not ranks:
-            return slots  # one of those two is refused already
-        if slots == 0:
-            # Two replicas of an expert on one rank balance nothing: experts * ranks are enough.
-            wanted = min(DEFAULT_REDUNDANCY * experts, experts * ranks)
-            even: int = ranks * math.ceil(wanted / ranks)
-            return even
-        if slots < experts:
-            raise ValueError(f"expected at least {experts}, the number of experts")
-        if slots % ranks:
-            raise ValueError(f"expected a multiple of {ranks}, the number of ranks")
-        if slots > experts * ranks:
-            raise ValueError(f"expected at most {experts * ranks}, every expert on every rank")
-        return slots
-
-    @field_validator("slab_records")
-    @classmethod
-    def _slab_has_room(cls, records: int, info: ValidationInfo) -> int:
-        if (info.data.get("slab_mode") == "full") != (records == 0):
-            raise ValueError("expected a number of records with hot or ring, and none with full")
-        return records
-
-    @field_validator("store")
-    @classmethod
-    def _store_is_shared(cls, store: str) -> str:
-        if store == "memory:":
-            raise ValueError("expected a store that several processes can share")
-        return store
-
-    @field_validator("trace")
-    @classmethod
-    def _trace_or_text(cls, trace: Path | None, info: ValidationInfo) -> Path | None:
-        if trace is not None and info.data.get("text"):
-            raise ValueError("expected either a trace or text, not both")
-        return trace
 
 
 def load_settings(

@@ -70,6 +70,9 @@ class WorkerPlan:
     controller: ControllerSettings
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
+    scrub_every_steps: int = 64
+    plan_deadline_s: float = 30.0
+    vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
 
     @property
     def state_dir(self) -> Path:

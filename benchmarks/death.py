@@ -27,8 +27,8 @@ import torch.distributed as dist
 from workers import VOCABULARY, begin_run, plan_of, told
 
 from api.processes import Child, Parent, preload_modules
+from api.worker_build import build_rank
 from api.worker_plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
-from api.worker_rank import build_rank
 from api.worker_slab import run_slab
 from eplb.errors import RankError
 from eplb.topology import Topology

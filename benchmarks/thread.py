@@ -26,8 +26,8 @@ import torch.distributed as dist
 from workers import VOCABULARY, begin_run, plan_of, random_placement, told
 
 from api.processes import Child, Parent, preload_modules
+from api.worker_build import build_rank
 from api.worker_plan import DEPLOYMENT, WorkerPlan
-from api.worker_rank import build_rank
 from api.worker_slab import run_slab
 from eplb.migration import Pace, build_migration
 from eplb.placement import EMPTY, Placement

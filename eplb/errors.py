@@ -11,6 +11,7 @@
     │   ├── StaleGeneration   the placement moved on since the caller looked
     │   └── FencedOut         another controller holds the lease now
     └── RankError         a rank died, fell out of step, or missed a deadline
+        └── BrokenGroup   a peer is dead or late: nobody serves on, and all may start again
 
 Each message says where, what was found and what was expected. Our own broken invariants are
 ``assert``s, not these.
@@ -59,3 +60,10 @@ class FencedOut(StoreError):
 
 class RankError(EplbError):
     """A rank died, fell out of step, or missed a deadline."""
+
+
+class BrokenGroup(RankError):
+    """A peer is dead or late: no rank may run another step, and a start of all ranks is right.
+
+    The rank that says so did nothing wrong. It agrees with the other survivors before it ends.
+    """

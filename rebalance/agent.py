@@ -25,12 +25,14 @@ from eplb.recovery import LastWords, Recovery
 from rebalance import phases
 from rebalance.core import make_core
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
+from rebalance.recovery import WORDS_DEADLINE_S
 from rebalance.report import rank_state
 from rebalance.scrub_turns import ScrubTurns
 from rebalance.scrubber import Scrubber
 from rebalance.survival import Survival
 from rebalance.swapper import Swapper
 from rebalance.update import WeightUpdate
+from rebalance.voter import Exchange
 from rebalance.voting import Voting
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
@@ -66,7 +68,8 @@ class RankAgent:
         Calling it twice between the same two passes does nothing the second time.
 
         Raises:
-            RankError: a peer is dead, or ranks are out of step. Run no further forward pass.
+            BrokenGroup: a peer is dead or late. Run no further forward pass.
+            RankError: ranks are out of step, or this rank must not serve on.
         """
         step = self._parts.dispatcher.steps
         if not self._may_begin(step):
@@ -129,9 +132,17 @@ class RankAgent:
         and take the host with it. The lifelines, which are the host's, know within milliseconds.
 
         Raises:
-            RankError: a peer is dead, or the device is not done before the vote's deadline.
+            BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
         """
         self._core.voter.wait_for_device(completion, self._core.steps.last)
+
+    def wait_for_exchange(self, exchange: Exchange) -> None:
+        """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
+
+        Raises:
+            BrokenGroup: a peer is dead.
+        """
+        self._core.voter.wait_for_exchange(exchange, self._core.steps.last)
 
     def begin_update(self, version: int) -> None:
         """Stop moving experts, on every rank, so that the engine can replace all weights.
@@ -208,9 +219,9 @@ class RankAgent:
         """Ranks that are known to be gone."""
         return self._core.links.votes.dead()
 
-    def last_words(self) -> LastWords:
-        """Adopt and swap nothing any more, and say how far this rank has come."""
-        return self._survival.last_words()
+    def last_words(self, deadline_s: float = WORDS_DEADLINE_S) -> LastWords:
+        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
+        return self._survival.last_words(deadline_s)
 
     def take_over(self, record: Recovery) -> None:
         """Swap what the record says and is not swapped here yet, and end the migration."""
@@ -224,11 +235,21 @@ class RankAgent:
         if state.plan is not None:
             if not control.movement:
                 self._box.update(phases.want_abort, state.plan.plan_id, "movement is switched off")
-            elif published is None or published.plan_id != state.plan.plan_id:
+            elif not self._is_open(state.plan.plan_id, published):
                 self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
         return True
+
+    def _is_open(self, plan_id: int, published: Migration | None) -> bool:
+        """Say whether a plan is published, or has been finished by ranks that were quicker.
+
+        Then the verdict that they have read is on its way to this one.
+        """
+        if published is not None and published.plan_id == plan_id:
+            return True
+        committed = self._core.links.store.committed()
+        return committed is not None and committed.plan_id == plan_id
 
     def describe(self) -> RankState:
         """Say how this rank stands, for the store."""

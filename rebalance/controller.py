@@ -25,8 +25,9 @@ from eplb.problem import Budget
 from eplb.records import model_from_dict, topology_from_dict
 from eplb.spares import compact, expand
 from eplb.topology import Topology
+from rebalance.open_plan import OpenPlan
 from telemetry.drift import LOOK_BACK, planning_history
-from telemetry.store import LoadStore, Outcome, RunInfo, Task
+from telemetry.store import LoadStore, RunInfo, Task
 from telemetry.windows import Window, WindowFolder, history
 
 PRUNE_EVERY_S = 300.0
@@ -90,7 +91,7 @@ class Controller:
         self._noted_window = -1  # newest window whose KEEP was written down
         self._noted_decision = ""
         self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
-        self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
+        self._open = OpenPlan(store, settings.migration_deadline_s, clock)
         self._noted_errors: set[str] = set()
         self._pruned_at = clock()
         self._end_abandoned_tasks()
@@ -110,7 +111,8 @@ class Controller:
         self._fold(group)
         open_migration = self._store.published()
         if open_migration is not None:
-            self._watch(open_migration)
+            states = self._store.rank_states(group.run.run)
+            self._open.watch(open_migration, states, self._served_weights())
         self._work_off_tasks(group)
         # Asked again: a task may have published meanwhile, and a second MOVE would be noted.
         if open_migration is None and self._store.published() is None:
@@ -154,42 +156,12 @@ class Controller:
             self._noted_errors.add(where)
             self._store.add_event("error", {"where": where, "message": str(exc)})
 
-    # -- an open migration
-
-    def _watch(self, migration: Migration) -> None:
-        """Withdraw a migration that cannot be finished, or is not finished in time."""
-        plan_id = migration.plan_id
-        committed = self._store.committed()
-        if committed is None or committed.placement.generation != migration.base.generation:
-            self._withdraw(plan_id, "rejected", "it was made for a placement that does not serve")
-            return
-        served = self._served_weights()
-        if served is not None and served != migration.weights_version:
-            reason = f"it was made for weights version {migration.weights_version}, {served} serves"
-            self._withdraw(plan_id, "rejected", reason)
-            return
-        states = self._store.rank_states(self._group.run.run) if self._group else []
-        is_taken_up = any(state.plan_id == plan_id for state in states)
-        if not self._store.control().movement and not is_taken_up:
-            self._withdraw(plan_id, "aborted", "movement is switched off")
-            return
-        if self._open_since[0] != plan_id:
-            self._open_since = (plan_id, self._clock())
-        age = self._clock() - self._open_since[1]
-        if age > self._settings.migration_deadline_s:
-            limit = self._settings.migration_deadline_s
-            self._withdraw(plan_id, "aborted", f"not finished in {limit:.0f} s")
-
     def _served_weights(self) -> int | None:
         """Version of the weights that every rank reports; None while they differ."""
         assert self._group is not None, "asked about ranks that serve"
         states = self._store.rank_states(self._group.run.run)
         versions = {int(state.detail.get("weights_version", 0)) for state in states} or {0}
         return versions.pop() if len(versions) == 1 else None
-
-    def _withdraw(self, plan_id: int, outcome: Outcome, reason: str) -> None:
-        if self._store.withdraw(plan_id, outcome=outcome, reason=reason):
-            log.warning("plan_id=%d withdrawn: %s", plan_id, reason)
 
     # -- plans
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from eplb.errors import MigrationError, RankError
+from eplb.errors import BrokenGroup, MigrationError
 from rebalance.slab import Digest
 from rebalance.transport import PendingVote, Record, VoteGroup
 from rebalance.vote import Outcome
@@ -31,7 +31,7 @@ def agree_on_digests(
 
     Raises:
         MigrationError: two ranks hold different bytes for one expert.
-        RankError: a rank died or missed the deadline.
+        BrokenGroup: a rank died or missed the deadline.
     """
     vote = cast_digests(mine, num_layers, num_experts, votes)
     return agreed_digests(vote, num_layers, num_experts, deadline_s=deadline_s)
@@ -56,7 +56,7 @@ def agreed_digests(
     """Read what all ranks have told; see ``agree_on_digests``."""
     outcome, reduced = vote.poll(deadline_s)
     if outcome is not Outcome.VALUE:
-        raise RankError(
+        raise BrokenGroup(
             "a rank died or was late while digests were agreed on, "
             f"expected all within {deadline_s:g} s"
         )

@@ -74,7 +74,7 @@ class Mover:
     ) -> None:
         self._parts, self._transport = parts, transport
         self._settings, self._clock = settings, clock
-        self._sources = Sources(parts.rank, parts.topology, transport.readable, dead)
+        self._sources = Sources(parts.rank, parts.topology, transport.readable, dead, clock)
         self.beat = beat or Heartbeat("mover", clock)
         self._stager = Stager(
             transport, self._sources, parts.digests, settings, clock, beat=self.beat

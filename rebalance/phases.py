@@ -33,6 +33,8 @@ from enum import Enum
 from eplb.errors import RankError
 from rebalance.vote import NO_PLAN, Ballot, Verdict
 
+ELSEWHERE = "another rank asked for it"  # all that a verdict tells of an abort's reason
+
 
 class Phase(Enum):
     """Where a rank stands in a migration."""
@@ -211,7 +213,7 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
         frozen = replace(state, frozen_reason=disagreement)
         return _drop(frozen, verdict.newest_plan_id, disagreement), None
     if verdict.abort:
-        reason = state.abort_reason or "another rank asked for it"
+        reason = state.abort_reason or ELSEWHERE
         return _drop(state, verdict.newest_plan_id, reason), None
     if not verdict.plan_hash or not _voted_on_current(state, cast):
         return state, None

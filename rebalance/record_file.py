@@ -1,43 +1,32 @@
 """Cooked records on disk: what the slab can take in at the disk's full speed.
 
 A checkpoint keeps an expert in pieces; cooking puts them together, through the page cache and one
-core. A record file keeps what was cooked, page-aligned and in kernel layout, beside a manifest.
-
-     page 0      header: magic, length and digest of a JSON text that names the origin
-     pages       marks: 32 bytes for each record, zeros until it is complete
-     pages       records, each at its place; what was never written is a hole
+core. A record file keeps what was cooked, page-aligned and in kernel layout, beside a mark for each
+record that is complete (``record_layout.py`` says where).
 
 A record is marked after its bytes are on the disk, so a crash at any byte leaves it unmarked or
-whole. A mark is bound to the header, to its place and to the digest, so a torn one is no mark.
+whole.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
-import struct
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from eplb.errors import CheckpointError
 from rebalance.direct_io import CHUNK_BYTES, DirectFile
+from rebalance.record_layout import MARK_BYTES, UNMARKED, RecordLayout
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_wire import Digest
 from rebalance.transport import Record
 from runtime.memory import PAGE_BYTES, RunningDigest
 
-MAGIC = b"EPLBREC1"
-VERSION = 1
-_PREFIX = struct.Struct("<8sI16s")  # magic, bytes of JSON, their digest
-_MARK = struct.Struct("<qq16s")  # the two sums of a record, and what binds them
-UNMARKED = bytes(_MARK.size)
 FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs cooking them again
 
 log = logging.getLogger(__name__)
@@ -51,9 +40,7 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, origin: RecordOrigin) -> None:
-        self.path, self._origin = path, origin
-        self._text = _header_text(origin)
-        self._marks_end = PAGE_BYTES + _whole_pages(origin.num_records * _MARK.size)
+        self.path, self._layout = path, RecordLayout(origin)
         self._lock = threading.Lock()
         self._unmarked: dict[Record, Digest] = {}  # written, not known to be on the disk
         self._complete: dict[Record, Digest] = {}
@@ -89,39 +76,28 @@ class RecordFile:
         return RecordFile(path, origin)
 
     def _check(self) -> None:
-        descriptor = self._file.buffered
-        found = _read_header(os.pread(descriptor, PAGE_BYTES, 0))
-        if found != json.loads(self._text):
-            version = found.get("version")
-            different = f"version {version}, expected {VERSION}"
-            if version == VERSION:
-                different = self._origin.difference(found)
-            raise CheckpointError(f"it holds records of something else: {different}")
-        size, expected = os.fstat(descriptor).st_size, _file_bytes(self._origin)
-        if size != expected:
-            raise CheckpointError(f"it is truncated: {size} bytes, expected {expected}")
+        descriptor, layout = self._file.buffered, self._layout
+        layout.check_header(os.pread(descriptor, PAGE_BYTES, 0))
+        size = os.fstat(descriptor).st_size
+        if size != layout.num_bytes:
+            raise CheckpointError(f"it is truncated: {size} bytes, expected {layout.num_bytes}")
         self._read_marks()
 
     def _read_marks(self) -> None:
-        origin = self._origin
-        table = os.pread(self._file.buffered, origin.num_records * _MARK.size, PAGE_BYTES)
+        origin = self._layout.origin
+        table = os.pread(self._file.buffered, origin.num_records * MARK_BYTES, PAGE_BYTES)
         for number in range(origin.num_records):
-            mark = table[number * _MARK.size : (number + 1) * _MARK.size]
+            mark = table[number * MARK_BYTES : (number + 1) * MARK_BYTES]
             if mark != UNMARKED:
                 self._take_mark(divmod(number, origin.num_experts), mark)
 
     def _take_mark(self, record: Record, mark: bytes) -> None:
-        plain, weighted, _ = _MARK.unpack(mark)
-        if mark == self._mark(record, (plain, weighted)):
-            self._complete[record] = (plain, weighted)
+        digest = self._layout.digest_in(mark, record)
+        if digest is not None:
+            self._complete[record] = digest
         else:
             layer, expert = record
             log.warning("%s: layer %d expert %d has a damaged mark", self.path, layer, expert)
-
-    def _mark(self, record: Record, digest: Digest) -> bytes:
-        binding = hashlib.blake2b(self._text, digest_size=16)
-        binding.update(repr((record, digest)).encode())
-        return _MARK.pack(*digest, binding.digest())
 
     @property
     def num_complete(self) -> int:
@@ -132,7 +108,7 @@ class RecordFile:
         """Return the digest of a complete record, None of one that is still to be written."""
         known = self._complete.get(record)
         if known is None and not self.may_write:  # perhaps another process has written it by now
-            mark = os.pread(self._file.buffered, _MARK.size, self._mark_offset(record))
+            mark = os.pread(self._file.buffered, MARK_BYTES, self._layout.mark_offset(record))
             if mark != UNMARKED:
                 self._take_mark(record, mark)
         return self._complete.get(record)
@@ -144,7 +120,7 @@ class RecordFile:
             OSError: the disk cannot be read.
         """
         data, running = into.numpy(), RunningDigest()
-        start = self._record_offset(record)
+        start = self._layout.record_offset(record)
         for done in range(0, len(data), CHUNK_BYTES):
             chunk = data[done : done + CHUNK_BYTES]
             self._file.read_into(chunk, start + done)
@@ -158,7 +134,7 @@ class RecordFile:
             OSError: the disk is full or fails.
         """
         assert self.may_write, "one process writes a record file"
-        self._file.write(data.numpy(), self._record_offset(record))
+        self._file.write(data.numpy(), self._layout.record_offset(record))
         with self._lock:
             self._unmarked[record] = digest
             is_due = len(self._unmarked) >= FLUSH_RECORDS
@@ -177,21 +153,15 @@ class RecordFile:
             return
         self._file.sync()
         for record, digest in written.items():
-            mark = self._mark(record, digest)
-            os.pwrite(self._file.buffered, mark, self._mark_offset(record))
+            mark = self._layout.mark(record, digest)
+            os.pwrite(self._file.buffered, mark, self._layout.mark_offset(record))
             self._complete[record] = digest
 
     def forget(self, record: Record) -> None:
         """Take back the mark of a record whose bytes are not what it says."""
         self._complete.pop(record, None)
         if self.may_write:
-            os.pwrite(self._file.buffered, UNMARKED, self._mark_offset(record))
-
-    def _mark_offset(self, record: Record) -> int:
-        return PAGE_BYTES + self._origin.number_of(record) * _MARK.size
-
-    def _record_offset(self, record: Record) -> int:
-        return self._marks_end + self._origin.number_of(record) * self._origin.record_bytes
+            os.pwrite(self._file.buffered, UNMARKED, self._layout.mark_offset(record))
 
     def close(self) -> None:
         """Mark what is written and close.
@@ -213,30 +183,6 @@ def record_file_beside(checkpoint: Path, cache: Path | None = None) -> Path:
     return cache / f"{checkpoint.name}-{whose}.records"
 
 
-def _header_text(origin: RecordOrigin) -> bytes:
-    return json.dumps({"version": VERSION} | asdict(origin), sort_keys=True).encode()
-
-
-def _read_header(page: bytes) -> Mapping[str, object]:
-    if len(page) < PAGE_BYTES:
-        raise CheckpointError(f"it is truncated: {len(page)} bytes, expected a header")
-    magic, length, digest = _PREFIX.unpack_from(page)
-    text = page[_PREFIX.size : _PREFIX.size + length]
-    if magic != MAGIC or digest != hashlib.blake2b(text, digest_size=16).digest():
-        raise CheckpointError("its header is damaged")
-    header: dict[str, object] = json.loads(text)
-    return header
-
-
-def _file_bytes(origin: RecordOrigin) -> int:
-    marks = _whole_pages(origin.num_records * _MARK.size)
-    return PAGE_BYTES + marks + origin.num_records * origin.record_bytes
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,14 +193,13 @@ def _try_lock(descriptor: int) -> bool:
 
 def _make(path: Path, origin: RecordOrigin) -> None:
     """Let the file appear with its header whole. Of two makers at once, one's appears."""
-    text = _header_text(origin)
-    digest = hashlib.blake2b(text, digest_size=16).digest()
+    layout = RecordLayout(origin)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:
-            file.write(_PREFIX.pack(MAGIC, len(text), digest) + text)
-            file.truncate(_file_bytes(origin))
+            file.write(layout.header)
+            file.truncate(layout.num_bytes)
             file.flush()
             os.fsync(file.fileno())
         path.hardlink_to(unfinished)

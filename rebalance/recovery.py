@@ -32,6 +32,7 @@ from rebalance.vote import NO_PLAN, Ballot, Outcome, Verdict
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
+WORDS_DEADLINE_S = 5.0  # for what a rank is still at, before it says its words
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Survivor(Protocol):
     def placement(self) -> Placement:
         """What this rank holds."""
 
-    def last_words(self) -> LastWords:
-        """Adopt and swap nothing any more, and say how far this rank has come."""
+    def last_words(self, deadline_s: float) -> LastWords:
+        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone."""
@@ -73,7 +74,7 @@ def membership_of_start(store: LoadStore) -> int:
 def recover(
     survivor: Survivor, store: LoadStore, *, num_ranks: int, deadlines: Deadlines | None = None
 ) -> Recovery:
-    """Agree with the other survivors. Called by each of them after a RankError, once.
+    """Agree with the other survivors. Called by each of them after a BrokenGroup, once.
 
     Afterwards every survivor holds one placement, and the store names it as committed.
 
@@ -82,7 +83,8 @@ def recover(
             is committed is still right for a start, because a start loads every slot anew.
     """
     deadlines = deadlines or Deadlines()
-    words = survivor.last_words()
+    # The others wait for them no longer than words_s, and may have begun to a little earlier.
+    words = survivor.last_words(min(WORDS_DEADLINE_S, deadlines.words_s / 2))
     patient = _Patience(words.rank, time.monotonic() + deadlines.store_s + deadlines.words_s)
     patient.insist("write its last words", lambda: store.last_words(words))
     deadline = time.monotonic() + deadlines.words_s

@@ -80,6 +80,18 @@ class ScrubTurns:
         Raises:
             RankError: it did not end in time.
         """
+        if not self.end_look(deadline_s):
+            raise RankError(
+                f"rank {self._scrubber.rank}: a live slot is still being looked at after "
+                f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
+            )
+
+    def end_look(self, deadline_s: float) -> bool:
+        """End the look under way and forget what it found; False if it has not ended in time.
+
+        One that has not will end as soon as it can: what it waits for may take minutes (a host
+        that reads a disk), and it begins nothing more.
+        """
         box, deadline = self._box, time.monotonic() + deadline_s
         with box.changed:
             self._is_stopping = True
@@ -87,16 +99,14 @@ class ScrubTurns:
             while self._is_looking and self._core.watcher.has_mover():
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise RankError(
-                        f"rank {self._scrubber.rank}: a live slot is still being looked at after "
-                        f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
-                    )
+                    return False
                 box.changed.wait(min(left_s, WAIT_S))
             self._is_stopping = False
             if self._staged is not None:
                 self._give_back(self._staged[1])
             self._staged = None
             self._scrubber.suspects.clear()
+            return True
 
     def _mend(self, where: LiveSlot, loan: Loan) -> None:
         """Copy the right bytes into the slot, unless something else has begun since."""

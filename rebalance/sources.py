@@ -1,13 +1,16 @@
 """Where a rank may take a record from, best first, and what it must not use again.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host's slab, which disk fills. A move that was planned from the host takes that first. A slot or a
-host record that gave wrong bytes is not used again by this rank in this run.
+host's slab, which disk fills. A move that was planned from the host takes that first. A slot that
+gave wrong bytes is not used again by this rank in this run: memory that rots once rots again. A
+host's record is, after a while: its disk may be well by then, and bytes that are right lift it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -20,6 +23,7 @@ from rebalance.transport import HOST, Place
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # the first, and two from elsewhere
+HOST_RETRY_S = 60.0  # until a host's record that was wrong is tried again
 Key = tuple[int, int, int]  # (layer, rank, slot), or (layer, NO_RANK, expert) of a host's record
 
 
@@ -31,6 +35,7 @@ class Sources:
         topology: says which slots a rank has.
         readable: ranks whose live slots can be read from here, this one included.
         dead: ranks that are known to be gone by now.
+        clock: of seconds.
     """
 
     def __init__(
@@ -39,15 +44,16 @@ class Sources:
         topology: Topology,
         readable: frozenset[int],
         dead: Callable[[], frozenset[int]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._topology = rank, topology
-        self._readable, self._dead = readable, dead
-        self._quarantined: set[Key] = set()
+        self._readable, self._dead, self._clock = readable, dead, clock
+        self._quarantined: dict[Key, float] = {}  # until when it is not read
         self._suspects: set[Key] = set()  # one of several that gave wrong bytes together
 
     @property
     def num_quarantined(self) -> int:
-        """Slots and host records that are not used any more."""
+        """Slots and host records that gave wrong bytes, and no right ones since."""
         return len(self._quarantined)
 
     def is_alive(self, place: Place) -> bool:
@@ -67,8 +73,9 @@ class Sources:
         """
 
         def is_usable(place: Place) -> bool:
-            is_known_bad = place in failed or _key(move, place) in self._quarantined
-            return not is_known_bad and self.is_alive(place)
+            if place in failed or self._clock() < self._quarantined.get(_key(move, place), 0.0):
+                return False
+            return self.is_alive(place)
 
         if num_tried >= MAX_ATTEMPTS:
             return ()
@@ -110,18 +117,21 @@ class Sources:
             # Any of them may be to blame: none is read together with others any more.
             self._suspects |= {_key(move, place) for place in places}
             return
-        self._quarantined.add(_key(move, places[0]))
+        rest_s = HOST_RETRY_S if places[0] == HOST else math.inf
+        self._quarantined[_key(move, places[0])] = self._clock() + rest_s
         log.warning(
-            "layer %d expert %d: %s gave wrong bytes and is not read again by rank %d",
+            "layer %d expert %d: %s gave wrong bytes and is not read by rank %d for %g s",
             move.layer,
             move.expert,
             places[0],
             self._rank,
+            rest_s,
         )
 
     def right(self, move: Move, place: Place, suspected: Sequence[Place]) -> None:
         """Note that ``place`` alone gave right bytes, after ``suspected`` together had not."""
         self._suspects.discard(_key(move, place))
+        self._quarantined.pop(_key(move, place), None)  # it was tried again, and is well
         others = [other for other in suspected if other != place]
         left = [other for other in others if _key(move, other) not in self._quarantined]
         if len(others) < len(suspected) and len(left) == len(others) == 1:

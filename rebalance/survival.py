@@ -28,21 +28,24 @@ class Survival:
         self._scrub_turns = scrub_turns
         self.is_recovering = False  # no step may follow
 
-    def last_words(self) -> LastWords:
+    def last_words(self, deadline_s: float) -> LastWords:
         """Adopt, swap and mend nothing any more, and say how far this rank has come.
 
-        Raises:
-            RankError: the scrubber's look under way does not end.
+        Args:
+            deadline_s: for the scrubber's look under way to end; the words come by then all the
+                same, because others take a rank for dead that says none.
         """
         core = self._core
         self.is_recovering = True
         core.watchdog.step.busy("recovering after a death")
         core.box.update(phases.freeze, "a rank died")
         # What was found rotten is not mended, and slots that are rolled forward are not looked at.
-        self._scrub_turns.stop(core.settings.vote_deadline_s)
+        has_ended = self._scrub_turns.end_look(deadline_s)
         with core.box.changed:
             state = core.box.state
             words = self._words(state)
+        # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
+        assert has_ended or not words.prepared, "who looks at a slot has staged nothing"
         core.diary.note("death seen", state, dead=list(words.dead))
         core.diary.note("last words", state, swapped=words.swapped, prepared=words.prepared)
         return words

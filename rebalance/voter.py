@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from typing import Protocol
 
-from eplb.errors import RankError
+from eplb.errors import BrokenGroup
 from rebalance.transport import PendingVote, VoteGroup
 from rebalance.vote import Ballot, Outcome, Verdict
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
 VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
+
+
+class Exchange(Protocol):
+    """A collective under way (torch.distributed.Work)."""
+
+    def is_completed(self) -> bool:
+        """Say whether it has ended, well or badly."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait for its end; raises RuntimeError when it is late or has failed."""
 
 
 class Voter:
@@ -38,7 +50,7 @@ class Voter:
             must_finish: another vote is to be cast now.
 
         Raises:
-            RankError: a rank is dead, or too late.
+            BrokenGroup: a rank is dead, or too late.
         """
         if self._pending is None:
             return None
@@ -48,7 +60,7 @@ class Voter:
         if outcome is Outcome.LATE and may_skip:
             return None
         if outcome is not Outcome.VALUE:
-            raise RankError(
+            raise BrokenGroup(
                 f"rank {self._rank}: the vote of step {cast.step} is {outcome.value} at step "
                 f"{step}; a peer is dead or more than {self._deadline_s:.0f} s late"
             )
@@ -69,23 +81,38 @@ class Voter:
         """Run no further step without a rank: its tokens would be lost.
 
         Raises:
-            RankError: a rank is dead.
+            BrokenGroup: a rank is dead.
         """
         dead = self._votes.dead()
         if dead:
-            raise RankError(f"rank {self._rank}: rank {min(dead)} died {when}")
+            raise BrokenGroup(f"rank {self._rank}: rank {min(dead)} died {when}")
+
+    def wait_for_exchange(self, exchange: Exchange, step: int) -> None:
+        """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
+
+        Raises:
+            BrokenGroup: a rank is dead.
+            RuntimeError: torch's own, of an exchange that failed or missed its group's deadline.
+        """
+        while not exchange.is_completed():
+            self.refuse_if_alone(f"in the exchange of tokens of step {step}")
+            try:
+                exchange.wait(timedelta(seconds=VOTE_POLL_S))
+            except RuntimeError:
+                continue  # late or failed, the type does not tell: only whether it has ended counts
+        exchange.wait()  # says how
 
     def wait_for_device(self, completion: Completion, step: int) -> None:
         """Wait for the device, but not for one that waits for a dead peer.
 
         Raises:
-            RankError: a rank is dead, or the device is not done before the votes' deadline.
+            BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.
         """
         deadline = time.monotonic() + self._deadline_s
         while not completion.is_complete():
             self.refuse_if_alone(f"while the device was in step {step} or the last")
             if time.monotonic() >= deadline:
-                raise RankError(
+                raise BrokenGroup(
                     f"rank {self._rank}: the device is not done with step {step} after "
                     f"{self._deadline_s:.0f} s; a peer is dead or late"
                 )

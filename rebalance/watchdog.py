@@ -66,7 +66,7 @@ class Watchdog:
     """
 
     def __init__(self, plan_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s, self._clock = plan_deadline_s, clock
+        self._deadline_s, self.clock = plan_deadline_s, clock
         self.step = Heartbeat("step", clock)
         self.watcher = Heartbeat("watcher", clock)
         self.mover = Heartbeat("mover", clock)
@@ -99,7 +99,7 @@ class Watchdog:
         return ""
 
     def _waits_too_long(self, plan_id: int) -> bool:
-        now = self._clock()
+        now = self.clock()
         if self._not_adopted is None or self._not_adopted[0] != plan_id:
             self._not_adopted = (plan_id, now)
         return now - self._not_adopted[1] > self._deadline_s

@@ -23,12 +23,14 @@ from eplb.migration import Migration
 from eplb.placement import Placement
 from rebalance import phases
 from rebalance.mover import Mover
+from rebalance.vote import NO_PLAN
 from rebalance.waiting import PhaseBox
 from rebalance.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
 SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
+DEFERS_S = 1.0  # to the rank that knows why a plan was dropped; it may be dead
 CLOSE_DEADLINE_S = 10.0
 MOVER = "eplb-mover"
 
@@ -61,6 +63,8 @@ class Writing:
 
     what: str
     write: Callable[[], object]
+    plan_id: int = NO_PLAN  # whose end others may write down too, with a better reason
+    defers_until: float = 0.0
 
 
 class Watcher:
@@ -127,9 +131,15 @@ class Watcher:
     def commit(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
     ) -> None:
-        """Have it written down that ``serving`` is what serves after ``migration``."""
+        """Have it written down that ``serving`` is what serves after ``migration``.
+
+        Every rank writes the same, but for the reason of an abort, which only the rank that asked
+        for it knows. The first to write is the one that people read, so the others let it be first.
+        """
         write = partial(self._write, migration, serving, outcome, reason)
-        self._to_write.put(Writing(f"writing down the end of plan {migration.plan_id}", write))
+        what, now = f"writing down the end of plan {migration.plan_id}", self._watchdog.clock()
+        until = now + (DEFERS_S if reason == phases.ELSEWHERE else 0.0)
+        self._to_write.put(Writing(what, write, migration.plan_id, until))
 
     def _write(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
@@ -187,13 +197,15 @@ class Watcher:
         beat = self._watchdog.scribe
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
-            while not self.is_written(writing) and not self._closing.wait(POLL_S):
-                pass
+            while not self.is_written(writing) and not self._closing.is_set():
+                self._closing.wait(POLL_S)
             beat.idle()
 
     def is_written(self, writing: Writing) -> bool:
         """Try to write something down; False when it is to be tried again."""
         try:
+            if self._defers(writing):
+                return False
             writing.write()
         except StaleGeneration as exc:
             # What serves here is not what the store says serves: only people can tell why.
@@ -207,6 +219,12 @@ class Watcher:
             log.exception("the scribe failed")
             self._box.update(phases.freeze, f"{writing.what} failed, see the log")
         return True
+
+    def _defers(self, writing: Writing) -> bool:
+        if self._closing.is_set() or self._watchdog.clock() >= writing.defers_until:
+            return False
+        published = self._store.published()
+        return published is not None and published.plan_id == writing.plan_id
 
     def _move(self) -> None:
         try:

@@ -9,13 +9,14 @@ Shapes:  T tokens of this rank, K top-k, H hidden, R ranks, C slots of this rank
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from eplb.errors import RankError
+from eplb.errors import BrokenGroup
 from eplb.topology import Topology
 from runtime.counters import SlotCounter
 
@@ -53,7 +54,7 @@ class Dispatcher(Protocol):
         are added to the layer's counters.
 
         Raises:
-            RankError: a peer died or missed the group's deadline.
+            BrokenGroup: a peer died or missed the group's deadline.
         """
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
@@ -63,7 +64,7 @@ class Dispatcher(Protocol):
             [T, H] sums over k of weight times result; 0 for a token that is all padding.
 
         Raises:
-            RankError: a peer died or missed the group's deadline.
+            BrokenGroup: a peer died or missed the group's deadline.
         """
 
 
@@ -91,6 +92,9 @@ class AllToAllDispatcher:
         self._num_slots = topology.num_slots
         self._slots_of_rank = topology.slots_of_rank.tolist()
         self._steps = 0
+        # Until the group's own deadline. Who knows of deaths may end it earlier: an exchange breaks
+        # at the dead rank's neighbours alone, and another rank waits for those, which have left it.
+        self.wait: Callable[[dist.Work], object] = dist.Work.wait
 
     @property
     def steps(self) -> int:
@@ -166,9 +170,13 @@ class AllToAllDispatcher:
         what: str,
     ) -> None:
         try:
-            dist.all_to_all_single(output, given, in_split, out_split, group=self._group)
+            work = dist.all_to_all_single(
+                output, given, in_split, out_split, group=self._group, async_op=True
+            )
+            assert work is not None, "every rank is a member of its own group"
+            self.wait(work)
         except RuntimeError as exc:
-            raise RankError(
+            raise BrokenGroup(
                 f"rank {self._rank}: the {what} exchange of layer {layer} in step {self._steps} "
                 f"failed, a peer is dead or late: {first_sentence(exc)}"
             ) from exc

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from api.processes import preload_modules
 from eplb.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
@@ -44,6 +45,8 @@ GONE_DEADLINE_S = 20.0  # an interpreter with torch takes a second to end, on a 
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
+# Children that tests start have these imported already: a second for each of them.
+preload_modules("api.processes", "pytest")
 
 RankFunction = Callable[..., Any]
 
@@ -455,10 +458,10 @@ class DemoProcess:
                 found[int(stat.parent.name)] = title
         return found
 
-    def kill(self, title: str) -> int:
-        """SIGKILL one process of a demo that serves, by its title; return its id."""
+    def kill(self, title: str, how: signal.Signals = signal.SIGKILL) -> int:
+        """Signal one process of a demo that serves, by its title; return its id."""
         pid = next(pid for pid, found in sorted(self.processes().items()) if found == title)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
         return pid
 
     @property

@@ -5,30 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
-from eplb.errors import ConfigError, EplbError, RankError
-from eplb.load import LoadSample
-from eplb.migration import Migration, Pace, build_migration
+from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
+from eplb.migration import build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
-from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
-from rebalance.transport import LocalVotes
-from runtime.counters import SlotCounter
+from rebalance.parts import StepFigures
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
-from runtime.routing import RoutingTable
 from runtime.streams import Completion
-from telemetry.memory import MemoryStore
-from telemetry.store import Control, RankState
+from telemetry.store import Control
 
-DEADLINE_S = 20.0
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 # Two hosts of two ranks; three slots each for four experts.
@@ -40,56 +34,15 @@ START = Placement(
 FULL = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
 
 
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-
-class Sink:
-    """Keeps what the agent offers."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self.samples: list[LoadSample] = []
-        self._store = store
-
-    def offer(self, sample: LoadSample) -> bool:
-        self.samples.append(sample)
-        return True
-
-    def state(self, state: RankState) -> None:
-        self._store.report(state)
+RECORDS = {
+    (layer, expert): record_of(SCHEMA, layer, expert, NUM_EXPERTS)
+    for layer in range(NUM_LAYERS)
+    for expert in range(NUM_EXPERTS)
+}
 
 
-def record_of(layer: int, expert: int) -> torch.Tensor:
-    """Bytes that name the expert they stand for."""
-    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
-    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
-    return filled
-
-
-@dataclass
-class Group:
-    store: MemoryStore
-    agents: list[RankAgent]
-    banks: list[ExpertBank]
-    clocks: list[Clockwork]
-    sinks: list[Sink]
-    votes: LocalVotes
-    tables: list[RoutingTable]
-
-    def step(self) -> list[bool]:
-        going_on = [agent.step() for agent in self.agents]
-        for clock in self.clocks:
-            clock.steps += 1
-        return going_on
-
-    def step_until(self, is_reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_reached():
-            assert time.monotonic() < deadline, "the group did not get there"
-            self.step()
+class Group(AgentGroup):
+    """Four ranks whose slots can be read by the bytes in them."""
 
     def serving(self) -> list[list[int]]:
         """Name the expert in each slot by its bytes."""
@@ -103,64 +56,23 @@ class Group:
             named.append([expert if expert >= 0 else EMPTY for expert in lanes])
         return named
 
-    def publish(self, target: Placement, *, staging: int = 4) -> Migration:
-        migration = build_migration(
-            self.agents[0].placement,
-            target,
-            TOPOLOGY,
-            plan_id=self.store.next_plan_id(),
-            pace=Pace(staging_experts=staging),
-        )
-        self.store.publish(migration)
-        return migration
-
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    store, votes = MemoryStore("test"), LocalVotes(TOPOLOGY.num_ranks)
-    store.commit(START, expected=None, reason="start")
-    records = {
-        (layer, expert): record_of(layer, expert)
-        for layer in range(NUM_LAYERS)
-        for expert in range(NUM_EXPERTS)
-    }
-    digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
-    for (layer, expert), record in records.items():
-        digests[layer, expert] = torch.tensor(digest(record))
-    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
-    made = Group(store, [], banks, [], [], votes, [])
-    settings = AgentSettings("test", "run", TOPOLOGY, sample_steps=4, vote_deadline_s=DEADLINE_S)
-    for rank, bank in enumerate(banks):
-        for layer in range(NUM_LAYERS):
-            bank.live(layer, 0).copy_(records[layer, rank])
-        clock, sink = Clockwork(), Sink(store)
-        table = RoutingTable(START, max_replicas=4)
-        counter = SlotCounter(NUM_LAYERS, 3)
-        parts = RankParts(rank, bank, table, counter, clock, digests)
-        transport = LocalTransport(TOPOLOGY, rank, banks, records)
-        agent = RankAgent(settings, parts, Links(votes.member(rank), transport, store, sink), START)
-        made.agents.append(agent)
-        made.clocks.append(clock)
-        made.sinks.append(sink)
-        made.tables.append(table)
-    for agent in made.agents:
-        agent.start()
+    made, digests = Group(START, TOPOLOGY), digests_of(RECORDS)
+    made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
+    for rank in range(TOPOLOGY.num_ranks):
+        made.fill(rank, RECORDS)
+        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests)
+    made.begin()
     yield made
-    # At once: each waits for its watcher's turn to end.
-    with ThreadPoolExecutor(len(made.agents)) as pool:
-        list(pool.map(lambda agent: agent.close(), made.agents))
-
-
-def committed_generation(group: Group) -> int:
-    committed = group.store.committed()
-    assert committed is not None
-    return committed.placement.generation
+    made.close()
 
 
 def test_a_migration_ends_with_every_slot_holding_the_expert_it_says(group: Group) -> None:
     group.publish(FULL)
 
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
 
     assert group.serving() == FULL.slot_to_expert.tolist()
     assert [agent.placement.hash for agent in group.agents] == [FULL.hash] * 4
@@ -173,7 +85,7 @@ def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group)
     assert [txn.layers for txn in migration.transactions] == [(0, 1), (2,)]
     seen = set()
 
-    while committed_generation(group) == 0:
+    while group.generation() == 0:
         group.step()
         hashes = {agent.placement.hash for agent in group.agents}
         assert len(hashes) == 1, "two placements served in one step"
@@ -186,7 +98,7 @@ def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group)
 
 def test_bytes_come_from_a_peer_on_the_host_or_from_the_slab(group: Group) -> None:
     group.publish(FULL)
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
 
     by_source = [state.describe().detail["bytes_by_source"] for state in group.agents]
 
@@ -221,9 +133,9 @@ def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
     group.banks[1].live(2, 0)[5] ^= 255
     group.publish(FULL)
 
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
 
-    assert torch.equal(group.banks[0].live(2, 1), record_of(2, 1))
+    assert torch.equal(group.banks[0].live(2, 1), RECORDS[2, 1])
     assert group.agents[0].describe().detail["bytes_by_source"]["rejected"] == SCHEMA.record_bytes
 
 
@@ -236,8 +148,42 @@ def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> Non
 
     committed = group.store.committed()
     assert committed is not None
+    # Ranks 0 and 3 bring expert 2; whichever asked for the drop says why, the other two do not.
+    (dropped,) = [event for event in group.store.events() if event.kind == "abort"]
+    assert "layer 2 expert 2: no source is left" in dropped.detail["reason"]
     assert group.serving() == committed.placement.slot_to_expert.tolist()
     assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
+
+
+def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
+    group: Group,
+) -> None:
+    migration = group.publish(FULL)
+    last = group.agents[3]
+
+    def is_one_behind() -> bool:
+        """Ranks 0 to 2 have read the last verdict, rank 3 not yet."""
+        for agent in group.agents[:3]:
+            agent.step()
+        return group.agents[0].placement.hash == FULL.hash
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_one_behind():
+        assert time.monotonic() < deadline, "nobody has finished it"
+        last.step()
+        for clock in group.clocks:
+            clock.steps += 1
+    version = -1
+    while group.generation() == 0:
+        assert time.monotonic() < deadline, "the scribe has not written it down"
+        version = group.store.wait(version, 1.0)
+    last.hear(Control(), group.store.published())
+
+    assert last._box.state.plan is not None
+    assert last._box.state.plan.plan_id == migration.plan_id
+    assert last._box.state.abort_reason == ""
+    last.step()
+    assert last.placement.hash == FULL.hash
 
 
 def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
@@ -252,7 +198,7 @@ def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
 
     for agent in group.agents:
         agent.resume_staging()
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
 
     detail = group.agents[0].describe().detail["stage"]
     assert detail["links"]["peer"]["throttled_s"] > 0
@@ -261,7 +207,7 @@ def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
 
 def test_samples_never_span_a_swap_and_cover_every_step(group: Group) -> None:
     group.publish(FULL)
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
     for agent in group.agents:
         agent.request_halt()
     while all(group.step()):
@@ -338,6 +284,26 @@ def test_nobody_waits_for_a_device_that_waits_for_a_dead_peer(group: Group) -> N
             survivor.wait(Stuck())
 
 
+class Abandoned:
+    """An exchange of tokens that waits for a rank which has left it, as long as it is let."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        raise RuntimeError(f"timed out after {timeout}")
+
+
+def test_nobody_waits_for_an_exchange_that_a_death_has_others_leave(group: Group) -> None:
+    for survivor in group.agents[:3]:
+        survivor.step()
+    group.votes.kill(3)
+
+    for survivor in group.agents[:3]:
+        with pytest.raises(BrokenGroup, match="rank 3 died in the exchange of tokens of step 0"):
+            survivor.wait_for_exchange(Abandoned())
+
+
 def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:
     """What every rank's call ends with: a refusal in words, or nothing."""
 
@@ -354,7 +320,7 @@ def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:
 
 def new_record(layer: int, expert: int) -> torch.Tensor:
     """The bytes of an expert after an update."""
-    return record_of(layer, expert) + 1
+    return RECORDS[layer, expert] + 1
 
 
 def load_new_weights(agent: RankAgent) -> None:
@@ -365,7 +331,7 @@ def load_new_weights(agent: RankAgent) -> None:
 
 def test_new_weights_go_where_experts_are_now_and_moves_go_on(group: Group) -> None:
     group.publish(FULL)
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
 
     assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
     assert at_once(group, load_new_weights) == [""] * 4
@@ -441,7 +407,7 @@ def test_an_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group
 
 def test_replicas_that_were_loaded_with_different_bytes_are_refused(group: Group) -> None:
     group.publish(FULL)
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
     at_once(group, lambda agent: agent.begin_update(1))
     group.banks[3].live(1, 0)[7] ^= 255
 
@@ -461,13 +427,13 @@ def test_a_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> 
 
 def test_new_shares_without_moves_are_taken_over(group: Group) -> None:
     group.publish(FULL)
-    group.step_until(lambda: committed_generation(group) == 1)
+    group.step_until(lambda: group.generation() == 1)
     share = FULL.slot_share.copy()
     share[0, [0, 4, 8]] = [0.5, 0.25, 0.25]
     resplit = Placement(FULL.slot_to_expert, NUM_EXPERTS, slot_share=share)
 
     migration = group.publish(resplit)
-    group.step_until(lambda: committed_generation(group) == 2)
+    group.step_until(lambda: group.generation() == 2)
 
     assert migration.moves == ()
     assert group.tables[0].cumulative[0, 0].tolist()[:2] == [32768, 49152]

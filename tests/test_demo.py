@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from eplb.placement import EMPTY
 from telemetry import open_store
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
 
@@ -210,63 +211,79 @@ def test_it_ends_by_itself_when_its_time_is_over(resumed: Summary) -> None:
 
 
 @pytest.fixture(scope="module")
-def observed(resumed: Summary, folder: Path, start_demo: StartDemo) -> Summary:
-    """A demo that starts afresh in the same folder, on recorded routes, and only observes."""
-    demo = start_demo(folder, "--observe", "--serve", "--trace", str(hot_pairs(folder)))
-    demo.sees("plans that move nothing", plans("not moved: observe only"))
-    summary = summary_after_interrupt(demo)
-    return summary | {"before": resumed["after"], "after": kept(folder)}
+def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str, Any]:
+    """A demo that starts afresh in the same folder, on recorded routes, with a spare on each rank.
 
-
-def test_a_demo_that_observes_plans_and_moves_nothing(observed: Summary) -> None:
-    assert (observed["rebalances"], observed["experts_moved"]) == (0, 0)
-    assert set(observed["bytes_by_source"].values()) <= {0}
-    assert observed["imbalance_final"] == observed["imbalance_initial"] > 1.3
-
-
-def test_recorded_routes_give_right_answers_too(observed: Summary) -> None:
-    assert observed["reference_checks"] > 0
-    assert (observed["reference_failures"], observed["samples_lost"]) == (0, 0)
-
-
-def test_a_default_start_is_contiguous_under_a_higher_generation(observed: Summary) -> None:
-    start, last = observed["after"][0], observed["before"][0]
-
-    assert start.placement.generation == last.placement.generation + 1
-    assert start.reason == "start of the demo: contiguous"
-    assert start.placement.slot_to_expert[0].tolist() == [0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1]
-
-
-@pytest.fixture(scope="module")
-def switched(tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo) -> dict[str, Any]:
-    """A demo that starts with movement off; then it is on for a while, and off again."""
-    folder = tmp_path_factory.mktemp("switched")
-    demo = start_demo(folder, "--serve", "--trace", str(hot_pairs(folder)), movement=False)
-    store, off = str(demo.state_dir / "store.sqlite"), "not moved: movement is switched off"
+    First it only observes; then movement is off, on for a while, and off again.
+    """
+    trace = str(hot_pairs(folder))
+    demo = start_demo(
+        folder, "--observe", "--serve", "--trace", trace, movement=False, spare_slots=1
+    )
+    path, off = str(demo.state_dir / "store.sqlite"), "not moved: movement is switched off"
     url = demo.hears("eplb demo: http").split()[-1]
-    demo.sees("plans before movement", plans(off))
+    demo.sees("plans that move nothing", plans("not moved: observe only"))
+    stop = demo.sees("the switch", lambda store: control(store, Control(movement=False)))
+    demo.sees("plans before movement", plans(off, after=stop))
     asked = httpx.post(
         f"{url}/api/v1/rebalances", json={"reason": "to see"}, timeout=DEADLINE_S, trust_env=False
     )
     seen = {"asked": asked, "start": demo.sees("the start", committed)}
-    eplb("resume", "--store", store)
-    demo.sees("a commit", lambda store: committed(store).placement.generation >= 1)
-    eplb("pause", "--store", store, "--reason", "a test")
+    seen |= {"moved before": demo.sees("reports", bytes_moved), "last": resumed["after"][0]}
+    eplb("resume", "--store", path)
+    first = seen["start"].placement.generation + 1
+    demo.sees("a commit", lambda store: committed(store).placement.generation >= first)
+    eplb("pause", "--store", path, "--reason", "a test")
     pause = demo.sees("the pause", lambda store: events(store, "control")[-1])
     demo.sees("plans after the pause", plans(off, after=pause.id))
     seen |= {"pause": pause, "paused": demo.sees("the placement", committed)}
     demo.sees("more plans", lambda store: len(plans(off, after=pause.id)(store)) >= 4)
     seen |= {"end": demo.sees("the placement", committed)}
     demo.process.terminate()  # as a container is stopped: only its first process hears of it
-    return seen | {"summary": summary_at_the_end(demo), "told": demo.told()}
+    summary = summary_at_the_end(demo)
+    return seen | {"summary": summary, "told": demo.told(), "placements": kept(folder)}
 
 
-def test_no_weight_moves_before_movement_is_switched_on(switched: dict[str, Any]) -> None:
-    assert switched["start"].placement.generation == 0
+def control(store: LoadStore, wanted: Control) -> int:
+    """Throw the switches; number of the event that tells of it."""
+    store.set_control(wanted, reason="a test")
+    return events(store, "control")[-1].id
+
+
+def bytes_moved(store: LoadStore) -> list[int]:
+    """Of each rank, once all have reported."""
+    run = events(store, "run")[-1].detail["run"]
+    found = [sum(s.detail["bytes_by_source"].values()) for s in store.rank_states(run)]
+    return found if len(found) == 4 else []
+
+
+def test_a_default_start_is_contiguous_under_a_higher_generation(switched: dict[str, Any]) -> None:
+    start, last = switched["start"], switched["last"]
+
+    assert start.placement.generation == last.placement.generation + 1
+    assert start.reason == "start of the demo: contiguous"
+    of_ranks = [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1], [6, 7, -1, -1]]
+    assert start.placement.slot_to_expert[0].reshape(4, 4).tolist() == of_ranks
+
+
+def test_no_weight_moves_while_it_observes_or_before_movement_is_switched_on(
+    switched: dict[str, Any],
+) -> None:
+    generation = switched["start"].placement.generation
+    before = [
+        score
+        for score in switched["summary"]["imbalance_series"]
+        if score["generation"] == generation
+    ]
+
+    assert switched["moved before"] == [0, 0, 0, 0]
+    assert len(before) >= 4
+    assert [score["measured"] for score in before] == [score["contiguous"] for score in before]
+    assert median(score["measured"] for score in before) > 1.3
 
 
 def test_resuming_lets_weights_move(switched: dict[str, Any]) -> None:
-    assert switched["paused"].placement.generation >= 1
+    assert switched["paused"].placement.generation > switched["start"].placement.generation
     assert switched["summary"]["rebalances"] >= 1
 
 
@@ -280,6 +297,22 @@ def test_answers_stay_right_through_all_switches(switched: dict[str, Any]) -> No
 
     assert summary["reference_checks"] > 0
     assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+
+
+def test_spares_are_written_and_every_rank_keeps_one_in_every_placement(
+    switched: dict[str, Any],
+) -> None:
+    summary = switched["summary"]
+    ours = [one.placement for one in switched["placements"] if one.placement.num_slots == 12 + 4]
+
+    assert summary["slots"] == 12 + 4
+    moved = sum(summary["bytes_by_source"].get(name, 0) for name in ("same_rank", "peer", "host"))
+    # More may have been staged than was swapped: the pause may come in mid-migration.
+    assert moved >= summary["experts_moved"] * summary["expert_bytes"] > 0
+    assert len(ours) >= 2
+    for placement in ours:
+        empty = placement.slot_to_expert == EMPTY
+        assert (empty.reshape(len(empty), 4, 4).sum(axis=2) >= 1).all()
 
 
 def test_a_demo_that_is_terminated_halts_its_ranks_and_sums_up(switched: dict[str, Any]) -> None:

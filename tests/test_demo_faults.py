@@ -308,50 +308,58 @@ def test_a_disk_that_stays_full_ends_the_demo_in_words(
 # -- processes that die
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("title", "name"),
     [
-        ("rank 1", "rank 1"),
-        pytest.param(
-            "preload process", "the preload process of host 0", marks=pytest.mark.slow, id="preload"
-        ),
-        pytest.param(
-            "reference check", "the reference checker", marks=pytest.mark.slow, id="checker"
-        ),
+        ("preload process", "the preload process of host 0"),
+        ("reference check", "the reference checker"),
     ],
+    ids=["preload", "checker"],
 )
 def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
     tmp_path: Path, start_demo: StartDemo, title: str, name: str
 ) -> None:
-    demo = start_demo(tmp_path, *TEXT, seconds=60, restart_after_death=0)
+    demo = start_demo(tmp_path, *TEXT, seconds=60)
     demo.hears("window=1 ")
     demo.kill(title)
-    status = demo.ends()
+    ends_in_words(demo, f"{name} was killed by SIGKILL")
 
-    sentence = f"eplb: {name} was killed by SIGKILL, the demo cannot go on without it"
+    is_right(start_demo(tmp_path, *TEXT, seconds=1))
+
+
+def ends_in_words(demo: Any, what: str) -> None:
+    status = demo.ends()
+    sentence = f"eplb: {what}, the demo cannot go on without it"
     assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
     assert "Traceback" not in demo.errors
-    assert not (tmp_path / "summary.json").exists()
+    assert not (demo.state_dir.parent / "summary.json").exists()
     assert store_opens(demo.state_dir)
 
-    again = start_demo(tmp_path, *TEXT, seconds=1)
-    assert again.ends() == 0, again.told()
-    summary = again.summary()
+
+def is_right(demo: Any) -> Any:
+    assert demo.ends() == 0, demo.told()
+    assert "Traceback" not in demo.errors
+    summary = demo.summary()
     assert summary["reference_checks"] > 0
     assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+    return summary
+
+
+def serves_in_start(number: int) -> Callable[[LoadStore], bool]:
+    def serves(store: LoadStore) -> bool:
+        starts = [event for event in store.events(limit=100_000) if event.kind == "run"]
+        if len(starts) != number:
+            return False
+        states = store.rank_states(starts[-1].detail["run"])
+        return len(states) == 4 and min(state.step for state in states) > 20
+
+    return serves
 
 
 def kill_a_rank(demo: Any, number: int, title: str) -> Any:
     """Kill a rank once it serves in start ``number``; return the record of the recovery."""
-
-    def serves(store: LoadStore) -> Any:
-        starts = [event for event in store.events(limit=100_000) if event.kind == "run"]
-        if len(starts) != number:
-            return None
-        states = store.rank_states(starts[-1].detail["run"])
-        return len(states) == 4 and min(state.step for state in states) > 20
-
-    demo.sees(f"start {number}", serves)
+    demo.sees(f"start {number}", serves_in_start(number))
     demo.kill(title)
     return demo.sees(
         "the record",
@@ -359,22 +367,30 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
     )
 
 
-def test_ranks_start_again_after_a_death_from_what_the_survivors_agreed_on(
+def test_ranks_start_again_after_a_death_and_one_more_than_allowed_ends_the_demo(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", *TEXT)
+    demo = start_demo(tmp_path, "--serve", *TEXT, restart_after_death=1)
     record = kill_a_rank(demo, 1, "rank 1")
     assert (record.survivors, record.reason) == ((0, 2, 3), "rank 1 died")
-    second = kill_a_rank(demo, 2, "rank 0")
-    assert (second.survivors, second.reason) == ((1, 2, 3), "rank 0 died")
-    demo.sees("rebalances after it", lambda store: commits(store) > second.generation)
+    demo.sees("rebalances after it", lambda store: commits(store) > record.generation)
+    demo.sees("start 2", serves_in_start(2))
+    demo.kill("rank 2")
+    ends_in_words(demo, "rank 2 was killed by SIGKILL")
+
+    is_right(start_demo(tmp_path, "--resume", *TEXT, seconds=1))
+
+
+@pytest.mark.slow
+def test_a_demo_lives_through_two_deaths_and_says_so(tmp_path: Path, start_demo: StartDemo) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT)
+    kill_a_rank(demo, 1, "rank 1")
+    record = kill_a_rank(demo, 2, "rank 0")
+    assert (record.survivors, record.reason) == ((1, 2, 3), "rank 0 died")
+    demo.sees("rebalances after it", lambda store: commits(store) > record.generation)
     demo.process.send_signal(signal.SIGINT)
 
-    assert demo.ends() == 0, demo.told()
-    assert "Traceback" not in demo.errors
-    summary = demo.summary()
-    assert summary["reference_checks"] > 0
-    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+    summary = is_right(demo)
     assert summary["deaths"] == 2
     assert 0 < summary["unserved_s"] < 60
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
@@ -392,13 +408,16 @@ def commits(store: LoadStore) -> int:
 
 
 @pytest.mark.slow
-def test_one_death_more_than_allowed_ends_the_demo_in_words(
+def test_a_rank_that_stands_still_is_left_behind_and_all_start_again(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", *TEXT, restart_after_death=1)
-    kill_a_rank(demo, 1, "rank 3")
-    kill_a_rank(demo, 2, "rank 2")
+    demo = start_demo(tmp_path, "--serve", *TEXT, vote_deadline_s=3.0)
+    demo.sees("serving", serves_in_start(1))
+    demo.kill("rank 2", signal.SIGSTOP)
 
-    sentence = "eplb: rank 2 was killed by SIGKILL, the demo cannot go on without it"
-    assert (demo.ends(), demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
-    assert not (tmp_path / "summary.json").exists()
+    record = demo.sees("a recovery", lambda store: store.recovery())
+    demo.sees("serving again", serves_in_start(2))
+    demo.process.send_signal(signal.SIGINT)
+
+    assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 said nothing in time")
+    assert is_right(demo)["deaths"] == 1

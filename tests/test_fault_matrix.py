@@ -15,39 +15,31 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from agent_group import DEADLINE_S, AgentGroup, Notes
 
 from eplb.errors import MigrationError, PlacementError, RankError, StaleGeneration
-from eplb.load import LoadSample
 from eplb.migration import Migration, Move, Pace, build_migration
 from eplb.model import ModelShape
 from eplb.placement import Placement
 from eplb.topology import Topology
-from rebalance.agent import RankAgent
 from rebalance.links import PullTransport, RankMemory, SharedPeers, fill_bank
-from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import LocalVotes, PendingVote, Place, Record, VoteGroup, WeightTransport
 from rebalance.vote import Outcome
 from runtime.checkpoint import Checkpoint
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.routing import RoutingTable
 from runtime.streams import Completion
-from telemetry.memory import MemoryStore
-from telemetry.store import RankState
 
-DEADLINE_S = 30.0
 NEVER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4
 SHORT_S = 0.3  # for a vote that never comes
@@ -60,68 +52,25 @@ STAGE = StageSettings(preload_deadline_s=5.0)
 names = itertools.count()
 
 
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
+class Group(AgentGroup):
+    """Four ranks over a real slab; between two steps all serve one placement, byte by byte."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    def __init__(self, checkpoint: Checkpoint, slab: HostSlab) -> None:
+        super().__init__(START, TOPOLOGY)
+        self.checkpoint, self.slab, self.journal = checkpoint, slab, Notes()
+        self.digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
 
-
-class Sink:
-    """Takes samples, and reports to the store."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-
-    def offer(self, sample: LoadSample) -> bool:
-        return True
-
-    def state(self, state: RankState) -> None:
-        self._store.report(state)
-
-
-class Notes:
-    """The journals of all ranks: why each of them wanted a plan dropped, or froze."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        if what in ("wants abort", "frozen"):
-            self.reasons.append(str(detail["reason"]))
-
-
-@dataclass
-class Group:
-    store: MemoryStore
-    checkpoint: Checkpoint
-    slab: HostSlab
-    digests: torch.Tensor
-    agents: list[RankAgent] = field(default_factory=list)
-    banks: list[ExpertBank] = field(default_factory=list)
-    clocks: list[Clockwork] = field(default_factory=list)
-    journal: Notes = field(default_factory=Notes)
-    votes: LocalVotes = field(default_factory=lambda: LocalVotes(4))
-
-    def step(self) -> None:
-        """One step of every rank; between two steps all serve one placement, byte by byte."""
-        for agent, clock in zip(self.agents, self.clocks, strict=True):
-            agent.step()
-            clock.steps += 1
+    def step(self, ranks: Sequence[int] | None = None) -> list[bool]:
+        going_on = super().step(ranks)
         assert len({agent.placement.hash for agent in self.agents}) == 1
         self.check_bytes()
+        return going_on
 
     def steps_alone(self, rank: int) -> None:
         """Step one rank for as long as it agrees to."""
         for _ in range(MOST_STEPS_ALONE):
             self.agents[rank].step()
             self.clocks[rank].steps += 1
-
-    def step_until(self, what: str, is_reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_reached():
-            assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s: {self.told()}"
-            self.step()
 
     def check_bytes(self) -> None:
         """Every live slot of every rank holds the expert that the rank says it holds."""
@@ -130,24 +79,19 @@ class Group:
                 expected = tuple(self.digests[layer, expert].tolist())
                 assert bank.digest(layer, slot) == expected, (layer, slot, expert)
 
-    def publish(self, target: Placement) -> Migration:
-        migration = migration_to(self.agents[0].placement, target, self.store.next_plan_id())
-        self.store.publish(migration)
-        return migration
-
     def moves_to(self, target: Placement) -> None:
         """Bring the group to another placement, whatever it has been through."""
         generation = self.generation()
         self.publish(target)
-        self.step_until("commit", lambda: self.generation() > generation)
+        self.step_until(lambda: self.generation() > generation, "a commit")
         self.is_settled(target.slot_to_expert)
 
     def drops(self, target: Placement, reason: str) -> None:
         """Offer a plan that must be dropped on every rank, and the reason be told."""
         self.publish(target)
-        self.step_until("end of the plan", lambda: self.store.published() is None)
-        self.step_until("quiet", lambda: {agent.phase for agent in self.agents} == {"idle"})
-        assert reason in self.told(), self.told()
+        self.step_until(lambda: self.store.published() is None, "an end of the plan")
+        self.step_until(lambda: {agent.phase for agent in self.agents} == {"idle"}, "quiet")
+        assert reason in self.told_by_events(), self.told()
         self.is_settled()
 
     def is_settled(self, expected: object = None) -> None:
@@ -161,19 +105,14 @@ class Group:
         if expected is not None:
             assert np.array_equal(committed.placement.slot_to_expert, np.asarray(expected))
 
-    def generation(self) -> int:
-        committed = self.store.committed()
-        assert committed is not None
-        return committed.placement.generation
-
     def told(self) -> str:
-        """What events and journals say of the ends of plans.
+        """What events and journals say of the ends of plans."""
+        noted = [str(detail["reason"]) for detail in self.journal.of("wants abort", "frozen")]
+        return "; ".join([self.told_by_events(), *noted])
 
-        The event is that of the rank that wrote first, which may know only that another asked.
-        """
+    def told_by_events(self) -> str:
         ends = ("abort", "reject")
-        found = [event.detail["reason"] for event in self.store.events() if event.kind in ends]
-        return "; ".join(found + self.journal.reasons)
+        return "; ".join(e.detail["reason"] for e in self.store.events() if e.kind in ends)
 
     def stage(self, name: str) -> int:
         return sum(int(agent.describe().detail["stage"][name]) for agent in self.agents)
@@ -221,46 +160,32 @@ def make_group(
                 stack.callback(made.close)
                 return made
 
-            digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
-            banks = [ExpertBank(small_schema, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
-            for rank, bank in enumerate(banks):
+            group = Group(weights, slab)
+            group.banks += [
+                ExpertBank(small_schema, NUM_LAYERS, 3, num_staging=4) for _ in range(4)
+            ]
+            for rank, bank in enumerate(group.banks):
                 held = START.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
                 filled = fill_bank(bank, held, reader(address), deadline_s=DEADLINE_S)
                 for (layer, expert), found in filled.items():
-                    digests[layer, expert] = torch.tensor(found)
-            group = Group(MemoryStore("test"), weights, slab, digests, banks=banks)
-            group.store.commit(START, expected=None, reason="start")
-            settings = AgentSettings(
-                "test", "run", TOPOLOGY, sample_steps=4, vote_deadline_s=deadline_s, stage=STAGE
-            )
-            votes = group.votes
-            handles = {rank: bank.handle for rank, bank in enumerate(banks)}
-            for rank, bank in enumerate(banks):
-                clock, counter = Clockwork(), SlotCounter(NUM_LAYERS, 3)
-                table = RoutingTable(START, max_replicas=4)
+                    group.digests[layer, expert] = torch.tensor(found)
+            handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
+            for rank, bank in enumerate(group.banks):
                 memory = RankMemory(rank, bank, reader(slab_of_transport or address), 2)
                 transport = PullTransport(memory, SharedPeers(rank, TOPOLOGY, bank, handles))
-                links = Links(
-                    wrap_votes(rank, votes.member(rank)),
+                agent = group.add(
                     wrap_transport(transport),
-                    group.store,
-                    Sink(group.store),
+                    group.digests,
+                    votes=wrap_votes(rank, group.votes.member(rank)),
                     journal=group.journal,
+                    vote_deadline_s=deadline_s,
+                    stage=STAGE,
                 )
-                parts = RankParts(rank, bank, table, counter, clock, digests)
-                agent = RankAgent(settings, parts, links, START)
-                group.agents.append(agent)
-                group.clocks.append(clock)
                 agent.start()
-            stack.callback(close_all, group)
+            stack.callback(group.close)
             return group
 
         yield make
-
-
-def close_all(group: Group) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(RankAgent.close, group.agents))
 
 
 # -- votes that are late, lost or repeated
@@ -355,7 +280,7 @@ def test_a_lost_vote_stops_every_rank_in_words_before_two_placements_meet(
 
     # Every step that all ranks make is checked; the first that one refuses is no forward pass.
     with pytest.raises(RankError, match=r"rank 2: the vote of step \d+ is late at step \d+"):
-        group.step_until("refusal", lambda: False)
+        group.step_until(lambda: False)
     group.votes.kill(2)  # its process ends with that error
     for rank in (0, 1, 3):
         with pytest.raises(RankError, match=f"rank {rank}: rank 2 died"):
@@ -497,7 +422,7 @@ def test_a_host_without_shared_memory_drops_the_plan_in_words_and_goes_on_with_w
     while group.generation() == 0:  # memory may be found missing once more, entry by entry
         assert time.monotonic() < deadline, group.told()
         group.publish(fits)
-        group.step_until("end of the plan", lambda: group.store.published() is None)
+        group.step_until(lambda: group.store.published() is None)
     group.is_settled(held)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from simulated_time import Clock, Landing
 
 from eplb.errors import MigrationError
 from eplb.migration import Migration, Move, Pace, Source, build_migration
@@ -47,29 +48,6 @@ def record_of(record: Record) -> torch.Tensor:
     filled = torch.zeros(SIZE, dtype=torch.uint8)
     filled.view(torch.int32).fill_(1 + 10 * record[0] + record[1])
     return filled
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Landing(Completion):
-    """Bytes that land at a time of the clock."""
-
-    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
-        super().__init__(is_cuda=False)
-        self.due, self._clock, self._write = due, clock, write
-        self.has_landed = False
-
-    def is_complete(self) -> bool:
-        if not self.has_landed and self._clock() >= self.due:
-            self.has_landed = True
-            self._write()
-        return self.has_landed
 
 
 @dataclass

@@ -175,7 +175,9 @@ def hear(scenario: Scenario, world: World, rank: Rank) -> Rank:
     """RankAgent.hear: adopt what is published, or wish for the end of what is not."""
     plan, published = rank.state.plan, world.open_plan
     if plan is not None:
-        if published is None or published.plan_id != plan.plan_id:
+        is_open = published is not None and published.plan_id == plan.plan_id
+        has_been_committed = world.committed[0] > plan.base_generation
+        if not is_open and not has_been_committed:
             return rank.after(phases.want_abort, plan.plan_id, "withdrawn")
     elif rank.is_draining and not scenario.adopts_early:
         return rank
@@ -684,12 +686,12 @@ FEW_STATES = [
     Scenario((1,), halts=1),
     Scenario((1,), deaths=1),
     Scenario((2,), spares=1),
-    Scenario((3,), spares=2),
 ]
 MANY_STATES = [
     Scenario((1,), is_withdrawn=True),
     Scenario((2,), wishes=1),
     Scenario((2,), wishes=1, staging=1),
+    Scenario((3,), spares=2),
     Scenario((1, 1), wishes=1),
     Scenario((1, 1), is_withdrawn=True),
     Scenario((2,), deaths=1),

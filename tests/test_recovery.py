@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.errors import RankError, StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration, Pace, build_migration
+from eplb.migration import Migration, Pace
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from eplb.topology import Topology
 from rebalance import phases
 from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
-from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.phases import PlanRef, RankPhase
 from rebalance.recovery import (
     Deadlines,
@@ -33,15 +32,8 @@ from rebalance.recovery import (
 )
 from rebalance.transport import LocalVotes
 from rebalance.vote import NO_PLAN, Verdict
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
-from runtime.routing import RoutingTable
 from telemetry.memory import MemoryStore
-from telemetry.store import RankState
-
-DEADLINE_S = 20.0
-
 
 # -- the decision
 
@@ -227,58 +219,20 @@ START = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1))
 OTHER = Placement(np.tile([0, 1, 3, 1, 2, 3, 2, 0, 1, 3, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
 
 
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    steps = 0
-
-
-class Sink:
-    """Takes samples and reports, and keeps none."""
-
-    def offer(self, sample: LoadSample) -> bool:
-        return True
-
-    def state(self, state: RankState) -> None:
-        return None
+RECORDS = {
+    (layer, expert): record_of(SCHEMA, layer, expert, NUM_EXPERTS)
+    for layer in range(NUM_LAYERS)
+    for expert in range(NUM_EXPERTS)
+}
 
 
-def record_of(layer: int, expert: int) -> torch.Tensor:
-    """Bytes that name the expert they stand for."""
-    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
-    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
-    return filled
+class Group(AgentGroup):
+    """Four ranks of which some die and the others recover."""
 
-
-RECORDS = {(la, ex): record_of(la, ex) for la in range(NUM_LAYERS) for ex in range(NUM_EXPERTS)}
-
-
-@dataclass
-class Group:
-    store: MemoryStore
-    votes: LocalVotes
-    agents: list[RankAgent]
-    banks: list[ExpertBank]
-
-    def step(self, agents: list[RankAgent]) -> None:
-        for agent in agents:
-            agent.step()
-        for agent in agents:
-            agent._parts.dispatcher.steps += 1  # type: ignore[misc]
-
-    def step_until(self, is_reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_reached():
-            assert time.monotonic() < deadline, "the group did not get there"
-            self.step(self.agents)
-
-    def publish(self) -> Migration:
-        base = self.agents[0].placement
-        pace = Pace(staging_experts=2)  # one layer at a time
-        plan_id = self.store.next_plan_id()
-        migration = build_migration(base, OTHER, TOPOLOGY, plan_id=plan_id, pace=pace)
+    def offer(self) -> Migration:
+        """Publish the way to OTHER, one layer at a time."""
+        migration = self.publish(OTHER, Pace(staging_experts=2))
         assert [txn.layers for txn in migration.transactions] == [(0,), (1,), (2,)]
-        self.store.publish(migration)
         return migration
 
     def recover(self, ranks: list[int], **deadlines: float) -> list[Recovery | str]:
@@ -318,53 +272,17 @@ class Group:
             assert self.serving(rank) == held.tolist()
 
 
-def agent_of(
-    rank: int, group: Group, placement: Placement, digests: torch.Tensor, membership: int = 0
-) -> RankAgent:
-    bank = group.banks[rank]
-    for layer, slots in enumerate(placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()):
-        for slot, expert in enumerate(slots):
-            bank.live(layer, slot).copy_(RECORDS[layer, expert])
-    table = RoutingTable(placement, max_replicas=4)
-    counter = SlotCounter(NUM_LAYERS, 3)
-    parts = RankParts(rank, bank, table, counter, Clockwork(), digests)
-    links = Links(
-        group.votes.member(rank),
-        LocalTransport(TOPOLOGY, rank, group.banks, RECORDS),
-        group.store,
-        Sink(),
-    )
-    settings = AgentSettings(
-        "test",
-        "run",
-        TOPOLOGY,
-        sample_steps=4,
-        vote_deadline_s=DEADLINE_S,
-        membership=membership,
-    )
-    return RankAgent(settings, parts, links, placement)
-
-
 @pytest.fixture
-def digests() -> torch.Tensor:
-    table = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
-    for (layer, expert), record in RECORDS.items():
-        table[layer, expert] = torch.tensor(digest(record))
-    return table
-
-
-@pytest.fixture
-def group(digests: torch.Tensor) -> Iterator[Group]:
-    store = MemoryStore("test")
-    store.commit(START, expected=None, reason="start")
-    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
-    made = Group(store, LocalVotes(NUM_RANKS), [], banks)
-    made.agents += [agent_of(rank, made, START, digests) for rank in range(NUM_RANKS)]
-    for agent in made.agents:
-        agent.start()
+def group() -> Iterator[Group]:
+    made = Group(START, TOPOLOGY)
+    made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
+    for rank in range(NUM_RANKS):
+        made.fill(rank, RECORDS)
+        transport = LocalTransport(TOPOLOGY, rank, made.banks, RECORDS)
+        made.add(transport, digests_of(RECORDS))
+    made.begin()
     yield made
-    for agent in made.agents:
-        agent.close()
+    made.close()
 
 
 def swapped(agent: RankAgent) -> int:
@@ -373,7 +291,7 @@ def swapped(agent: RankAgent) -> int:
 
 def kill_after_one_has_swapped(group: Group, number: int) -> Migration:
     """Rank 3 dies when rank 0 has swapped transaction ``number``, and ranks 1 and 2 have not."""
-    migration = group.publish()
+    migration = group.offer()
     deadline = time.monotonic() + DEADLINE_S
     while True:
         assert time.monotonic() < deadline
@@ -383,7 +301,7 @@ def kill_after_one_has_swapped(group: Group, number: int) -> Migration:
         if after != before and (after[0] == number or after[1] == 1):
             group.votes.kill(3)
             return migration
-        group.step(group.agents)
+        group.step()
 
 
 def test_survivors_that_have_not_swapped_roll_forward(group: Group) -> None:
@@ -434,7 +352,7 @@ def test_a_drop_that_a_dead_rank_has_written_down_is_what_survivors_end_with() -
 
 
 def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:
-    group.publish()
+    group.offer()
     group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
     group.votes.kill(0)
     assert {swapped(agent) for agent in group.agents} == {0}

@@ -3,10 +3,15 @@
 The victim counts what its journal is told of and kills itself at a drawn note, so it dies in any
 state of the phase machine, on any of its threads, with locks held. Then a start of all ranks must
 serve what the store names.
+
+Ranks are forked from a process that has no other thread which could hold a lock, and only then is
+their rendezvous made: its server looks up the name of each caller, and a process that was forked in
+the middle of that finds the C library's resolver locked for ever (seen: 1 start in 20).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -35,6 +40,7 @@ from eplb.placement import Placement
 from eplb.recovery import Recovery
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
+from rebalance.journal import Journal
 from rebalance.links import LocalTransport
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.recovery import end_together, membership_of_start, recover, rejoin
@@ -47,6 +53,8 @@ from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore, RankState
 
 DEADLINE_S = 40.0
+TELLS_AFTER_S = 30.0  # a rank that still serves then writes down where each of its threads stands
+TOLD_LINES = 25  # of each rank's threads and of its journal, where a test fails
 FORK = multiprocessing.get_context("fork")
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
 MOST_NOTES = 60  # of two migrations, about
@@ -62,11 +70,13 @@ class Tokens:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.steps = group, 0
 
-    def exchange(self) -> None:
+    def exchange(self, agent: RankAgent) -> None:
         self.steps += 1
         given, received = torch.ones(NUM_RANKS), torch.zeros(NUM_RANKS)
         try:
-            dist.all_to_all_single(received, given, group=self._group)
+            work = dist.all_to_all_single(received, given, group=self._group, async_op=True)
+            assert work is not None
+            agent.wait_for_exchange(work)
         except RuntimeError as exc:
             raise RankError(f"the exchange failed: {exc}") from exc
 
@@ -82,12 +92,13 @@ class Sink:
 
 
 class Fate:
-    """A notebook that kills its process at one of the notes that it is told to take."""
+    """A journal that kills its process at one of the notes that it is told to take."""
 
-    def __init__(self, dies_at: int) -> None:
-        self._left = dies_at
+    def __init__(self, journal: Journal, dies_at: int) -> None:
+        self._journal, self._left = journal, dies_at
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        self._journal.note(what, where, detail)
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -107,30 +118,51 @@ class Ranks:
     """One start of four ranks, forked, over banks in memory that they share."""
 
     store: Path
-    port: int
     run: str
     banks: list[ExpertBank]
     dies_at: dict[int, int]  # notes until its death, by rank
 
-    def start(self) -> list[Connection]:
-        self.processes, pipes = [], []
+    def __enter__(self) -> Ranks:
+        assert "pt_tcpstore_uv" not in threads(), "a fork beside a server may inherit its locks"
+        self.processes, self.pipes = [], []
+        self.folder.mkdir()
         for rank in range(NUM_RANKS):
             ours, theirs = FORK.Pipe()
             process = FORK.Process(target=self._live, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
-            pipes.append(ours)
-        return pipes
+            self.pipes.append(ours)
+        self.rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in self.pipes:
+            pipe.send(self.rendezvous.port)
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        del self.rendezvous  # and with it the thread of its server
+
+    @property
+    def folder(self) -> Path:
+        """Where each rank writes down what it was at."""
+        return self.store.with_suffix(f".{self.run}")
+
+    def told(self) -> str:
+        """Where each rank stood, for a test that fails."""
+        said = []
+        for path in sorted(self.folder.iterdir()):
+            lines = path.read_text().splitlines()
+            shown = lines[:TOLD_LINES] if path.suffix == ".threads" else lines[-TOLD_LINES:]
+            said += [f"-- {path.name}", *shown]
+        return "\n".join(said)
 
     def _live(self, rank: int, pipe: Connection) -> NoReturn:
         logging.disable(logging.CRITICAL)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        threads_file = (self.folder / f"rank-{rank:04d}.threads").open("w")
+        faulthandler.dump_traceback_later(TELLS_AFTER_S, file=threads_file)
         try:
             pipe.send(self._serve(rank, pipe))
         except BaseException as exc:
@@ -140,7 +172,7 @@ class Ranks:
 
     def _serve(self, rank: int, pipe: Connection) -> Survived:
         timeout = timedelta(seconds=DEADLINE_S)
-        rendezvous = TCPStore("127.0.0.1", self.port, is_master=False, timeout=timeout)
+        rendezvous = TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timeout)
         prefixed = PrefixStore(self.run, rendezvous)
         dist.init_process_group(
             "gloo", store=prefixed, rank=rank, world_size=NUM_RANKS, timeout=timeout
@@ -156,7 +188,7 @@ class Ranks:
         record = None
         try:
             while agent.step():
-                tokens.exchange()
+                tokens.exchange(agent)
         except RankError:
             record = recover(agent, store, num_ranks=NUM_RANKS)
             regained = rejoin(record, rendezvous, rank, deadline_s=DEADLINE_S)
@@ -196,10 +228,15 @@ class Ranks:
                 LocalTransport(TOPOLOGY, rank, self.banks, records),
                 store,
                 Sink(),
-                journal=Fate(self.dies_at.get(rank, 0)),
+                journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
             ),
             placement,
         )
+
+
+def threads() -> set[str]:
+    """Names of this process's threads, those of libraries too."""
+    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
 
 
 def record_of(layer: int, expert: int) -> torch.Tensor:
@@ -234,12 +271,13 @@ def publish_next(store: LoadStore) -> None:
         return  # something was committed in between
 
 
-def drive(store: LoadStore, pipes: list[Connection], until_generation: int | None) -> list[Any]:
+def drive(store: LoadStore, ranks: Ranks, until_generation: int | None) -> list[Any]:
     """Publish migrations until every rank has said its last; None of one that was killed."""
     results: dict[int, Any] = {}
+    pipes = ranks.pipes
     deadline, version, is_halting = time.monotonic() + DEADLINE_S, -1, False
     while len(results) < NUM_RANKS:
-        assert time.monotonic() < deadline, f"no end in time, only {results}"
+        assert time.monotonic() < deadline, f"no end in time, only {results}\n{ranks.told()}"
         committed = store.committed()
         assert committed is not None
         is_reached = until_generation is not None and (
@@ -278,39 +316,39 @@ def check_survivors(store: LoadStore, results: list[Any], victim: int) -> None:
         assert results[rank].held == mine.tolist()
 
 
+def serve(ranks: Ranks, until_generation: int | None = None) -> list[Any]:
+    """Let ranks live to their end; what each said last."""
+    # The store after the ranks: no connection to it is ever forked.
+    with ranks, closing(SqliteStore(ranks.store, "test")) as store:
+        return drive(store, ranks, until_generation)
+
+
 def live_and_die(folder: Path, seed: int) -> Recovery:
     """Let a rank die, survivors recover, and all ranks start again; return the record."""
     draw = random.Random(seed)
     victim, dies_at = draw.randrange(NUM_RANKS), draw.randint(2, MOST_NOTES)
-    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / f"store-{seed}.sqlite"
     banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
     with closing(SqliteStore(path, "test")) as store:
         store.commit(ONE, expected=None, reason="start")
-    first = Ranks(path, rendezvous.port, "first", banks, {victim: dies_at})
-    pipes = first.start()
+    results = serve(Ranks(path, "first", banks, {victim: dies_at}))
     with closing(SqliteStore(path, "test")) as store:
-        results = drive(store, pipes, None)
-        first.end()
         check_survivors(store, results, victim)
         record, committed = store.recovery(), store.committed()
         assert record is not None
         assert committed is not None
         if (left_open := store.published()) is not None:
             store.withdraw(left_open.plan_id, outcome="rejected", reason="its run has ended")
-    again = Ranks(path, rendezvous.port, "again", banks, {})
-    pipes = again.start()
+    results = serve(Ranks(path, "again", banks, {}), committed.placement.generation + 1)
     with closing(SqliteStore(path, "test")) as store:
-        results = drive(store, pipes, committed.placement.generation + 1)
-        again.end()
         committed = store.committed()
         assert committed is not None
-        for rank, one in enumerate(results):
-            assert isinstance(one, Survived), one
-            assert one.record is None
-            assert one.placement == (committed.placement.generation, committed.placement.hash)
-            mine = committed.placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
-            assert one.held == mine.tolist()
+    for rank, one in enumerate(results):
+        assert isinstance(one, Survived), one
+        assert one.record is None
+        assert one.placement == (committed.placement.generation, committed.placement.hash)
+        mine = committed.placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        assert one.held == mine.tolist()
     return record
 
 

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from agent_group import DEADLINE_S, AgentGroup, Notes, digests_of, record_of
 
 from eplb.errors import RankError
-from eplb.load import LoadSample
-from eplb.migration import Migration, Pace, build_migration
+from eplb.migration import Migration, Pace
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
-from rebalance.agent import RankAgent
 from rebalance.links import LocalTransport
-from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.scrub_turns import in_hex
 from rebalance.scrubber import LiveSlot, Loan, Scrubber
-from rebalance.transport import HOST, LocalVotes, Place, Record
-from runtime.counters import SlotCounter
+from rebalance.transport import HOST, Place, Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
-from runtime.routing import RoutingTable
 from runtime.streams import Completion
-from telemetry.memory import MemoryStore
-from telemetry.store import Event, RankState
+from telemetry.store import Event
 
-DEADLINE_S = 20.0
 NUM_LAYERS, NUM_EXPERTS = 2, 3
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 # Two ranks of one host; three slots each for three experts; expert 2 has rank 1's slot alone.
@@ -50,26 +43,6 @@ class Setting:
     plan_deadline_s: float = 30.0
     num_staging: int = 2
     start: Placement = START
-
-
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-
-class Sink:
-    """Keeps nothing but the last report."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-
-    def offer(self, sample: LoadSample) -> bool:
-        return True
-
-    def state(self, state: RankState) -> None:
-        self._store.report(state)
 
 
 class GatedTransport(LocalTransport):
@@ -98,127 +71,76 @@ class ForgetfulBank(ExpertBank):
             self.live(layer, slot)[0] ^= 255
 
 
-def record_of(layer: int, expert: int) -> torch.Tensor:
-    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
-    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
-    return filled
+RECORDS = {
+    (layer, expert): record_of(SCHEMA, layer, expert, NUM_EXPERTS)
+    for layer in range(NUM_LAYERS)
+    for expert in range(NUM_EXPERTS)
+}
 
 
-class Notes:
-    """A journal that is read at once."""
+class Group(AgentGroup):
+    """Two ranks that scrub, each behind a gate that the test may shut."""
 
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, Mapping[str, Any]]] = []
-
-    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        self.lines.append((what, detail))
-
-    def of(self, what: str) -> list[Mapping[str, Any]]:
-        return [detail for said, detail in self.lines if said == what]
-
-
-@dataclass
-class Group:
-    store: MemoryStore
-    records: dict[tuple[int, int], torch.Tensor]
-    agents: list[RankAgent] = field(default_factory=list)
-    banks: list[ForgetfulBank] = field(default_factory=list)
-    clocks: list[Clockwork] = field(default_factory=list)
-    gates: list[threading.Event] = field(default_factory=list)
-    failures: list[list[Exception]] = field(default_factory=list)  # of each rank's next pulls
-    asked: list[list[Place]] = field(default_factory=list)  # by each rank
-    journal: Notes = field(default_factory=Notes)
-
-    def step(self) -> None:
-        for agent in self.agents:
-            assert agent.step()
-        for clock in self.clocks:
-            clock.steps += 1
-
-    def step_until(self, is_reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_reached():
-            assert time.monotonic() < deadline, "the group did not get there"
-            self.step()
+    def __init__(self, start: Placement) -> None:
+        super().__init__(start, TOPOLOGY)
+        self.records = {place: data.clone() for place, data in RECORDS.items()}
+        self.gates: list[threading.Event] = []
+        self.failures: list[list[Exception]] = []  # of each rank's next pulls
+        self.asked: list[list[Place]] = []  # by each rank
+        self.journal = Notes()
 
     def detail(self, rank: int) -> dict[str, Any]:
         return dict(self.agents[rank].describe().detail)
+
+    def is_looking(self, rank: int) -> bool:
+        return self.agents[rank]._scrub_turns._is_looking
 
     def scrubs(self, result: str) -> list[Event]:
         events = [event for event in self.store.events() if event.kind == "scrub"]
         return [event for event in events if event.detail["result"] == result]
 
-    def publish(self) -> Migration:
-        plan_id = self.store.next_plan_id()
-        migration = build_migration(
-            START, NEXT, TOPOLOGY, plan_id=plan_id, pace=Pace(staging_experts=2)
-        )
-        self.store.publish(migration)
-        return migration
+    def offer(self) -> Migration:
+        """Publish a plan, whatever the ranks are at."""
+        return self.publish(NEXT, Pace(staging_experts=2))
 
     def is_right(self) -> bool:
         return all(
-            torch.equal(bank.live(layer, slot), record_of(layer, expert))
+            torch.equal(bank.live(layer, slot), RECORDS[layer, expert])
             for agent, bank in zip(self.agents, self.banks, strict=True)
             for layer, slot, expert in agent.held()
         )
 
 
-def digests_of(records: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-    table = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
-    for (layer, expert), record in records.items():
-        table[layer, expert] = torch.tensor(digest(record))
-    return table
-
-
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     setting: Setting = getattr(request, "param", Setting())
-    start = setting.start
-    places = [(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
-    made = Group(MemoryStore("test"), {place: record_of(*place) for place in places})
-    made.store.commit(start, expected=None, reason="start")
-    votes = LocalVotes(TOPOLOGY.num_ranks)
+    made = Group(setting.start)
     for _ in range(TOPOLOGY.num_ranks):
         made.banks.append(ForgetfulBank(SCHEMA, NUM_LAYERS, 3, num_staging=setting.num_staging))
-    settings = AgentSettings(
-        "test",
-        "run",
-        TOPOLOGY,
-        sample_steps=4,
-        vote_deadline_s=DEADLINE_S,
-        plan_deadline_s=setting.plan_deadline_s,
-        scrub_every_steps=setting.every_steps,
-    )
-    for rank, bank in enumerate(made.banks):
-        clock, store = Clockwork(), made.store
-        table = RoutingTable(start, max_replicas=2)
-        digests = digests_of(made.records)
-        parts = RankParts(rank, bank, table, SlotCounter(NUM_LAYERS, 3), clock, digests)
+    for rank in range(TOPOLOGY.num_ranks):
         transport = GatedTransport(TOPOLOGY, rank, made.banks, made.records)
         transport.gate, transport.failures, transport.asked = threading.Event(), [], []
         transport.gate.set()
-        links = Links(votes.member(rank), transport, store, Sink(store), journal=made.journal)
-        agent = RankAgent(settings, parts, links, start)
-        for layer, slot, expert in agent.held():
-            bank.live(layer, slot).copy_(made.records[layer, expert])
-        made.agents.append(agent)
-        made.clocks.append(clock)
+        made.fill(rank, made.records)
+        made.add(
+            transport,
+            digests_of(made.records),
+            journal=made.journal,
+            plan_deadline_s=setting.plan_deadline_s,
+            scrub_every_steps=setting.every_steps,
+        )
         made.gates.append(transport.gate)
         made.failures.append(transport.failures)
         made.asked.append(transport.asked)
-    for agent in made.agents:
-        agent.start()
+    made.begin()
     yield made
     for gate in made.gates:
         gate.set()
-    # At once: each waits for its watcher's turn to end.
-    with ThreadPoolExecutor(len(made.agents)) as pool:
-        list(pool.map(lambda agent: agent.close(), made.agents))
+    made.close()
 
 
 def a_scrubber() -> Scrubber:
-    records = {(layer, e): record_of(layer, e) for layer in range(2) for e in range(3)}
+    records = {(layer, e): RECORDS[layer, e] for layer in range(2) for e in range(3)}
     bank = ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2)
     return Scrubber(0, TOPOLOGY, bank, digests_of(records))
 
@@ -253,7 +175,7 @@ def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
     lent = scrubber.spare(0, START)
 
     assert lent is not None
-    lent.record.copy_(record_of(0, 2))
+    lent.record.copy_(RECORDS[0, 2])
     assert scrubber.check(0, 1, 2) is None  # slot 1 of rank 0
     assert scrubber.spare(0, FULL) is None
 
@@ -304,7 +226,7 @@ def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -
         "slot": 2,
         "expert": 1,
         "found": found,
-        "expected": in_hex(digest(record_of(1, 1))),
+        "expected": in_hex(digest(RECORDS[1, 1])),
     }
 
 
@@ -350,7 +272,7 @@ def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
 
     (damaged,), (repaired,) = group.journal.of("scrub damaged"), group.journal.of("scrub repaired")
     assert (damaged["rank"], damaged["layer"], damaged["slot"], damaged["expert"]) == (1, 0, 1, 2)
-    assert damaged["expected"] == in_hex(digest(record_of(0, 2)))
+    assert damaged["expected"] == in_hex(digest(RECORDS[0, 2]))
     assert repaired["reason"] == "holds the right bytes again"
 
 
@@ -363,7 +285,7 @@ def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
     group.step_until(lambda: bool(group.scrubs("repaired")))
 
     assert group.is_right()
-    assert torch.equal(group.banks[1].live(0, 2), record_of(0, 2))  # it was brought here first
+    assert torch.equal(group.banks[1].live(0, 2), RECORDS[0, 2])  # it was brought here first
     assert group.detail(1)["frozen"] == ""
 
 
@@ -383,7 +305,7 @@ def test_a_layer_without_room_for_right_bytes_freezes_its_rank_in_words(group: G
 def test_nothing_is_scrubbed_while_a_migration_is_under_way(group: Group) -> None:
     group.step_until(lambda: group.detail(0)["sweeps"] == 1)
     group.gates[0].clear()
-    group.publish()
+    group.offer()
     # Rank 0 stands at the gate; rank 1 has nothing to bring and waits for it.
     group.step_until(lambda: [agent.phase for agent in group.agents] == ["stage", "swap"])
     group.banks[1].live(1, 0)[9] ^= 255
@@ -404,7 +326,7 @@ def test_a_plan_that_arrives_in_mid_repair_goes_first_and_the_repair_is_made_aft
     group.gates[0].clear()
     group.banks[0].live(0, 0)[3] ^= 255
     group.step_until(lambda: bool(group.scrubs("damaged")))
-    group.publish()  # the mover's thread waits at the gate, with the repair's bytes
+    group.offer()  # the mover's thread waits at the gate, with the repair's bytes
     group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
     for _ in range(10):
         group.step()
@@ -430,13 +352,13 @@ def test_an_update_of_the_weights_forgets_what_was_found_of_the_old(group: Group
             began.result(DEADLINE_S)
         for agent in group.agents:
             for layer, slot, expert in agent.held():
-                agent._parts.bank.live(layer, slot).copy_(record_of(layer, expert) + 1)
+                agent._parts.bank.live(layer, slot).copy_(RECORDS[layer, expert] + 1)
         for ended in [pool.submit(agent.end_update) for agent in group.agents]:
             ended.result(DEADLINE_S)
     sweeps = group.detail(0)["sweeps"]
     group.step_until(lambda: group.detail(0)["sweeps"] >= sweeps + 2)
 
-    assert torch.equal(group.banks[0].live(0, 0), record_of(0, 0) + 1)
+    assert torch.equal(group.banks[0].live(0, 0), RECORDS[0, 0] + 1)
     assert len(group.scrubs("damaged")) == 1
 
 
@@ -484,9 +406,25 @@ def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_me
         assert said.result(DEADLINE_S).generation == 0
 
     assert group.agents[0]._core.mover.ring.num_in_use == 0
-    assert not torch.equal(group.banks[0].live(1, 2), record_of(1, 1))
+    assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
     with pytest.raises(RankError, match="rank 0: no step may follow a death"):
         group.agents[0].step()
+
+
+def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -> None:
+    group.gates[0].clear()
+    group.banks[0].live(1, 2)[5] ^= 255
+    group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
+
+    said = group.agents[0].last_words(0.05)
+    group.gates[0].set()
+
+    assert (said.generation, said.prepared) == (0, 0)
+    done = group.agents[0]._core.box
+    with done.changed:  # it ends as soon as it can, and mends nothing
+        assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
+    assert group.agents[0]._core.mover.ring.num_in_use == 0
+    assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
@@ -501,7 +439,7 @@ def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
 @pytest.mark.parametrize("group", [Setting(0, plan_deadline_s=0.3)], indirect=True)
 def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group: Group) -> None:
     group.gates[0].clear()
-    group.publish()
+    group.offer()
     group.step_until(lambda: group.store.published() is None)
 
     reasons = [event.detail["reason"] for event in group.store.events() if event.kind == "abort"]
@@ -515,19 +453,19 @@ def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group:
 
     group.gates[0].set()
     group.step_until(lambda: all(agent.phase == "idle" for agent in group.agents))
-    group.publish()
+    group.offer()
     group.step_until(lambda: group.agents[0].placement.hash == NEXT.hash)
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
 def test_a_failing_mover_drops_its_plan_and_the_next_one_is_brought(group: Group) -> None:
     group.failures[0].append(ValueError("a torn wire"))
-    group.publish()
+    group.offer()
     group.step_until(lambda: group.store.published() is None)
     group.step_until(lambda: all(agent.phase == "idle" for agent in group.agents))
     assert group.agents[0].placement.hash == START.hash
 
-    group.publish()
+    group.offer()
     group.step_until(lambda: group.agents[0].placement.hash == NEXT.hash)
     assert group.is_right()
     assert (group.detail(0)["mover_failures"], group.detail(0)["frozen"]) == (1, "")
@@ -537,7 +475,7 @@ def test_a_failing_mover_drops_its_plan_and_the_next_one_is_brought(group: Group
 def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Group) -> None:
     for _ in range(2):
         group.failures[0].append(ValueError("a torn wire"))
-        group.publish()
+        group.offer()
         group.step_until(lambda: group.store.published() is None)
         group.step_until(lambda: not any(agent._box.state.plan for agent in group.agents))
     group.step_until(lambda: bool(group.detail(0)["frozen"]))

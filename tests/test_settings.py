@@ -1,12 +1,18 @@
 """Settings: where a value comes from, and one sentence for each that cannot be used."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from api.settings import DemoSettings, load_settings
+from api.demo_settings import DemoSettings
+from api.demo_setup import prepare
+from api.settings import load_settings
+from api.state_dir import StateDir
+from api.worker_build import agent_settings
 from eplb.errors import ConfigError
+from rebalance.stage_settings import StageSettings
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -45,6 +51,26 @@ def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
     assert DemoSettings(spare_slots=2).slots == 80
     with pytest.raises(ConfigError, match="spare_slots is '-1' in --setting spare_slots, expected"):
         load_settings({}, config=None, environ={}, named={"spare_slots": "-1"})
+
+
+def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
+    given = {"scrub_every_steps": "7", "plan_deadline_s": "2.5", "vote_deadline_s": "3.5"}
+    small = {"layers": 1, "experts": 8, "top_k": 2, "hidden": 8, "intermediate": 8, "text": [text]}
+    settings = load_settings(small, config=None, environ={}, named=given)
+
+    with closing(StateDir(tmp_path / "state")) as state:
+        told = agent_settings(prepare(settings, state), StageSettings(), membership=4)
+
+    assert (told.scrub_every_steps, told.plan_deadline_s, told.vote_deadline_s) == (7, 2.5, 3.5)
+    assert told.membership == 4
+
+
+@pytest.mark.parametrize("name", ["plan_deadline_s", "vote_deadline_s"])
+def test_a_deadline_is_more_than_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '0' in --setting {name}, expected more than"):
+        load_settings({}, config=None, environ={}, named={name: "0"})
 
 
 def test_paths_in_the_environment_are_separated_as_the_system_does() -> None:

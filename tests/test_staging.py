@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simulated_time import Clock, Landing
 
 from eplb.errors import MigrationError
 from eplb.migration import Move, Source
 from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance.lanes import Pull
-from rebalance.sources import Sources
+from rebalance.sources import HOST_RETRY_S, Sources
 from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import HOST, Place, Record
@@ -36,29 +37,6 @@ CHUNKED = StageSettings(
 )
 FROM_3 = Move(0, 1, 0, Source.PEER, 6)  # expert 1 to rank 0, which has it from rank 3 alone
 FROM_2 = Move(0, 0, 7, Source.PEER, 5)  # expert 0 to rank 3, planned from rank 2
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Landing(Completion):
-    """Bytes that land at a time of the clock."""
-
-    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
-        super().__init__(is_cuda=False)
-        self.due, self._clock, self._write = due, clock, write
-        self._has_landed = False
-
-    def is_complete(self) -> bool:
-        if not self._has_landed and self._clock() >= self.due:
-            self._has_landed = True
-            self._write()
-        return self._has_landed
 
 
 def record_of(record: Record) -> torch.Tensor:
@@ -90,7 +68,7 @@ class Simulated:
 
     @property
     def flying(self) -> list[Landing]:
-        return [landing for _, landing in self.ordered if not landing._has_landed]
+        return [landing for _, landing in self.ordered if not landing.has_landed]
 
     def begin(self) -> None:
         pass
@@ -174,7 +152,7 @@ def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Ben
     clock, dead = Clock(), set[int]()
     simulated = Simulated(clock, **transport)
     digests = torch.tensor([[digest(record_of((0, expert))) for expert in range(4)]])
-    sources = Sources(rank, TOPOLOGY, simulated.readable, lambda: frozenset(dead))
+    sources = Sources(rank, TOPOLOGY, simulated.readable, lambda: frozenset(dead), clock)
     stager = Stager(simulated, sources, digests, settings, clock)
     return Bench(clock, simulated, sources, stager, dead)
 
@@ -281,6 +259,35 @@ def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
         made.stage(FROM_3)
 
     assert made.figures().num_quarantined == 1
+
+
+def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_quarantine() -> None:
+    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made.transport.is_beyond_repair = True
+    with pytest.raises(MigrationError, match="wrong digest"):
+        made.stage(FROM_3)
+    made.clock.now += HOST_RETRY_S - 1  # its disk is well again, but nobody knows yet
+    made.transport.rotten.clear()
+    with pytest.raises(MigrationError, match=r"no source is left \(none known\)"):
+        made.stage(FROM_3)
+
+    made.clock.now += 1
+    made.stage(FROM_3)
+
+    assert made.figures().num_quarantined == 0
+
+
+def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
+    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made.transport.is_beyond_repair = True
+    for _ in range(2):
+        with pytest.raises(MigrationError, match="wrong digest"):
+            made.stage(FROM_3)
+        with pytest.raises(MigrationError, match="none known"):
+            made.stage(FROM_3)
+        made.clock.now += HOST_RETRY_S
+
+    assert made.figures().num_wrong_digests == 2
 
 
 def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:

@@ -6,31 +6,25 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from simulated_time import Clock
 
-from eplb.migration import Migration
+from eplb.migration import Migration, build_migration
+from eplb.placement import Placement
+from eplb.topology import Topology
 from rebalance import phases
 from rebalance.phases import Phase, PlanRef, RankPhase
 from rebalance.vote import Verdict
 from rebalance.waiting import PhaseBox
 from rebalance.watchdog import Watchdog
-from rebalance.watcher import Watcher
+from rebalance.watcher import DEFERS_S, Watcher, Writing
 from telemetry.memory import MemoryStore
-from telemetry.store import Control, Details, RankState
+from telemetry.store import Control, Details, LoadStore, RankState
 
 DEADLINE_S = 10.0
 PULLING = "pulling layer 3 expert 17 from rank 2"
 PLAN = phases.see_plan(RankPhase(generation=0), PlanRef(3, 99, 0, 2, 1))
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -241,6 +235,66 @@ def test_the_end_of_a_closed_watcher_is_no_news(
 
     assert not any(thread.is_alive() for thread in watcher._threads)
     assert watcher.ended() == []
+
+
+FROM = Placement(np.array([[0, 1, 0, 1]]), num_experts=2)
+TO = Placement(np.array([[1, 0, 0, 1]]), num_experts=2)
+
+
+@pytest.fixture
+def open_plan() -> Migration:
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+    return build_migration(FROM, TO, topology, plan_id=1)
+
+
+@pytest.fixture
+def scribe(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
+    """A watcher whose threads are the test's own, and its store, where a plan is open."""
+    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    store.commit(FROM, expected=None, reason="start")
+    store.publish(open_plan)
+    hands = Hands(watchdog)
+    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    return watcher, store
+
+
+def end_of(plan: Migration, watcher: Watcher, reason: str) -> Writing:
+    """What the scribe is given to write when a plan was dropped."""
+    watcher.commit(plan, plan.base, "aborted", reason)
+    writing = watcher._to_write.get_nowait()
+    assert writing is not None
+    return writing
+
+
+def reasons(store: LoadStore) -> list[str]:
+    return [event.detail["reason"] for event in store.events() if event.kind == "abort"]
+
+
+def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
+    scribe: tuple[Watcher, MemoryStore], open_plan: Migration
+) -> None:
+    watcher, store = scribe
+    another = end_of(open_plan, watcher, phases.ELSEWHERE)
+    knowing = end_of(open_plan, watcher, "rank 2: the disk is gone")
+
+    assert watcher.is_written(another) is False
+    assert watcher.is_written(knowing) is True
+    assert watcher.is_written(another) is True
+
+    assert reasons(store) == ["rank 2: the disk is gone"]
+
+
+def test_the_end_of_a_plan_is_told_even_if_the_rank_that_knows_why_is_gone(
+    scribe: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
+) -> None:
+    watcher, store = scribe
+    another = end_of(open_plan, watcher, phases.ELSEWHERE)
+
+    assert watcher.is_written(another) is False
+    clock.now += DEFERS_S
+    assert watcher.is_written(another) is True
+
+    assert reasons(store) == ["another rank asked for it"]
 
 
 def test_what_the_store_does_not_take_is_no_progress(

@@ -1,0 +1,64 @@
+"""The migration that is open: withdrawn when it cannot be finished, or is not finished in time.
+
+Ranks drop what stands still on one of them; this is for what no rank can tell, such as a plan that
+none of them has taken up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from eplb.migration import Migration
+from telemetry.store import LoadStore, Outcome, RankState
+
+log = logging.getLogger(__name__)
+
+
+class OpenPlan:
+    """What the controller knows of the open migration: since when it has seen it.
+
+    Args:
+        store: where it is open.
+        deadline_s: for a migration, from when it was first seen.
+        clock: of seconds.
+    """
+
+    def __init__(self, store: LoadStore, deadline_s: float, clock: Callable[[], float]) -> None:
+        self._store, self._deadline_s, self._clock = store, deadline_s, clock
+        self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
+
+    def watch(
+        self, migration: Migration, states: Sequence[RankState], served_weights: int | None
+    ) -> None:
+        """Withdraw it if that is due.
+
+        Args:
+            migration: the one that the store says is open.
+            states: what the ranks that serve now have reported last.
+            served_weights: version of the weights on all of them; None while they differ.
+        """
+        objection = self._objection(migration, states, served_weights)
+        if objection is None:
+            return
+        outcome, reason = objection
+        if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason):
+            log.warning("plan_id=%d withdrawn: %s", migration.plan_id, reason)
+
+    def _objection(
+        self, migration: Migration, states: Sequence[RankState], served_weights: int | None
+    ) -> tuple[Outcome, str] | None:
+        plan_id, version = migration.plan_id, migration.weights_version
+        committed = self._store.committed()
+        if committed is None or committed.placement.generation != migration.base.generation:
+            return "rejected", "it was made for a placement that does not serve"
+        if served_weights is not None and served_weights != version:
+            return "rejected", f"it was made for weights version {version}, {served_weights} serves"
+        is_taken_up = any(state.plan_id == plan_id for state in states)
+        if not self._store.control().movement and not is_taken_up:
+            return "aborted", "movement is switched off"
+        if self._open_since[0] != plan_id:
+            self._open_since = (plan_id, self._clock())
+        if self._clock() - self._open_since[1] > self._deadline_s:
+            return "aborted", f"not finished in {self._deadline_s:.0f} s"
+        return None

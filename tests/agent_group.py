@@ -1,0 +1,188 @@
+"""Rank agents in one process, in lock step, over the shipped fakes: what several test files drive.
+
+A file adds what is its own: the transport, claims after every step, what it reads of the slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from eplb.errors import StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration, Pace, build_migration
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.journal import NoJournal, Notebook
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.transport import LocalVotes, Record, VoteGroup, WeightTransport
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import digest
+from runtime.routing import RoutingTable
+from telemetry.memory import MemoryStore
+from telemetry.store import RankState
+
+DEADLINE_S = 20.0
+LONGEST_WAIT_S = 0.02  # of a watcher that nobody has news for: so long does it take to close
+
+
+class QuickStore(MemoryStore):
+    """A store that has its watchers look again soon."""
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        return super().wait(version, min(timeout_s, LONGEST_WAIT_S))
+
+
+class StepClock:
+    """A dispatcher's step counter without a dispatcher."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Sink:
+    """Keeps the samples that an agent offers, and reports to the store."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.samples: list[LoadSample] = []
+        self._store = store
+
+    def offer(self, sample: LoadSample) -> bool:
+        self.samples.append(sample)
+        return True
+
+    def state(self, state: RankState) -> None:
+        with suppress(StoreError):  # as a reporter, which never raises either
+            self._store.report(state)
+
+
+class Notes:
+    """The journal of all ranks, read at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Mapping[str, Any]]] = []
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        self.lines.append((what, detail))
+
+    def of(self, *what: str) -> list[Mapping[str, Any]]:
+        return [detail for said, detail in self.lines if said in what]
+
+
+def record_of(schema: ExpertSchema, layer: int, expert: int, num_experts: int) -> torch.Tensor:
+    """Bytes that name the expert they stand for; never zeros."""
+    filled = torch.zeros(schema.record_bytes, dtype=torch.uint8)
+    filled.view(torch.int32).fill_(1 + layer * num_experts + expert)
+    return filled
+
+
+def digests_of(records: Mapping[Record, torch.Tensor]) -> torch.Tensor:
+    """[L, E, 2] digests of all records."""
+    last_layer, last_expert = max(records)
+    table = torch.zeros((last_layer + 1, last_expert + 1, 2), dtype=torch.int64)
+    for record, data in records.items():
+        table[record] = torch.tensor(digest(data))
+    return table
+
+
+class AgentGroup:
+    """The agents of one group, from rank 0 on as they are added."""
+
+    def __init__(self, start: Placement, topology: Topology) -> None:
+        self.start, self.topology = start, topology
+        self.store, self.votes = QuickStore("test"), LocalVotes(topology.num_ranks)
+        self.store.commit(start, expected=None, reason="start")
+        self.agents: list[RankAgent] = []
+        self.banks: list[ExpertBank] = []
+        self.clocks: list[StepClock] = []
+        self.sinks: list[Sink] = []
+        self.tables: list[RoutingTable] = []
+
+    def add(
+        self,
+        transport: WeightTransport,
+        digests: torch.Tensor,
+        *,
+        votes: VoteGroup | None = None,
+        journal: Notebook | None = None,
+        **settings: Any,
+    ) -> RankAgent:
+        """Make the agent of the next rank; its bank is there already."""
+        rank = len(self.agents)
+        bank, clock, sink = self.banks[rank], StepClock(), Sink(self.store)
+        table = RoutingTable(self.start, max_replicas=4)
+        counter = SlotCounter(self.start.num_layers, bank.num_slots)
+        parts = RankParts(rank, bank, table, counter, clock, digests)
+        votes, journal = votes or self.votes.member(rank), journal or NoJournal()
+        links = Links(votes, transport, self.store, sink, journal=journal)
+        given = {"sample_steps": 4, "vote_deadline_s": DEADLINE_S} | settings
+        agent = RankAgent(
+            AgentSettings("test", "run", self.topology, **given), parts, links, self.start
+        )
+        self.agents.append(agent)
+        self.clocks.append(clock)
+        self.sinks.append(sink)
+        self.tables.append(table)
+        return agent
+
+    def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
+        """Write into a rank's slots what the start says that they hold."""
+        held = self.start.slot_to_expert[:, self.topology.slots_on(rank)].tolist()
+        for layer, slots in enumerate(held):
+            for slot, expert in enumerate(slots):
+                if expert >= 0:
+                    self.banks[rank].live(layer, slot).copy_(records[layer, expert])
+
+    def begin(self) -> None:
+        for agent in self.agents:
+            agent.start()
+
+    def close(self) -> None:
+        # At once: each waits for its watcher's turn to end.
+        with ThreadPoolExecutor(len(self.agents)) as pool:
+            list(pool.map(RankAgent.close, self.agents))
+
+    def step(self, ranks: Sequence[int] | None = None) -> list[bool]:
+        """One step of all ranks, or of some."""
+        chosen = range(len(self.agents)) if ranks is None else ranks
+        going_on = [self.agents[rank].step() for rank in chosen]
+        for rank in chosen:
+            self.clocks[rank].steps += 1
+        return going_on
+
+    def step_until(self, is_reached: Callable[[], bool], what: str = "the group there") -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, f"{what}: not in {DEADLINE_S:.0f} s; {self.told()}"
+            self.step()
+
+    def told(self) -> str:
+        """What to say where a test fails; a file may know more."""
+        return ", ".join(f"rank {agent.describe().rank}: {agent.phase}" for agent in self.agents)
+
+    @property
+    def placement(self) -> Placement:
+        """What rank 0 serves."""
+        return self.agents[0].placement
+
+    def generation(self) -> int:
+        """Number of the committed placement."""
+        committed = self.store.committed()
+        assert committed is not None, "a group starts from a placement"
+        return committed.placement.generation
+
+    def publish(self, target: Placement, pace: Pace | None = None) -> Migration:
+        """Offer the way from what rank 0 serves to another placement."""
+        plan_id, pace = self.store.next_plan_id(), pace or Pace(staging_experts=4)
+        migration = build_migration(
+            self.placement, target, self.topology, plan_id=plan_id, pace=pace
+        )
+        self.store.publish(migration)
+        return migration

@@ -1,0 +1,33 @@
+"""A clock that a test moves, and copies that land when it has come far enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.streams import Completion
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Landing(Completion):
+    """Bytes that land at a time of the clock."""
+
+    def __init__(self, clock: Clock, due: float, write: Callable[[], object]) -> None:
+        super().__init__(is_cuda=False)
+        self.due, self._clock, self._write = due, clock, write
+        self.has_landed = False
+
+    def is_complete(self) -> bool:
+        if not self.has_landed and self._clock() >= self.due:
+            self.has_landed = True
+            self._write()
+        return self.has_landed
