@@ -367,6 +367,7 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
     )
 
 
+@pytest.mark.timeout(240)  # three starts, on a busy machine
 def test_ranks_start_again_after_a_death_and_one_more_than_allowed_ends_the_demo(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
