@@ -166,7 +166,8 @@ class ScrubTurns:
             self._lose(where, f"{where} holds wrong bytes: {exc}")
         finally:
             with self._box.changed:
-                if loan is not None and is_right:
+                # Whoever ended the look has gone on, and would not give the loan back.
+                if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
                 elif loan is not None and self._mover.fetcher.is_quiet:
                     self._give_back(loan)
