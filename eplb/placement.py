@@ -92,11 +92,7 @@ class Placement:
     @cached_property
     def replica_count(self) -> NDArray[np.int32]:
         """[L, E] how many slots hold each expert."""
-        num_layers, _ = self.slot_to_expert.shape
-        count = np.zeros((num_layers, self.num_experts), dtype=np.int32)
-        layer, slot = np.nonzero(self.slot_to_expert != EMPTY)
-        np.add.at(count, (layer, self.slot_to_expert[layer, slot]), 1)
-        return owned(count, np.int32)
+        return owned(_by_expert(self.slot_to_expert, self.num_experts, None), np.int32)
 
     @cached_property
     def expert_to_slots(self) -> NDArray[np.int32]:
@@ -158,6 +154,19 @@ class Placement:
         )
 
 
+def _by_expert(
+    held: NDArray[np.int32], num_experts: int, weights: NDArray[np.float64] | None
+) -> NDArray[np.float64] | NDArray[np.intp]:
+    """[L, E] how many slots hold each expert, or the sum of their weights [L, S]."""
+    # One column more, in front, collects the empty slots. A bincount is many times faster than
+    # adding at pairs of indices.
+    num_layers, columns = len(held), num_experts + 1
+    places = held + (1 + columns * np.arange(num_layers)[:, None])
+    flat = None if weights is None else weights.ravel()
+    summed = np.bincount(places.ravel(), flat, num_layers * columns)
+    return summed.reshape(num_layers, columns)[:, 1:]
+
+
 def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -> None:
     held = placement.slot_to_expert
     if share.shape != held.shape:
@@ -169,9 +178,7 @@ def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -
             f"{name}: layer {layer} slot {slot} has {share[layer, slot]}, "
             "expected 0..1, and 0 for an empty slot"
         )
-    total = np.zeros(placement.replica_count.shape)
-    layer_index, slot_index = np.nonzero(held != EMPTY)
-    np.add.at(total, (layer_index, held[layer_index, slot_index]), share[layer_index, slot_index])
+    total = _by_expert(held, placement.num_experts, share)
     off = np.argwhere(np.abs(total - 1.0) > SHARE_TOLERANCE)
     if off.size:
         layer, expert = off[0]
