@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
+from eplb.jit import by_reference, jit
+from eplb.kernels import NONE, Bonds, BoolArray, FloatArray, IntArray
 from eplb.layer import Layer, replica_time
 
 # slot, the expert it gets, another slot, the expert that one gets; -1 for no slot and for empty
@@ -24,18 +24,22 @@ Change = tuple[int, int, int, int]
 FREE = 0.25  # moves that an undone move counts as, so that free changes are still ranked
 
 
-class Search(NamedTuple):
+class Search:
     """Everything that a look at a change needs."""
 
     layer: Layer
-    demand: Demand
-    ranks: Ranks
-    bonds: Bonds
+    spread: IntArray  # [L or 0, E]: what bonds say, see ``Bonds``
+    pinned: BoolArray  # [L or 0, R, E]
+    domain: IntArray  # [R]
+    ready: BoolArray  # [R]
     number: int  # of the layer
     is_bound: bool  # whether bonds say more than that every expert has a slot
     thrifty: bool  # gain is weighed by moves
     fee: NDArray[np.float32]  # [R, E] moves that an arrival counts as; empty when moves are free
     homes: IntArray  # [R] how many experts are free to arrive, or there already
+
+
+new_search = by_reference(Search)
 
 
 class Windows(NamedTuple):
@@ -49,7 +53,7 @@ class Windows(NamedTuple):
     num_hot: int
 
 
-class Outline(NamedTuple):
+class Outline:
     """Sums over the windows in which one rank, the hot one, is the busiest.
 
     They bound what a change can gain, cheaply; with one window they are the gain itself.
@@ -64,11 +68,43 @@ class Outline(NamedTuple):
     least: FloatArray  # [R] moves that any arrival there counts as at least
 
 
+new_outline = by_reference(Outline)
+
+
+@jit
+def free_search(layer: Layer, bonds: Bonds, number: int) -> Search:
+    """A search in which moves cost nothing."""
+    nothing, nobody = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype=np.int64)
+    return priced_search(layer, bonds, number, nothing, nobody)
+
+
+@jit
+def priced_search(
+    layer: Layer, bonds: Bonds, number: int, fee: NDArray[np.float32], homes: IntArray
+) -> Search:
+    """A search in which arrivals cost a fee [R, E], unless there is none."""
+    return new_search(
+        layer,
+        bonds.spread,
+        bonds.pinned,
+        bonds.domain,
+        bonds.ready,
+        number,
+        len(bonds.spread) > 0,
+        len(homes) > 0,
+        fee,
+        homes,
+    )
+
+
 @jit
 def outline(search: Search, hot: int) -> Outline:
     """Sum up the windows in which ``hot`` is the busiest rank."""
-    layer, demand = search.layer, search.demand
-    num_windows, num_experts = len(layer.rate), len(layer.replicas)
+    layer = search.layer
+    each, time, replicas = layer.each, layer.time, layer.replicas
+    num_experts, num_windows = each.shape
+    num_ranks = len(time)
+    is_linear = len(layer.curve_tokens) == 0
     windows = np.empty(num_windows, dtype=np.int64)
     num_hot, num_cold = 0, 0
     for window in range(num_windows):
@@ -78,32 +114,34 @@ def outline(search: Search, hot: int) -> Outline:
         else:
             num_cold += 1
             windows[num_windows - num_cold] = window
-    each, relief, gap = np.zeros(num_experts), np.zeros(num_experts), np.zeros(len(layer.holds))
-    for window in windows[:num_hot]:
+    summed, relief, gap = np.zeros(num_experts), np.zeros(num_experts), np.zeros(num_ranks)
+    for place in range(num_hot):
+        window = windows[place]
         weight = layer.counts[window]
         for expert in range(num_experts):
-            time = weight * layer.each[expert, window]
-            each[expert] += time
-            if len(demand.curve_tokens) == 0:
-                relief[expert] += time / (layer.replicas[expert] + 1)
+            spent = weight * each[expert, window]
+            summed[expert] += spent
+            if is_linear:
+                relief[expert] += spent / (replicas[expert] + 1)
             elif layer.holds[hot, expert]:
-                more = replica_time(layer, demand, expert, window, layer.replicas[expert] + 1)
-                relief[expert] += time - weight * more
-        for rank in range(len(gap)):
-            gap[rank] += weight * (layer.time[hot, window] - layer.time[rank, window])
-    return Outline(hot, windows, num_hot, each, relief, gap, _least_moves(search))
+                more = replica_time(layer, expert, window, replicas[expert] + 1)
+                relief[expert] += spent - weight * more
+        for rank in range(num_ranks):
+            gap[rank] += weight * (time[hot, window] - time[rank, window])
+    return new_outline(hot, windows, num_hot, summed, relief, gap, _least_moves(search))
 
 
 @jit
 def _least_moves(search: Search) -> FloatArray:
     """[R] FREE where an expert may come back to, else 1."""
-    ranks = search.ranks
-    least = np.ones(len(ranks.zone))
+    layer, fee = search.layer, search.fee
+    least = np.ones(len(layer.zone))
     if search.thrifty:
-        for rank in range(len(ranks.zone)):
+        for rank in range(len(least)):
             at_home = 0
-            for expert in search.layer.held[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
-                at_home += expert >= 0 and search.fee[rank, expert] == 0
+            for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
+                expert = layer.held[slot]
+                at_home += expert >= 0 and fee[rank, expert] == 0
             if at_home < search.homes[rank]:
                 least[rank] = FREE
     return least
@@ -111,35 +149,36 @@ def _least_moves(search: Search) -> FloatArray:
 
 @jit
 def may_leave(search: Search, expert: int, rank: int, to: int) -> bool:
-    """Whether an expert may go from a rank to rank ``to`` (-1: nowhere) with its bonds kept.
+    """Whether an expert may go from a rank to rank ``to`` (NONE: nowhere) with its bonds kept.
 
     Where they are not kept to begin with, nothing may get worse.
     """
-    bonds = search.bonds
-    if bonds.pinned[search.number, rank, expert]:
+    if not search.is_bound:
+        return True
+    if search.pinned[search.number, rank, expert]:
         return False
-    domains, is_safe = standing(search, expert, -1, -1)
+    domains, is_safe = standing(search, expert, NONE, NONE)
     domains_then, is_safe_then = standing(search, expert, rank, to)
-    needed = min(bonds.spread[search.number, expert], domains)
+    needed = min(search.spread[search.number, expert], domains)
     return domains_then >= needed and (is_safe_then or not is_safe)
 
 
 @jit
 def standing(search: Search, expert: int, without: int, plus: int) -> tuple[int, bool]:
     """In how many failure domains an expert is, and whether a rank that is ready has it."""
-    bonds, layer = search.bonds, search.layer
+    holders, domain, ready = search.layer.holders, search.domain, search.ready
     domains, is_safe = 0, False
     if plus >= 0:
-        domains, is_safe = 1, bonds.ready[plus]
-    holders = layer.holders[expert, : layer.replicas[expert]]
-    for place in range(len(holders)):
-        if holders[place] == without:
+        domains, is_safe = 1, ready[plus]
+    for place in range(search.layer.replicas[expert]):
+        holder = holders[expert, place]
+        if holder == without:
             continue
-        is_safe = is_safe or bonds.ready[holders[place]]
-        domain = bonds.domain[holders[place]]
-        is_new = plus < 0 or bonds.domain[plus] != domain
+        is_safe = is_safe or ready[holder]
+        is_new = plus < 0 or domain[plus] != domain[holder]
         for before in range(place):
-            if holders[before] != without and bonds.domain[holders[before]] == domain:
+            other = holders[expert, before]
+            if other != without and domain[other] == domain[holder]:
                 is_new = False
         domains += is_new
     return domains, is_safe
@@ -148,49 +187,51 @@ def standing(search: Search, expert: int, without: int, plus: int) -> tuple[int,
 @jit
 def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
-    layer, ranks, hot, fee = search.layer, search.ranks, bound.hot, search.fee
+    layer, hot, fee, thrifty = search.layer, bound.hot, search.fee, search.thrifty
+    held, holds, zone_of_expert, zone = layer.held, layer.holds, layer.zone_of_expert, layer.zone
+    each, gaps, leasts = bound.each, bound.gap, bound.least
+    first_slot, slowness, room = layer.first_slot, layer.slowness, layer.room
     best = (-1, -1, -1, -1)
-    slow, least = ranks.slowness[hot], FREE if search.thrifty else 1.0
+    slow, least = slowness[hot], FREE if thrifty else 1.0
     windows = Windows(layer.each, layer.time, layer.top, layer.counts, bound.windows, bound.num_hot)
-    end = ranks.first_slot[hot] + ranks.room[search.number, hot]
-    # The least busy rank first: what it gains lets most of the others be passed over.
-    for turn in range(-1, len(ranks.zone)):
-        rank = int(np.argmax(bound.gap)) if turn < 0 else turn
-        slow_there, gap = ranks.slowness[rank], bound.gap[rank]
+    nearest = 0  # the least busy rank first: its gain lets most of the others be passed over
+    for rank in range(1, len(zone)):
+        if gaps[rank] > gaps[nearest]:
+            nearest = rank
+    for turn in range(-1, len(zone)):
+        rank = nearest if turn < 0 else turn
+        slow_there, gap = slowness[rank], gaps[rank]
         # Of a gap between two ranks, a trade can close that much at best.
-        if rank == hot or gap * slow <= score * bound.least[rank] * (slow + slow_there):
+        if rank == hot or gap * slow <= score * leasts[rank] * (slow + slow_there):
             continue
-        stop = ranks.first_slot[rank] + ranks.room[search.number, rank]
-        for slot in range(ranks.first_slot[hot], end):
-            mine = layer.held[slot]
-            if mine < 0 or ranks.zone[rank] != layer.zone_of_expert[mine]:
+        for slot in range(first_slot[hot], first_slot[hot] + room[hot]):
+            mine = held[slot]
+            if mine < 0 or zone[rank] != zone_of_expert[mine]:
                 continue
-            there = fee[rank, mine] if search.thrifty else 0.0
+            there = fee[rank, mine] if thrifty else 0.0
             needed = score * max(there, least)
-            if layer.holds[rank, mine] or bound.each[mine] * slow <= needed:
+            if holds[rank, mine] or each[mine] * slow <= needed:
                 continue
-            for other in range(ranks.first_slot[rank], stop):
-                theirs = layer.held[other]
-                shift = bound.each[mine]
+            for other in range(first_slot[rank], first_slot[rank] + room[rank]):
+                theirs = held[other]
+                shift = each[mine]
                 if theirs >= 0:
-                    shift -= bound.each[theirs]
+                    shift -= each[theirs]
                 gain = min(shift * slow, gap - shift * slow_there)
                 if gain <= needed:
                     continue
                 moves = there
                 if theirs >= 0:
-                    if layer.holds[hot, theirs] or layer.zone_of_expert[theirs] != ranks.zone[hot]:
+                    if holds[hot, theirs] or zone_of_expert[theirs] != zone[hot]:
                         continue
-                    moves += fee[hot, theirs] if search.thrifty else 0.0
+                    moves += fee[hot, theirs] if thrifty else 0.0
                 weight = max(moves, least)
                 if gain <= score * weight:
                     continue
-                if len(layer.rate) > 1:
+                if len(windows.order) > 1:
                     shifts = (slow, slow_there)
                     gain = _swap_gain(windows, (hot, rank), (mine, theirs), shifts, score * weight)
-                if gain <= score * weight:
-                    continue
-                if search.is_bound and not _may_swap(search, mine, hot, theirs, rank):
+                if gain <= score * weight or not _may_swap(search, mine, hot, theirs, rank):
                     continue
                 score = gain / weight
                 needed = score * max(there, least)

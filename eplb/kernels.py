@@ -10,7 +10,7 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, Z zones, P points
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,11 @@ from eplb.jit import jit
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+
+
+# A plain -1 or 0 that reaches a compiled function makes numba compile it once more for that.
+NONE = cast(int, np.int64(-1))
+ZERO = cast(int, np.int64(0))
 
 
 class Ranks(NamedTuple):
@@ -79,7 +84,7 @@ def replicate(
     each = np.empty(num_experts)
     for layer in range(num_layers):
         for zone in range(slots_of_zone.shape[1]):
-            size, spare = 0, slots_of_zone[layer, zone]
+            size, spare = ZERO, slots_of_zone[layer, zone]
             for expert in range(num_experts):
                 if zone_of_expert[layer, expert] == zone:
                     spare -= count[layer, expert]
@@ -97,7 +102,7 @@ def replicate(
                 if count[layer, expert] == ranks_of_zone[layer, zone]:
                     size -= 1
                     heap[0] = heap[size]
-                _sink(heap, size, each, 0)
+                _sink(heap, size, each, ZERO)
     return count
 
 
@@ -148,27 +153,3 @@ def keep_in_place(held: IntArray, base: IntArray, ranks: Ranks) -> IntArray:
                     slot += 1
                 kept[layer, slot] = expert
     return kept
-
-
-@jit
-def curve_at(demand: Demand, tokens: float) -> float:
-    """Time of a replica that gets so many tokens a step: the curve, straight between its points.
-
-    Fewer than one token a step means steps without any: those cost nothing, and tokens that come
-    by chance leave a share of exp(-tokens) of the steps without one.
-    """
-    points = demand.curve_tokens
-    if len(points) == 0:
-        return tokens
-    if tokens <= 0.0:
-        return 0.0
-    right = 1
-    while right < len(points) - 1 and points[right] < tokens:
-        right += 1
-    at = max(tokens, points[0])
-    slope = (demand.curve_time[right] - demand.curve_time[right - 1]) / (
-        points[right] - points[right - 1]
-    )
-    busy = demand.curve_time[right - 1] + slope * (at - points[right - 1])
-    time: float = busy * (1.0 - np.exp(-tokens))
-    return time

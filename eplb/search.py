@@ -9,19 +9,20 @@ Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, N nodes, M most s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.changes import Change, Search, best_swap, outline
+from eplb.changes import Change, Search, best_swap, outline, priced_search
 from eplb.copies import best_copy, best_drop
 from eplb.jit import jit
 from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
-from eplb.layer import measure, open_layer, put, rank_of, trade
+from eplb.layer import Layer, measure, open_layer, put, trade
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
-PATIENCE = 32  # steps without a better score before a layer counts as stuck
+PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck
+QUICK = cast(int, np.int64(8))  # the same while a layer is shaken
 COPIES_NEVER, COPIES_LAST, COPIES_ALWAYS = 0, 1, 2
 
 
@@ -34,6 +35,11 @@ class Rules(NamedTuple):
     max_steps: int  # M, of one layer
     all_steps: int  # of all layers together
     far: float  # moves that one from another node counts as
+
+
+# Of one layer's steps: slots [M, 2], experts [M, 2], score [M + 1] and moves [M + 1] as in Steps.
+Record = tuple[IntArray, IntArray, FloatArray, IntArray]
+Made = tuple[int, int]
 
 
 class Steps(NamedTuple):
@@ -83,26 +89,25 @@ def improve(
             moves[number, 0] = _set_fees(
                 fee, homes, rules.far, held[number], base[number], ranks, node
             )
-        if not ((demand.rate[number] > 0) & (demand.weight > 0)).any():
+        if not is_busy(demand, number):
             continue
         layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
-        is_bound = len(bonds.spread) > 0
-        search = Search(layer, demand, ranks, bonds, number, is_bound, thrifty, fee, homes)
-        start = layer.held.copy()
+        search = priced_search(layer, bonds, number, fee, homes if thrifty else homes[:0])
         # What a layer leaves of its part, later layers may use.
         most = min(rules.max_steps, left // (num_layers - number))
-        made = _descend(
-            search, rules, most, slots[number], experts[number], score[number], moves[number]
-        )
+        record = (slots[number], experts[number], score[number], moves[number])
+        made, taken[number] = descend(search, rules, (most, PATIENCE), record)
         left -= made
-        # Steps after the best state only shuffled equally busy ranks: they are not worth a move.
-        taken[number] = np.argmin(score[number, : made + 1])
-        layer.held[:] = start
-        for step in range(taken[number]):
-            for part in range(2):
-                if slots[number, step, part] >= 0:
-                    layer.held[slots[number, step, part]] = experts[number, step, part]
     return Steps(slots, experts, score, moves, taken)
+
+
+@jit
+def is_busy(demand: Demand, number: int) -> bool:
+    """Whether any window of a layer counts."""
+    for window in range(len(demand.weight)):
+        if demand.rate[number, window] > 0 and demand.weight[window] > 0:
+            return True
+    return False
 
 
 @jit
@@ -138,66 +143,77 @@ def _set_fees(
 
 
 @jit
-def _descend(
-    search: Search,
-    rules: Rules,
-    most: int,
-    slots: IntArray,
-    experts: IntArray,
-    score: FloatArray,
-    moves: IntArray,
-) -> int:
-    """Change a layer step by step, write each down, and return how many there were."""
-    layer, demand = search.layer, search.demand
-    score[0] = measure(layer, demand)
-    best = 0
-    for step in range(most):
-        if score[step] <= rules.target[search.number] or step - best >= PATIENCE:
-            return step
-        change = best_change(search, rules)
+def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Record) -> Made:
+    """Change a layer step by step, write each down, and leave it in the best state.
+
+    Args:
+        search: the layer.
+        rules: its target, and what is tried.
+        limits: steps in all, and steps without a better score.
+        record: as long as the first limit.
+
+    Returns:
+        How many steps there were, and how many lead to the best state: those after it only
+        shuffled equally busy ranks, and are not worth a move.
+    """
+    (most, patience), (slots, experts, score, moves) = limits, record
+    target, held = rules.target[search.number], search.layer.held
+    best_held = held.copy()
+    score[0] = measure(search.layer)
+    best = made = 0
+    while made < most and score[best] > target and made - best < patience:
+        change = best_change(search, rules.copies, rules.min_gain)
         if change[0] < 0:
-            return step
-        slots[step, 0], experts[step, 0] = change[0], change[1]
-        slots[step, 1], experts[step, 1] = change[2], change[3]
-        moves[step + 1] = moves[step] + _moves_added(search, change)
-        make_change(search, change)
-        score[step + 1] = measure(layer, demand)
-        if score[step + 1] < score[best] - 1e-12:
-            best = step + 1
-    return most
+            break
+        slots[made, 0], experts[made, 0], slots[made, 1], experts[made, 1] = change
+        moves[made + 1] = moves[made] + _moves_added(search, change)
+        make_change(search.layer, change)
+        made += 1
+        score[made] = measure(search.layer)
+        if score[made] < score[best] - 1e-12:
+            best = made
+            copy_into(best_held, held)
+    copy_into(held, best_held)
+    return made, best
 
 
 @jit
-def make_change(search: Search, change: Change) -> None:
+def copy_into(target: IntArray, source: IntArray) -> None:
+    """As ``target[:] = source``, which takes long to compile."""
+    for place in range(len(target)):
+        target[place] = source[place]
+
+
+@jit
+def make_change(layer: Layer, change: Change) -> None:
     """Carry a change out."""
     if change[2] >= 0:
-        trade(search.layer, search.ranks, change[0], change[2])
+        trade(layer, change[0], change[2])
     else:
-        put(search.layer, search.demand, search.ranks, change[0], change[1])
+        put(layer, change[0], change[1])
 
 
 @jit
 def _moves_added(search: Search, change: Change) -> int:
     """How many more experts a change leaves where the base does not have them."""
-    layer, moves = search.layer, 0
+    layer, fee, moves = search.layer, search.fee, 0
     if not search.thrifty:
         return 0
     for part in range(2):
         slot, expert = (change[0], change[1]) if part == 0 else (change[2], change[3])
         if slot < 0:
             continue
-        rank = rank_of(search.ranks, slot)
-        leaves = layer.held[slot]
-        moves += expert >= 0 and search.fee[rank, expert] > 0
-        moves -= leaves >= 0 and search.fee[rank, leaves] > 0
+        rank, leaves = layer.rank_of_slot[slot], layer.held[slot]
+        moves += expert >= 0 and fee[rank, expert] > 0
+        moves -= leaves >= 0 and fee[rank, leaves] > 0
     return moves
 
 
 @jit
-def best_change(search: Search, rules: Rules) -> Change:
+def best_change(search: Search, copies: int, min_gain: float) -> Change:
     """What gains most per move for the busiest rank, else for the next; slot -1 when stuck."""
     layer = search.layer
-    busiest = np.full(len(search.ranks.zone), -1.0)  # over the windows in which a rank is busiest
+    busiest = np.full(len(layer.zone), -1.0)  # over the windows in which a rank is busiest
     for window in range(len(layer.rate)):
         hot = layer.top[window, 0]
         busiest[hot] = max(busiest[hot], 0.0) + layer.counts[window] * layer.time[hot, window]
@@ -207,12 +223,12 @@ def best_change(search: Search, rules: Rules) -> Change:
             break
         busiest[hot] = -1.0
         bound = outline(search, hot)
-        score, change = best_swap(search, bound, rules.min_gain)
-        if rules.copies == COPIES_ALWAYS or (rules.copies == COPIES_LAST and change[0] < 0):
+        score, change = best_swap(search, bound, min_gain)
+        if copies == COPIES_ALWAYS or (copies == COPIES_LAST and change[0] < 0):
             score, copy = best_copy(search, bound, score)
             if copy[0] >= 0:
                 change = copy
-        if len(search.demand.curve_tokens) > 0:
+        if len(layer.curve_tokens) > 0:
             _, drop = best_drop(search, bound, score)
             if drop[0] >= 0:
                 change = drop

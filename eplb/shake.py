@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.changes import Search, may_leave
+from eplb.changes import Search, free_search, may_leave
 from eplb.jit import jit
-from eplb.kernels import Bonds, Demand, IntArray, Ranks
-from eplb.layer import measure, open_layer, put, rank_of, trade
-from eplb.search import Rules, best_change, make_change
+from eplb.kernels import NONE, Bonds, Demand, IntArray, Ranks
+from eplb.layer import measure, open_layer, put, take_stock, trade
+from eplb.search import QUICK, Rules, copy_into, descend, is_busy
 
 CHANGES = 2  # made at random before each search
-PATIENCE = 8  # steps of such a search without a better score
 TRIES = 20  # draws for a change that is allowed
 
 
@@ -50,62 +49,47 @@ def shake(
         rules: as for ``improve``; ``all_steps`` limits all layers together.
         shaking: how long, and which draws.
     """
-    nothing, nobody = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype=np.int64)
     num_layers, num_slots = held.shape
     most_replicas = num_slots - demand.tokens.shape[1] + 1
     left = rules.all_steps
+    num_stuck = 0
     stuck = np.zeros(num_layers, dtype=np.bool_)
     for number in range(num_layers):
-        if ((demand.rate[number] > 0) & (demand.weight > 0)).any():
+        if is_busy(demand, number):
             layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
-            stuck[number] = measure(layer, demand) > rules.target[number]
+            stuck[number] = measure(layer) > rules.target[number]
+            num_stuck += stuck[number]
     for number in range(num_layers):
-        if not stuck[number]:
-            continue
-        state = np.array([(shaking.seed + 1) * 7919 + number * 104729], dtype=np.int64)
-        share = left // stuck[number:].sum()
-        best_held, best = held[number].copy(), np.inf
-        spent, turn, last_gain = 0, 0, 0
-        while turn - last_gain <= shaking.patience:
+        if stuck[number]:
             layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
-            search = Search(
-                layer, demand, ranks, bonds, number, len(bonds.spread) > 0, False, nothing, nobody
-            )
-            score = measure(layer, demand)
-            if turn > 0:
-                for _ in range(CHANGES):
-                    _change_at_random(search, state)
-                score, steps = _settle(search, rules, best)
-                spent += steps + 1  # a round counts, whatever it finds
-            if score < best - 1e-12:
-                best_held[:], best, last_gain = layer.held, score, turn
-            layer.held[:] = best_held
-            turn += 1
-            if best <= rules.target[number] or spent >= share:
-                break
-        left -= spent
+            search = free_search(layer, bonds, number)
+            left -= _shake_layer(search, rules, left // num_stuck, shaking)
+            num_stuck -= 1
 
 
 @jit
-def _settle(search: Search, rules: Rules, enough: float) -> tuple[float, int]:
-    """Search from here and leave the best state; its score, and how many steps it took."""
-    layer = search.layer
-    score = measure(layer, search.demand)
-    best, best_held, best_step, step = score, layer.held.copy(), 0, 0
-    while step - best_step < PATIENCE:
-        change = best_change(search, rules)
-        if change[0] < 0:
-            break
-        make_change(search, change)
-        step += 1
-        score = measure(layer, search.demand)
-        if score < best - 1e-12:
-            best, best_step = score, step
-            best_held[:] = layer.held
-            if best < enough and best <= rules.target[search.number]:
-                break
-    layer.held[:] = best_held
-    return best, step
+def _shake_layer(search: Search, rules: Rules, most: int, shaking: Shaking) -> int:
+    """Shake a layer for about so many steps, leave the best state; how many there were."""
+    layer, target = search.layer, rules.target[search.number]
+    state = np.array([(shaking.seed + 1) * 7919 + search.number * 104729], dtype=np.int64)
+    best_held, best = layer.held.copy(), measure(layer)
+    slots = np.empty((rules.max_steps, 2), dtype=np.int64)
+    moves, score = np.zeros(rules.max_steps + 1, dtype=np.int64), np.empty(rules.max_steps + 1)
+    record = (slots, slots.copy(), score, moves)
+    spent, turn, last_gain = 0, 1, 0
+    while turn - last_gain <= shaking.patience and best > target and spent < most:
+        copy_into(layer.held, best_held)
+        take_stock(layer)
+        for _ in range(CHANGES):
+            _change_at_random(search, state)
+        made, taken = descend(search, rules, (rules.max_steps, QUICK), record)
+        spent += made + 1  # a round counts, whatever it finds
+        if score[taken] < best - 1e-12:
+            copy_into(best_held, layer.held)
+            best, last_gain = score[taken], turn
+        turn += 1
+    copy_into(layer.held, best_held)
+    return spent
 
 
 @jit
@@ -118,35 +102,27 @@ def _draw(state: IntArray, below: int) -> int:
 @jit
 def _change_at_random(search: Search, state: IntArray) -> None:
     """Give a redundant replica's slot to another expert, or trade two slots."""
-    layer, ranks = search.layer, search.ranks
-    num_slots, num_experts = len(layer.held), len(layer.replicas)
+    layer = search.layer
+    held, holds, rank_of_slot = layer.held, layer.holds, layer.rank_of_slot
+    zone, zone_of_expert = layer.zone, layer.zone_of_expert
     for _ in range(TRIES):
-        slot = _draw(state, num_slots)
-        rank, leaves = rank_of(ranks, slot), layer.held[slot]
-        if slot - ranks.first_slot[rank] >= ranks.room[search.number, rank] or leaves < 0:
+        slot = _draw(state, len(held))
+        rank, leaves = rank_of_slot[slot], held[slot]
+        if slot - layer.first_slot[rank] >= layer.room[rank] or leaves < 0:
             continue
-        if layer.replicas[leaves] > 1 and may_go(search, leaves, rank, -1):
-            expert = _draw(state, num_experts)
-            fits = layer.zone_of_expert[expert] == ranks.zone[rank]
-            if fits and not layer.holds[rank, expert]:
-                put(layer, search.demand, ranks, slot, expert)
+        if layer.replicas[leaves] > 1 and may_leave(search, leaves, rank, NONE):
+            expert = _draw(state, len(layer.replicas))
+            if zone_of_expert[expert] == zone[rank] and not holds[rank, expert]:
+                put(layer, slot, expert)
                 return
-        other = _draw(state, num_slots)
-        there, theirs = rank_of(ranks, other), layer.held[other]
+        other = _draw(state, len(held))
+        there, theirs = rank_of_slot[other], held[other]
         if there == rank or theirs < 0 or theirs == leaves:
             continue
-        if layer.holds[rank, theirs] or layer.holds[there, leaves]:
+        if holds[rank, theirs] or holds[there, leaves]:
             continue
-        if layer.zone_of_expert[theirs] != ranks.zone[rank]:
+        if zone_of_expert[theirs] != zone[rank] or zone_of_expert[leaves] != zone[there]:
             continue
-        if layer.zone_of_expert[leaves] != ranks.zone[there]:
-            continue
-        if may_go(search, leaves, rank, there) and may_go(search, theirs, there, rank):
-            trade(layer, ranks, slot, other)
+        if may_leave(search, leaves, rank, there) and may_leave(search, theirs, there, rank):
+            trade(layer, slot, other)
             return
-
-
-@jit
-def may_go(search: Search, expert: int, rank: int, to: int) -> bool:
-    """``may_leave`` where there is anything to keep to."""
-    return not search.is_bound or may_leave(search, expert, rank, to)
