@@ -29,6 +29,7 @@ def slot_load(tokens: Load, placement: Placement) -> NDArray[np.float64]:
 def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
     """[..., L, R] tokens that each rank gets when ``tokens`` [..., L, E] are split by share."""
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
+    layers.flags.writeable = False  # of the view: the kernel is compiled once, for such arrays
     load = _rank_load(layers, placement.slot_to_expert, placement.slot_share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
     return by_rank

@@ -66,8 +66,9 @@ def room_of(constraints: Constraints, topology: Topology, num_layers: int) -> ND
     have = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
     room = np.broadcast_to(have, (num_layers, topology.num_ranks))
     if constraints.slots is None:
-        # A copy in any case: kernels are compiled once, for arrays that may be written.
-        return np.array(room)
+        # A copy in any case: kernels are compiled once, for arrays of one layout that may be
+        # written, and a copy of a broadcast array would have its own.
+        return np.array(room, order="C")
     asked = np.asarray(constraints.slots)
     if asked.shape != room.shape or asked.dtype.kind not in "iu":
         raise ConfigError(

@@ -156,12 +156,13 @@ def _copy_gain(
                 other = holders[leaves, place]
                 if other != rank and other != hot:
                     less = lighter if expert >= 0 and holds[other, expert] else 0.0
-                    worst = max(worst, time[other, window] + (heavier - less) * slowness[other])
+                    if heavier > less or step >= num_hot:
+                        worst = max(worst, time[other, window] + (heavier - less) * slowness[other])
         if step >= num_hot:
             # Here another rank is the busiest: it stays so unless it is relieved too.
             for place in range(3):
                 other = top[window, place]
-                if other < 0 or other == hot or other == rank:
+                if other < 0 or other in (hot, rank):
                     continue
                 less = lighter if expert >= 0 and holds[other, expert] else 0.0
                 worst = max(worst, time[other, window] - less * slowness[other])

@@ -67,8 +67,8 @@ def _node_time(work: FloatArray, members: IntArray, nodes: Nodes, layer: int, no
     count = replicate(
         inside,
         np.zeros(inside.shape, dtype=np.int64),
-        nodes.num_slots[layer : layer + 1, node : node + 1],
-        nodes.num_ranks[layer : layer + 1, node : node + 1],
+        np.full((1, 1), nodes.num_slots[layer, node]),  # a slice would have another layout
+        np.full((1, 1), nodes.num_ranks[layer, node]),
         np.ones(inside.shape, dtype=np.int64),
     )
     largest = (inside / count).max() / nodes.fastest[node]

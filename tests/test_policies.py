@@ -66,7 +66,9 @@ def test_random_differs_by_seed_and_repeats_for_one() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'gready', expected one of: auto, contiguous, greedy"):
+    with pytest.raises(
+        ConfigError, match="'gready', expected one of: auto, contiguous, exact, greedy"
+    ):
         policy_named("gready")
 
 
@@ -112,6 +114,7 @@ def test_replicas_and_packing_equal_the_slow_reference(data: st.DataObject) -> N
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), copies=st.sampled_from([COPIES_NEVER, COPIES_ALWAYS]))
 @example(seed=4001, copies=COPIES_ALWAYS)
+@example(seed=424, copies=COPIES_ALWAYS)  # a rank loses more by one expert than another brings
 def test_each_step_of_the_search_is_the_best_there_is(seed: int, copies: int) -> None:
     rng = np.random.default_rng(seed)
     num_experts, slots = 6, [3, 3, 3]
