@@ -53,19 +53,17 @@ def contiguous_slots(problem: Problem) -> NDArray[np.int32]:
 
 def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.int32]:
     """[S] for slots [R] that may be used."""
-    num_experts = problem.num_experts
-    level = next(
-        level for level in range(1, num_experts + 1) if np.minimum(room, level).sum() >= num_experts
-    )
+    num_experts, topology = problem.num_experts, problem.topology
+    levels = np.arange(1, int(room.max()) + 1)
+    level = 1 + int(np.argmax(np.minimum(room, levels[:, None]).sum(axis=1) >= num_experts))
     count = np.minimum(room, level)
     surplus = int(count.sum()) - num_experts
     count[np.flatnonzero(count == level)[::-1][:surplus]] -= 1
-    held = np.full(problem.topology.num_slots, EMPTY, dtype=np.int32)
-    first = 0
-    for rank, num_held in enumerate(count.tolist()):
-        slot = problem.topology.slots_on(rank).start
-        held[slot : slot + num_held] = np.arange(first, first + num_held)
-        first += num_held
+    place = np.arange(topology.num_slots) - np.repeat(
+        topology.first_slot[:-1], topology.slots_of_rank
+    )
+    held = np.full(topology.num_slots, EMPTY, dtype=np.int32)
+    held[place < count[topology.rank_of_slot]] = np.arange(num_experts)
     return held
 
 
