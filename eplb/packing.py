@@ -23,9 +23,8 @@ class Filling:
     used: IntArray  # [R] slots
     load: FloatArray  # [R]
     last: IntArray  # [R] a replica's expert: those of one expert are placed in a row
-    heap: IntArray  # [R] ranks of a zone that have room, the least busy on top
-    size: int  # of the heap
-    taken: IntArray  # [R] ranks off the heap
+    ends: FloatArray  # [R + 1] load of ranks that may take the next replica, else infinite
+    winner: IntArray  # a tree of matches between two ranks, its root at 1; see ``_match``
 
 
 new_filling = by_reference(Filling)
@@ -47,12 +46,14 @@ def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ran
 def _pack(
     each: FloatArray, order: IntArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks
 ) -> IntArray:
-    num_layers, num_ranks, num_zones = len(order), len(ranks.zone), 0
+    num_layers, num_ranks, num_zones, width = len(order), len(ranks.zone), 0, 1
     held = np.full((num_layers, ranks.first_slot[num_ranks]), -1, dtype=np.int64)
     is_even = True
     for rank in range(num_ranks):
         num_zones = max(num_zones, ranks.zone[rank] + 1)
         is_even = is_even and ranks.slowness[rank] == ranks.slowness[0]
+    while width < num_ranks:
+        width *= 2
     for layer in range(num_layers):
         filling = new_filling(
             held[layer],
@@ -64,12 +65,11 @@ def _pack(
             np.zeros(num_ranks, dtype=np.int64),
             np.zeros(num_ranks),
             np.full(num_ranks, -1, dtype=np.int64),
-            np.empty(num_ranks, dtype=np.int64),
-            0,
-            np.empty(num_ranks, dtype=np.int64),
+            np.full(num_ranks + 1, np.inf),
+            np.full(2 * width, num_ranks, dtype=np.int64),  # none: infinitely busy
         )
         for zone in range(num_zones):
-            _gather(filling, zone)
+            _enter(filling, zone)
             for place in range(order.shape[1]):
                 expert = order[layer, place]
                 if zone_of_expert[layer, expert] != zone:
@@ -79,51 +79,39 @@ def _pack(
                 if left > 0:
                     for _ in range(left):
                         _trade(filling, expert, zone)
-                    _gather(filling, zone)
+                    _enter(filling, zone)
     return held
 
 
 @jit
-def _gather(filling: Filling, zone: int) -> None:
-    """Put the ranks of a zone that have room on the heap."""
-    filling.size = 0
+def _enter(filling: Filling, zone: int) -> None:
+    """Let the ranks of a zone that have room compete."""
+    ends, winner = filling.ends, filling.winner
+    width = len(winner) // 2
     for rank in range(len(filling.zone)):
-        if filling.zone[rank] == zone and filling.used[rank] < filling.room[rank]:
-            _push(filling, rank)
+        may = filling.zone[rank] == zone and filling.used[rank] < filling.room[rank]
+        ends[rank] = filling.load[rank] if may else np.inf
+        winner[width + rank] = rank
+    for match in range(width - 1, 0, -1):
+        _decide(winner, ends, match)
 
 
 @jit
-def _fill(filling: Filling, expert: int, count: int) -> int:
-    """Place replicas on ranks of one speed: the least busy ones. How many found a place."""
-    number = min(count, filling.size)
-    for place in range(number):
-        rank = _pop(filling)
-        _place(filling, rank, expert)
-        filling.taken[place] = rank
-    # Only now: no rank may get a second one.
-    for place in range(number):
-        rank = filling.taken[place]
-        if filling.used[rank] < filling.room[rank]:
-            _push(filling, rank)
-    return number
+def _decide(winner: IntArray, ends: FloatArray, match: int) -> None:
+    """The less busy of two ranks wins; at a tie the first, which has the lower number."""
+    left, right = winner[2 * match], winner[2 * match + 1]
+    winner[match] = left if ends[left] <= ends[right] else right
 
 
 @jit
-def _scan(filling: Filling, expert: int, count: int) -> int:
-    """Place replicas on ranks of any speeds. How many found a place."""
-    for number in range(count):
-        best, best_time = -1, np.inf
-        for place in range(filling.size):
-            rank = filling.heap[place]
-            if filling.used[rank] == filling.room[rank] or filling.last[rank] == expert:
-                continue
-            time = (filling.load[rank] + filling.each[expert]) * filling.slowness[rank]
-            if time < best_time or (time == best_time and rank < best):
-                best, best_time = rank, time
-        if best < 0:
-            return number
-        _place(filling, best, expert)
-    return count
+def _rematch(filling: Filling, rank: int, end: float) -> None:
+    """Let a rank compete with another load."""
+    ends, winner = filling.ends, filling.winner
+    ends[rank] = end
+    match = (len(winner) // 2 + rank) // 2
+    while match > 0:
+        _decide(winner, ends, match)
+        match //= 2
 
 
 @jit
@@ -135,38 +123,48 @@ def _place(filling: Filling, rank: int, expert: int) -> None:
 
 
 @jit
-def _push(filling: Filling, rank: int) -> None:
-    heap, load, place = filling.heap, filling.load, filling.size
-    filling.size = place + 1
-    while place > 0:
-        above = (place - 1) // 2
-        other = heap[above]
-        if load[other] < load[rank] or (load[other] == load[rank] and other < rank):
-            break
-        heap[place] = other
-        place = above
-    heap[place] = rank
+def _end(filling: Filling, rank: int) -> float:
+    is_full = filling.used[rank] == filling.room[rank]
+    end: float = np.inf if is_full else filling.load[rank]
+    return end
 
 
 @jit
-def _pop(filling: Filling) -> int:
-    """The least busy rank."""
-    heap, load, size = filling.heap, filling.load, filling.size - 1
-    filling.size = size
-    least, rank, place = heap[0], heap[size], 0
-    while 2 * place + 1 < size:
-        below = 2 * place + 1
-        one = heap[below]
-        if below + 1 < size:
-            two = heap[below + 1]
-            if load[two] < load[one] or (load[two] == load[one] and two < one):
-                below, one = below + 1, two
-        if load[rank] < load[one] or (load[rank] == load[one] and rank < one):
-            break
-        heap[place] = one
-        place = below
-    heap[place] = rank
-    return int(least)
+def _fill(filling: Filling, expert: int, count: int) -> int:
+    """Place replicas on ranks of one speed: the least busy ones. How many found a place."""
+    if count == 1:  # nearly all of them
+        rank = filling.winner[1]
+        if filling.ends[rank] == np.inf:
+            return 0
+        _place(filling, rank, expert)
+        _rematch(filling, rank, _end(filling, rank))
+        return 1
+    placed = 0
+    while placed < count and filling.ends[filling.winner[1]] < np.inf:
+        rank = filling.winner[1]
+        _place(filling, rank, expert)
+        _rematch(filling, rank, np.inf)  # no second one here
+        placed += 1
+    for rank in range(len(filling.last)):
+        if filling.last[rank] == expert:
+            _rematch(filling, rank, _end(filling, rank))
+    return placed
+
+
+@jit
+def _scan(filling: Filling, expert: int, count: int) -> int:
+    """Place replicas on ranks of any speeds. How many found a place."""
+    for placed in range(count):
+        best, best_time = -1, np.inf
+        for rank in range(len(filling.zone)):
+            time = (filling.ends[rank] + filling.each[expert]) * filling.slowness[rank]
+            if time < best_time and filling.last[rank] != expert:
+                best, best_time = rank, time
+        if best < 0:
+            return placed
+        _place(filling, best, expert)
+        filling.ends[best] = _end(filling, best)
+    return count
 
 
 @jit
