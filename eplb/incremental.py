@@ -48,7 +48,7 @@ def incremental(problem: Problem, current: Placement) -> Improved:
     most = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
     taken, bought = buy(frontier_of(steps, kept), len(base), most)
     held = followed(start, steps, taken)
-    curve = curve_of(bought, steps.score[:, 0], spent)
+    curve = curve_of(bought, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
     hopeful = _may_gain_afresh(problem, reached) & ~lost
     if not (lost | hopeful).any():
@@ -107,8 +107,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
         frame.bonds,
         rules._replace(max_steps=0, all_steps=0),
     )
-    score: FloatArray = steps.score[:, 0]
-    return score
+    return steps.start
 
 
 def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:

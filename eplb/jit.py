@@ -40,8 +40,9 @@ def by_reference(fields: type[Fields]) -> Callable[..., Fields]:
     kind = type(name, (types.StructRef,), {"__module__": __name__})
     # The cache on disk names a record's type by where it is found.
     assert name not in globals(), "records have names of their own"
-    globals()[name] = structref.register(kind)
+    records: Any = structref  # which has no types
+    globals()[name] = records.register(kind)
     maker = type(fields.__name__, (), {})
-    structref.define_constructor(maker, kind, list(fields.__annotations__))
-    structref.define_attributes(kind)
+    records.define_constructor(maker, kind, list(fields.__annotations__))
+    records.define_attributes(kind)
     return cast(Callable[..., Fields], maker)

@@ -134,22 +134,29 @@ def has(held: IntArray, first: int, end: int, expert: int) -> bool:
 def keep_in_place(held: IntArray, base: IntArray, ranks: Ranks) -> IntArray:
     """[L, S] the same experts on the same ranks, those that ``base`` has there in its slots."""
     num_layers, num_slots = held.shape
+    num_ranks, num_experts = len(ranks.zone), 1 + max(held.max(), base.max())
     kept = np.full((num_layers, num_slots), -1, dtype=np.int64)
+    # Which rank of which layer an expert was last seen on: no row has to be cleared in between.
+    wanted, placed = np.full(num_experts, -1), np.full(num_experts, -1)
     for layer in range(num_layers):
-        for rank in range(len(ranks.zone)):
-            first = ranks.first_slot[rank]
+        for rank in range(num_ranks):
+            here, first = layer * num_ranks + rank, ranks.first_slot[rank]
             end = first + ranks.room[layer, rank]
             for slot in range(first, end):
+                if held[layer, slot] >= 0:
+                    wanted[held[layer, slot]] = here
+            for slot in range(first, end):
                 expert = base[layer, slot]
-                stays = expert >= 0 and has(held[layer], first, end, expert)
-                if stays and not has(kept[layer], first, end, expert):
+                if expert >= 0 and wanted[expert] == here and placed[expert] != here:
                     kept[layer, slot] = expert
-            slot = first
-            for wanted in range(first, end):
-                expert = held[layer, wanted]
-                if expert < 0 or has(kept[layer], first, end, expert):
+                    placed[expert] = here
+            free = first
+            for slot in range(first, end):
+                expert = held[layer, slot]
+                if expert < 0 or placed[expert] == here:
                     continue
-                while kept[layer, slot] >= 0:
-                    slot += 1
-                kept[layer, slot] = expert
+                while kept[layer, free] >= 0:
+                    free += 1
+                kept[layer, free] = expert
+                placed[expert] = here
     return kept

@@ -20,20 +20,26 @@ from eplb.problem import Problem
 
 def unfit_layers(problem: Problem, placement: Placement) -> BoolArray:
     """[L] layers with doubles on one rank, or with experts in slots that may not be used."""
-    return _unfit(placement.slot_to_expert, problem.topology.first_slot, problem.room)
+    held, first_slot = placement.slot_to_expert, problem.topology.first_slot
+    return _unfit(held, first_slot, problem.room, problem.num_experts)
 
 
 @jit
-def _unfit(held: NDArray[np.int32], first_slot: IntArray, room: IntArray) -> BoolArray:
+def _unfit(
+    held: NDArray[np.int32], first_slot: IntArray, room: IntArray, num_experts: int
+) -> BoolArray:
+    num_ranks = len(first_slot) - 1
     unfit = np.zeros(len(held), dtype=np.bool_)
+    seen = np.full(num_experts, -1)  # which rank of which layer an expert was last seen on
     for layer in range(len(held)):
-        for rank in range(len(first_slot) - 1):
+        for rank in range(num_ranks):
+            here = layer * num_ranks + rank
             for slot in range(first_slot[rank], first_slot[rank + 1]):
-                if held[layer, slot] < 0:
-                    continue
-                unfit[layer] |= slot - first_slot[rank] >= room[layer, rank]
-                for lower in range(first_slot[rank], slot):
-                    unfit[layer] |= held[layer, lower] == held[layer, slot]
+                expert = held[layer, slot]
+                if expert >= 0:
+                    is_beyond = slot - first_slot[rank] >= room[layer, rank]
+                    unfit[layer] |= is_beyond or seen[expert] == here
+                    seen[expert] = here
     return unfit
 
 

@@ -76,14 +76,24 @@ class Plan:
     def lower_bound(self) -> NDArray[np.float64]:
         """[L] no placement in these slots has a lower mean imbalance, however tokens are split.
 
-        The mean over windows of a maximum is at least the maximum of the mean window. Where expert
-        groups stay on nodes and all packings can be tried, it is that of the best packing.
+        The mean over windows of a maximum is at least the maximum of the mean window; idle windows
+        count as 1. Where expert groups stay on nodes and all packings can be tried, it is that of
+        the best packing. For ``objective="time"`` it is 1: splitting an expert saves no work.
         """
-        problem, scaled = self.problem, self.problem.scaled.mean(axis=1)
+        problem = self.problem
+        if problem.objective == "time":
+            return np.ones(len(self.before_per_layer))
+        busy = (problem.scaled > 0).any(axis=2)  # [L, T]
+        mean = problem.scaled.mean(axis=1)
         if problem.groups_stay and is_exact(problem.num_groups, self.topology.num_nodes):
-            zones = zones_for(scaled, self.topology, problem.num_groups, problem.room)
-            return zone_bound(scaled, zones)
-        return lower_bound(scaled, self.topology)
+            zones = zones_for(mean, self.topology, problem.num_groups, problem.room)
+            # In units of a fair rank's mean load, which idle windows make smaller.
+            part = np.maximum(busy.mean(axis=1), 1e-300)[:, None]
+            bound = zone_bound(mean / part, zones)
+        else:
+            bound = lower_bound(mean, self.topology)
+        bounded: NDArray[np.float64] = 1.0 + busy.mean(axis=1) * (bound - 1.0)
+        return bounded
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:

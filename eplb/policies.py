@@ -121,6 +121,8 @@ def propose(name: str, problem: Problem) -> Proposal:
     if policy is auto_policy:
         return _auto(problem)
     placement = policy(problem)
+    if policy in (greedy_policy, random_policy):  # these look at constraints themselves
+        return Proposal(placement)
     if why_it_cannot_serve(problem, placement) is None:
         return Proposal(placement)
     # A policy may know nothing of constraints: what it proposes is mended.

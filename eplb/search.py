@@ -43,8 +43,9 @@ Made = tuple[int, int]
 
 
 class Steps(NamedTuple):
-    """What the search did, in order, layer by layer."""
+    """What the search did, in order, layer by layer; of free moves only what it came from."""
 
+    start: FloatArray  # [L] score before the first step
     slots: IntArray  # [L, M, 2] slots changed; -1 where a step changes only one
     experts: IntArray  # [L, M, 2] what they hold after it
     score: FloatArray  # [L, M + 1] before the first step, and after each
@@ -75,18 +76,22 @@ def improve(
     """
     num_layers, num_experts, _ = demand.tokens.shape
     left = rules.all_steps
-    slots = np.full((num_layers, rules.max_steps, 2), -1, dtype=np.int64)
-    experts = np.full((num_layers, rules.max_steps, 2), -1, dtype=np.int64)
-    score = np.ones((num_layers, rules.max_steps + 1))
-    moves = np.zeros((num_layers, rules.max_steps + 1), dtype=np.int64)
-    taken = np.zeros(num_layers, dtype=np.int64)
     thrifty = len(base) > 0
+    # Left empty, since most of it is never touched; free moves need no record of all layers.
+    rows = num_layers if thrifty else 1
+    slots = np.empty((rows, rules.max_steps, 2), dtype=np.int64)
+    experts = np.empty((rows, rules.max_steps, 2), dtype=np.int64)
+    score = np.empty((rows, rules.max_steps + 1))
+    moves = np.empty((rows, rules.max_steps + 1), dtype=np.int64)
+    start, taken = np.ones(num_layers), np.zeros(num_layers, dtype=np.int64)
     homes = np.zeros(len(ranks.zone), dtype=np.int64)
     fee = np.zeros((len(ranks.zone), num_experts if thrifty else 0), dtype=np.float32)
     most_replicas = held.shape[1] - num_experts + 1
     for number in range(num_layers):
+        row = number if thrifty else 0
+        score[row, 0], moves[row, 0] = 1.0, 0
         if thrifty:
-            moves[number, 0] = _set_fees(
+            moves[row, 0] = _set_fees(
                 fee, homes, rules.far, held[number], base[number], ranks, node
             )
         if not is_busy(demand, number):
@@ -95,10 +100,11 @@ def improve(
         search = priced_search(layer, bonds, number, fee, homes if thrifty else homes[:0])
         # What a layer leaves of its part, later layers may use.
         most = min(rules.max_steps, left // (num_layers - number))
-        record = (slots[number], experts[number], score[number], moves[number])
+        record = (slots[row], experts[row], score[row], moves[row])
         made, taken[number] = descend(search, rules, (most, PATIENCE), record)
+        start[number] = score[row, 0]
         left -= made
-    return Steps(slots, experts, score, moves, taken)
+    return Steps(start, slots, experts, score, moves, taken)
 
 
 @jit
