@@ -4,16 +4,19 @@ Pure functions over arrays and frozen dataclasses: no torch, no clock, no enviro
 """
 
 from eplb.balance import balancedness, imbalance, lower_bound, rank_load
+from eplb.constraints import Constraints
 from eplb.deepseek import rebalance_experts
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory, LoadSample
 from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
 from eplb.model import ModelShape, preset
+from eplb.outcome import Plan
 from eplb.placement import EMPTY, Placement
-from eplb.plan import Plan, plan
+from eplb.plan import plan
 from eplb.policies import POLICIES
 from eplb.problem import Budget, Problem
 from eplb.topology import Topology
+from eplb.windows import Scenarios
 
 __version__ = "0.1.0"
 
@@ -21,6 +24,7 @@ __all__ = [
     "EMPTY",
     "POLICIES",
     "Budget",
+    "Constraints",
     "CostModel",
     "Decision",
     "LoadHistory",
@@ -32,6 +36,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Problem",
+    "Scenarios",
     "Source",
     "Topology",
     "Transaction",

@@ -1,16 +1,30 @@
 """How much of a proposed placement the budget allows: whole layers, best gain per move first.
 
+For policies that know nothing of budgets; those that plan step by step spend theirs in
+``eplb/frontier.py``.
+
 Shapes:  L MoE layers, S slots.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.placement import EMPTY, Placement, duplicate_replicas
-from eplb.problem import Problem
-from eplb.topology import Topology
+from eplb.frontier import Curve, thinned
+from eplb.placement import EMPTY, Placement
+
+
+class Offer(NamedTuple):
+    """A placement that a policy proposes in place of the base."""
+
+    base: Placement
+    proposed: Placement
+    before: NDArray[np.float64]  # [L] imbalance
+    after: NDArray[np.float64]  # [L]
+    forced: NDArray[np.bool_]  # [L] layers whose base cannot serve
 
 
 def moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
@@ -20,35 +34,23 @@ def moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
     return per_layer
 
 
-def within_budget(
-    problem: Problem,
-    base: Placement,
-    proposed: Placement,
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-) -> tuple[Placement, NDArray[np.float64], tuple[tuple[int, float], ...]]:
-    """Take layers by gain per move until the budget is spent; each layer taken is a curve point."""
-    moves = moves_per_layer(base, proposed)
-    gain = (before - after) / np.maximum(moves, 1)
-    forced = _layers_that_cannot_serve(base, problem.topology)
-    order = sorted(range(len(moves)), key=lambda layer: (layer not in forced, -gain[layer], layer))
-    chosen: list[int] = []
-    spent, balance = 0, before.copy()
-    curve = [(0, float(balance.mean()))]
-    for layer in order:
-        fits = problem.max_moves is None or spent + moves[layer] <= problem.max_moves
-        if not fits and layer not in forced:
+def within_budget(offer: Offer, most: int | None) -> tuple[NDArray[np.bool_], Curve]:
+    """[L] the layers that ``most`` moves buy, by gain per move, and a point for each of them.
+
+    A layer that would only get worse is left out where it is not forced.
+    """
+    moves = moves_per_layer(offer.base, offer.proposed)
+    gain = offer.before - offer.after
+    order = np.lexsort((-gain / np.maximum(moves, 1), ~offer.forced))
+    chosen = np.zeros(len(moves), dtype=np.bool_)
+    spent, total = 0, float(offer.before.sum())
+    points = [(0, total / len(moves))]
+    for layer in order.tolist():
+        fits = most is None or spent + moves[layer] <= most
+        if not (fits and gain[layer] >= 0) and not offer.forced[layer]:
             continue
-        chosen.append(layer)
+        chosen[layer] = True
         spent += int(moves[layer])
-        balance[layer] = after[layer]
-        if moves[layer]:
-            curve.append((spent, float(balance.mean())))
-    return base.with_layers(proposed, chosen), balance, tuple(curve)
-
-
-def _layers_that_cannot_serve(base: Placement, topology: Topology) -> frozenset[int]:
-    """Layers with doubles on one rank or experts on dead ranks."""
-    lost = (base.slot_to_expert[:, ~topology.alive[topology.rank_of_slot]] != EMPTY).any(axis=1)
-    doubled = duplicate_replicas(base, topology)[:, 0]
-    return frozenset(np.flatnonzero(lost).tolist()) | frozenset(doubled.tolist())
+        total -= float(gain[layer])
+        points.append((spent, total / len(moves)))
+    return chosen, thinned(points)

@@ -8,10 +8,10 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.jit import jit
+from eplb.kernels import replicate
 from eplb.placement import Placement
 from eplb.topology import Topology
-
-BISECTIONS = 40  # halvings: the lower bound is then short of exact by less than 1e-12
 
 # Tokens as counted, or weighed by what a token costs at each expert.
 Load = NDArray[np.int64] | NDArray[np.float64]
@@ -28,11 +28,39 @@ def slot_load(tokens: Load, placement: Placement) -> NDArray[np.float64]:
 
 def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
     """[..., L, R] tokens that each rank gets when ``tokens`` [..., L, E] are split by share."""
-    per_slot = slot_load(tokens, placement)
-    load = np.zeros((*tokens.shape[:-1], topology.num_ranks))
-    for rank in range(topology.num_ranks):
-        load[..., rank] = per_slot[..., topology.slots_on(rank)].sum(axis=-1)
+    layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
+    layers.flags.writeable = False  # of the view: the kernel is compiled once, for such arrays
+    load = _rank_load(layers, placement.slot_to_expert, placement.slot_share, topology.first_slot)
+    by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
+    return by_rank
+
+
+@jit
+def _rank_load(
+    tokens: NDArray[np.float64],
+    held: NDArray[np.int32],
+    share: NDArray[np.float64],
+    first_slot: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    num_windows, num_layers, _ = tokens.shape
+    load = np.zeros((num_windows, num_layers, len(first_slot) - 1))
+    for window in range(num_windows):
+        for layer in range(num_layers):
+            for rank in range(len(first_slot) - 1):
+                for slot in range(first_slot[rank], first_slot[rank + 1]):
+                    expert = held[layer, slot]
+                    if expert >= 0:
+                        part = tokens[window, layer, expert] * share[layer, slot]
+                        load[window, layer, rank] += part
     return load
+
+
+def rank_sum(per_slot: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
+    """[..., R] a figure of slots [..., S], summed by rank."""
+    total = np.zeros((*per_slot.shape[:-1], topology.num_ranks))
+    for rank in range(topology.num_ranks):
+        total[..., rank] = per_slot[..., topology.slots_on(rank)].sum(axis=-1)
+    return total
 
 
 def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
@@ -85,7 +113,9 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     total = tokens.sum(axis=1)
     if num_slots < tokens.shape[1]:
         return np.ones(len(tokens))
-    largest = _smallest_largest_replica(tokens.astype(np.float64), num_slots, num_ranks)
+    largest = _smallest_largest_replica(
+        np.ascontiguousarray(tokens, np.float64), num_slots, num_ranks
+    )
     bound: NDArray[np.float64] = np.ones(len(tokens))
     np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
     bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
@@ -95,13 +125,11 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
 def _smallest_largest_replica(
     tokens: NDArray[np.float64], num_slots: int, most: int
 ) -> NDArray[np.float64]:
-    """[L] bisect, all layers at once, for a value just under the smallest possible maximum."""
-    high: NDArray[np.float64] = tokens.max(axis=1)
-    low: NDArray[np.float64] = high / most
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        limit = np.where(middle > 0, middle, 1.0)[:, None]
-        needed = np.maximum(np.ceil(tokens / limit), 1)
-        fits = (needed <= most).all(axis=1) & (needed.sum(axis=1) <= num_slots)
-        high, low = np.where(fits, middle, high), np.where(fits, low, middle)
-    return low
+    """[L] the largest load per replica that is left when the largest is always split further."""
+    one_zone = np.zeros(tokens.shape, dtype=np.int64)
+    shape = (len(tokens), 1)
+    count = replicate(
+        tokens, one_zone, np.full(shape, num_slots), np.full(shape, most), np.ones_like(one_zone)
+    )
+    largest: NDArray[np.float64] = (tokens / count).max(axis=1)
+    return largest

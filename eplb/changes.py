@@ -1,8 +1,8 @@
-"""The two kinds of change that the local search tries, compiled, and what each would bring.
+"""The kinds of change that the local search tries, compiled, and what each would bring.
 
 What a change brings is summed over windows. Where the hot rank is the busiest, only ranks that
-change are looked at: when several ranks are equally busy, relieving one of them is progress,
-although the maximum stays for now. In all other windows the maximum over all ranks counts.
+get busier by the change are looked at: when several ranks are equally busy, relieving one of them
+is progress, although the maximum stays for now. In all other windows the maximum counts.
 
 Shapes:  T windows, E experts, S slots, R ranks.
 """
@@ -14,174 +14,267 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray, Ranks
+from eplb.jit import by_reference, jit
+from eplb.kernels import NONE, Bonds, BoolArray, FloatArray, IntArray
+from eplb.layer import Layer, replica_time
 
 # slot, the expert it gets, another slot, the expert that one gets; -1 for no slot and for empty
 Change = tuple[int, int, int, int]
 
-
-class Layer(NamedTuple):
-    """One layer while it is searched. Times are loads divided by the rank's speed."""
-
-    work: FloatArray  # [T, E]
-    zone_of_expert: IntArray  # [E]
-    held: IntArray  # [S]
-    replicas: IntArray  # [E] how many slots hold each expert
-    each: FloatArray  # [T, E] work per replica
-    holds: NDArray[np.bool_]  # [R, E]
-    time: FloatArray  # [T, R]
-    top: IntArray  # [T, 3] the three busiest ranks; -1 when there are fewer
+FREE = 0.25  # moves that an undone move counts as, so that free changes are still ranked
 
 
-class Outline(NamedTuple):
+class Search:
+    """Everything that a look at a change needs."""
+
+    layer: Layer
+    spread: IntArray  # [L or 0, E]: what bonds say, see ``Bonds``
+    pinned: BoolArray  # [L or 0, R, E]
+    domain: IntArray  # [R]
+    ready: BoolArray  # [R]
+    number: int  # of the layer
+    is_bound: bool  # whether bonds say more than that every expert has a slot
+    thrifty: bool  # gain is weighed by moves
+    fee: NDArray[np.float32]  # [R, E] moves that an arrival counts as; empty when moves are free
+    homes: IntArray  # [R] how many experts are free to arrive, or there already
+
+
+new_search = by_reference(Search)
+
+
+class Windows(NamedTuple):
+    """The part of a layer that differs by window: passed alone, since a call copies arguments."""
+
+    each: FloatArray  # [E, T]
+    time: FloatArray  # [R, T]
+    top: IntArray  # [T, 3]
+    counts: FloatArray  # [T]
+    order: IntArray  # [T] those in which the hot rank is the busiest first
+    num_hot: int
+
+
+class Outline:
     """Sums over the windows in which one rank, the hot one, is the busiest.
 
-    They bound what a change can gain, cheaply. Where the hot rank is the busiest in every window
-    the bound is sharp: a change that cannot beat the best so far by it cannot beat it at all.
+    They bound what a change can gain, cheaply; with one window they are the gain itself.
     """
 
-    sharp: float  # 1.0 when it is, else 0.0: other windows may add to the gain
-    each: FloatArray  # [E] work per replica
-    time: FloatArray  # [R]
+    hot: int
+    windows: IntArray  # [T] those windows first
+    num_hot: int
+    each: FloatArray  # [E] time of a replica
+    relief: FloatArray  # [E] what one replica more takes off each of the others
+    gap: FloatArray  # [R] how much less busy the others are
+    least: FloatArray  # [R] moves that any arrival there counts as at least
+
+
+new_outline = by_reference(Outline)
 
 
 @jit
-def outline(layer: Layer, hot: int) -> Outline:
+def free_search(layer: Layer, bonds: Bonds, number: int) -> Search:
+    """A search in which moves cost nothing."""
+    nothing, nobody = np.zeros((0, 0), dtype=np.float32), np.zeros(0, dtype=np.int64)
+    return priced_search(layer, bonds, number, nothing, nobody)
+
+
+@jit
+def priced_search(
+    layer: Layer, bonds: Bonds, number: int, fee: NDArray[np.float32], homes: IntArray
+) -> Search:
+    """A search in which arrivals cost a fee [R, E], unless there is none."""
+    return new_search(
+        layer,
+        bonds.spread,
+        bonds.pinned,
+        bonds.domain,
+        bonds.ready,
+        number,
+        len(bonds.spread) > 0,
+        len(homes) > 0,
+        fee,
+        homes,
+    )
+
+
+@jit
+def outline(search: Search, hot: int) -> Outline:
     """Sum up the windows in which ``hot`` is the busiest rank."""
-    each, time = np.zeros(len(layer.replicas)), np.zeros(len(layer.holds))
-    num_hot = 0
-    for window in range(len(layer.work)):
+    layer = search.layer
+    each, time, replicas = layer.each, layer.time, layer.replicas
+    num_experts, num_windows = each.shape
+    num_ranks = len(time)
+    is_linear = len(layer.curve_tokens) == 0
+    windows = np.empty(num_windows, dtype=np.int64)
+    num_hot, num_cold = 0, 0
+    for window in range(num_windows):
         if layer.top[window, 0] == hot:
-            each += layer.each[window]
-            time += layer.time[window]
+            windows[num_hot] = window
             num_hot += 1
-    return Outline(1.0 if num_hot == len(layer.work) else 0.0, each, time)
+        else:
+            num_cold += 1
+            windows[num_windows - num_cold] = window
+    summed, relief, gap = np.zeros(num_experts), np.zeros(num_experts), np.zeros(num_ranks)
+    for place in range(num_hot):
+        window = windows[place]
+        weight = layer.counts[window]
+        for expert in range(num_experts):
+            spent = weight * each[expert, window]
+            summed[expert] += spent
+            if is_linear:
+                relief[expert] += spent / (replicas[expert] + 1)
+            elif layer.holds[hot, expert]:
+                more = replica_time(layer, expert, window, replicas[expert] + 1)
+                relief[expert] += spent - weight * more
+        for rank in range(num_ranks):
+            gap[rank] += weight * (time[hot, window] - time[rank, window])
+    return new_outline(hot, windows, num_hot, summed, relief, gap, _least_moves(search))
 
 
 @jit
-def best_swap(
-    layer: Layer, ranks: Ranks, bound: Outline, hot: int, score: float
-) -> tuple[float, Change]:
-    """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
-    best = (-1, -1, -1, -1)
-    for slot in range(ranks.first_slot[hot], ranks.first_slot[hot + 1]):
-        mine = layer.held[slot]
-        if mine < 0:
+def _least_moves(search: Search) -> FloatArray:
+    """[R] FREE where an expert may come back to, else 1."""
+    layer, fee = search.layer, search.fee
+    least = np.ones(len(layer.zone))
+    if search.thrifty:
+        for rank in range(len(least)):
+            at_home = 0
+            for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
+                expert = layer.held[slot]
+                at_home += expert >= 0 and fee[rank, expert] == 0
+            if at_home < search.homes[rank]:
+                least[rank] = FREE
+    return least
+
+
+@jit
+def may_leave(search: Search, expert: int, rank: int, to: int) -> bool:
+    """Whether an expert may go from a rank to rank ``to`` (NONE: nowhere) with its bonds kept.
+
+    Where they are not kept to begin with, nothing may get worse.
+    """
+    if not search.is_bound:
+        return True
+    if search.pinned[search.number, rank, expert]:
+        return False
+    domains, is_safe = standing(search, expert, NONE, NONE)
+    domains_then, is_safe_then = standing(search, expert, rank, to)
+    needed = min(search.spread[search.number, expert], domains)
+    return domains_then >= needed and (is_safe_then or not is_safe)
+
+
+@jit
+def standing(search: Search, expert: int, without: int, plus: int) -> tuple[int, bool]:
+    """In how many failure domains an expert is, and whether a rank that is ready has it."""
+    holders, domain, ready = search.layer.holders, search.domain, search.ready
+    domains, is_safe = 0, False
+    if plus >= 0:
+        domains, is_safe = 1, ready[plus]
+    for place in range(search.layer.replicas[expert]):
+        holder = holders[expert, place]
+        if holder == without:
             continue
-        for rank in range(len(ranks.zone)):
-            if ranks.zone[rank] != layer.zone_of_expert[mine] or layer.holds[rank, mine]:
+        is_safe = is_safe or ready[holder]
+        is_new = plus < 0 or domain[plus] != domain[holder]
+        for before in range(place):
+            other = holders[expert, before]
+            if other != without and domain[other] == domain[holder]:
+                is_new = False
+        domains += is_new
+    return domains, is_safe
+
+
+@jit
+def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
+    """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
+    layer, hot, fee, thrifty = search.layer, bound.hot, search.fee, search.thrifty
+    held, holds, zone_of_expert, zone = layer.held, layer.holds, layer.zone_of_expert, layer.zone
+    each, gaps, leasts = bound.each, bound.gap, bound.least
+    first_slot, slowness, room = layer.first_slot, layer.slowness, layer.room
+    best = (-1, -1, -1, -1)
+    slow, least = slowness[hot], FREE if thrifty else 1.0
+    windows = Windows(layer.each, layer.time, layer.top, layer.counts, bound.windows, bound.num_hot)
+    nearest = 0  # the least busy rank first: its gain lets most of the others be passed over
+    for rank in range(1, len(zone)):
+        if gaps[rank] > gaps[nearest]:
+            nearest = rank
+    for turn in range(-1, len(zone)):
+        rank = nearest if turn < 0 else turn
+        slow_there, gap = slowness[rank], gaps[rank]
+        # Of a gap between two ranks, a trade can close that much at best.
+        if rank == hot or gap * slow <= score * leasts[rank] * (slow + slow_there):
+            continue
+        for slot in range(first_slot[hot], first_slot[hot] + room[hot]):
+            mine = held[slot]
+            if mine < 0 or zone[rank] != zone_of_expert[mine]:
                 continue
-            gap = bound.time[hot] - bound.time[rank]
-            if gap <= bound.sharp * score:
+            there = fee[rank, mine] if thrifty else 0.0
+            needed = score * max(there, least)
+            if holds[rank, mine] or each[mine] * slow <= needed:
                 continue
-            for other in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
-                theirs = layer.held[other]
-                shift, moves = bound.each[mine], 1
+            for other in range(first_slot[rank], first_slot[rank] + room[rank]):
+                theirs = held[other]
+                shift = each[mine]
                 if theirs >= 0:
-                    shift, moves = shift - bound.each[theirs], 2
-                needed = bound.sharp * score * moves
-                if shift * ranks.slowness[hot] <= needed:
+                    shift -= each[theirs]
+                gain = min(shift * slow, gap - shift * slow_there)
+                if gain <= needed:
                     continue
-                if gap - shift * ranks.slowness[rank] <= needed:
+                moves = there
+                if theirs >= 0:
+                    if holds[hot, theirs] or zone_of_expert[theirs] != zone[hot]:
+                        continue
+                    moves += fee[hot, theirs] if thrifty else 0.0
+                weight = max(moves, least)
+                if gain <= score * weight:
                     continue
-                if theirs >= 0 and layer.holds[hot, theirs]:
+                if len(windows.order) > 1:
+                    shifts = (slow, slow_there)
+                    gain = _swap_gain(windows, (hot, rank), (mine, theirs), shifts, score * weight)
+                if gain <= score * weight or not _may_swap(search, mine, hot, theirs, rank):
                     continue
-                if theirs >= 0 and layer.zone_of_expert[theirs] != ranks.zone[hot]:
-                    continue
-                gain = _swap_gain(layer, ranks, hot, rank, mine, theirs)
-                if gain > score * moves:
-                    score = gain / moves
-                    best = (slot, theirs, other, mine)
+                score = gain / weight
+                needed = score * max(there, least)
+                best = (slot, theirs, other, mine)
     return score, best
 
 
 @jit
-def _swap_gain(layer: Layer, ranks: Ranks, hot: int, rank: int, mine: int, theirs: int) -> float:
-    """Sum over windows of how much the busiest time falls."""
+def _may_swap(search: Search, mine: int, hot: int, theirs: int, rank: int) -> bool:
+    """Whether two experts, or one and an empty slot, may trade their ranks."""
+    if not may_leave(search, mine, hot, rank):
+        return False
+    return theirs < 0 or may_leave(search, theirs, rank, hot)
+
+
+@jit
+def _swap_gain(
+    windows: Windows,
+    ranks: tuple[int, int],
+    experts: tuple[int, int],
+    slowness: tuple[float, float],
+    needed: float,
+) -> float:
+    """Sum over windows of how much the busiest time falls; stops early below ``needed``."""
+    (hot, rank), (mine, theirs), (slow, slow_there) = ranks, experts, slowness
     gain = 0.0
-    for window in range(len(layer.work)):
-        shift = layer.each[window, mine]
+    for place in range(len(windows.order)):
+        window = windows.order[place]
+        if place >= windows.num_hot and gain <= needed:
+            return gain
+        shift = windows.each[mine, window]
         if theirs >= 0:
-            shift -= layer.each[window, theirs]
+            shift -= windows.each[theirs, window]
         worst = max(
-            layer.time[window, hot] - shift * ranks.slowness[hot],
-            layer.time[window, rank] + shift * ranks.slowness[rank],
+            windows.time[hot, window] - shift * slow,
+            windows.time[rank, window] + shift * slow_there,
         )
-        top = layer.top[window]
-        if top[0] != hot:
+        top = windows.top[window]
+        now = windows.time[top[0], window]
+        if place >= windows.num_hot:
             for third in top:
                 if third >= 0 and third != hot and third != rank:
-                    worst = max(worst, layer.time[window, third])
+                    worst = max(worst, windows.time[third, window])
                     break
-        gain += layer.time[window, top[0]] - worst
+        gain += windows.counts[window] * (now - worst)
     return gain
-
-
-@jit
-def best_copy(
-    layer: Layer, ranks: Ranks, bound: Outline, hot: int, score: float
-) -> tuple[float, Change]:
-    """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
-    best = (-1, -1, -1, -1)
-    now = 0.0
-    for window in range(len(layer.top)):
-        now += layer.time[window, layer.top[window, 0]]
-    share = bound.each * layer.replicas / (layer.replicas + 1)  # [E] with one replica more
-    relief = (bound.each - share) * ranks.slowness[hot]
-    everyone = np.arange(len(share))
-    on_hot = everyone[layer.holds[hot] & (relief > bound.sharp * score)]
-    for rank in range(len(ranks.zone)):
-        candidates = everyone if rank == hot else on_hot
-        gap = bound.time[hot] - bound.time[rank]
-        for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
-            leaves = layer.held[slot]
-            if (leaves < 0 and rank == hot) or (leaves >= 0 and layer.replicas[leaves] < 2):
-                continue
-            gone = bound.each[leaves] if leaves >= 0 else 0.0
-            for candidate in candidates:
-                expert = int(candidate)
-                # The hot rank must get lighter, and the other stay lighter than that one was.
-                lighter = gap + (gone - share[expert]) * ranks.slowness[rank]
-                if lighter <= bound.sharp * score or layer.holds[rank, expert]:
-                    continue
-                if layer.zone_of_expert[expert] != ranks.zone[rank]:
-                    continue
-                total = _busiest_after_copy(layer, ranks, hot, rank, leaves, expert, now - score)
-                if now - total > score:
-                    score = now - total
-                    best = (slot, expert, -1, -1)
-    return score, best
-
-
-@jit
-def _busiest_after_copy(
-    layer: Layer, ranks: Ranks, hot: int, rank: int, leaves: int, expert: int, limit: float
-) -> float:
-    """Sum over windows of the busiest time; stops early once it reaches ``limit``."""
-    total = 0.0
-    for window in range(len(layer.work)):
-        share = layer.work[window, expert] / (layer.replicas[expert] + 1)
-        lighter = layer.each[window, expert] - share
-        gone, heavier = 0.0, 0.0
-        if leaves >= 0:
-            gone = layer.each[window, leaves]
-            heavier = layer.work[window, leaves] / (layer.replicas[leaves] - 1) - gone
-        all_count = layer.top[window, 0] != hot
-        worst = 0.0
-        # The hot rank first: most candidates fail there, and then the others need no look.
-        for turn in range(-1, len(ranks.zone)):
-            at = hot if turn < 0 else turn
-            load = 0.0
-            if layer.holds[at, expert]:
-                load -= lighter
-            if at == rank:
-                load += share - gone
-            elif leaves >= 0 and layer.holds[at, leaves]:
-                load += heavier
-            if load != 0.0 or all_count or at == hot:
-                worst = max(worst, layer.time[window, at] + load * ranks.slowness[at])
-            if total + worst >= limit:
-                return total + worst
-        total += worst
-    return total

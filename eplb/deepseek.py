@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
-from eplb.greedy import fresh_slots
+from eplb.greedy import greedy
 from eplb.load import as_history
+from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
+from eplb.problem import Problem
 from eplb.topology import Topology
 
 Array = TypeVar("Array")  # a numpy array, or a torch tensor, which is never imported here
@@ -41,16 +43,19 @@ def rebalance_experts(
         ConfigError: numbers that do not fit together.
         HistoryError: weights that are negative or not finite.
     """
-    tokens = as_history(_host_array(weight)).total()
-    _check(tokens.shape, num_replicas, num_groups, num_nodes, num_gpus)
+    history = as_history(_host_array(weight))
+    num_layers, num_experts = history.num_layers, history.num_experts
+    _check((num_layers, num_experts), num_replicas, num_groups, num_nodes, num_gpus)
     topology = Topology.uniform(num_nodes, num_gpus // num_nodes, num_replicas // num_gpus)
-    held = fresh_slots(tokens.astype(np.float64), topology, num_groups)
+    layers = tuple(range(num_layers))
+    model = ModelShape(layers, num_experts, 1, 1, 1, num_expert_groups=num_groups)
+    held = greedy(Problem(history, topology, model))
     if (held == EMPTY).any():
         raise ConfigError(
-            f"{num_replicas} replicas of {tokens.shape[1]} experts leave slots empty when no GPU "
+            f"{num_replicas} replicas of {num_experts} experts leave slots empty when no GPU "
             f"of {num_gpus} may hold an expert twice, expected fewer replicas"
         )
-    placement = Placement(held.astype(np.int32), tokens.shape[1])
+    placement = Placement(held.astype(np.int32), num_experts)
     maps = (placement.slot_to_expert, placement.expert_to_slots, placement.replica_count)
     first, second, third = (_like(weight, array.astype(np.int64)) for array in maps)
     return first, second, third

@@ -11,67 +11,164 @@ Source of the idea: DeepSeek's published balancer (deepseek-ai/EPLB).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.hierarchical import Zones, zones_for
-from eplb.kernels import FloatArray, IntArray, keep_in_place, pack, replicate
-from eplb.problem import Problem, scale
-from eplb.search import COPIES_LAST, COPIES_NEVER, Rules, improve
+from eplb.demand import (
+    bonds_of,
+    demand_of,
+    demand_of_sum,
+    full_bonds,
+    least_replicas,
+    summed,
+    time_of,
+)
+from eplb.enforce import enforce
+from eplb.errors import PlacementError
+from eplb.hierarchical import Zones, zone_bound, zones_for
+from eplb.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, replicate
+from eplb.noise import sampling_noise
+from eplb.packing import pack
+from eplb.problem import Problem
+from eplb.search import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules, improve
+from eplb.shake import Shaking, shake
 from eplb.topology import Topology
 
 GOOD_ENOUGH = 1.005  # swaps stop here: more costs time, and the next window differs by more
 REFINED = 1.0005
-FINEST_GAIN = 1e-5  # imbalance that a move of the search must gain
+FINEST_GAIN = 1e-5  # score that a change of the search must gain
 WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise
 STEPS_PER_SLOT = 2  # a bound that the search does not reach in practice
+STUCK = 1.002  # a layer so far above its bound is shaken
+PATIENT, NO_END = 8, 1_000_000  # rounds of shaking a layer without finding anything better
+STEP_MS = 4e-5  # of a step on an idle core, for each slot and window
+
+
+class Frame(NamedTuple):
+    """What every search of one problem shares."""
+
+    zones: Zones
+    bonds: Bonds
+    node: IntArray  # [R]
+
+
+def frame_of(problem: Problem, zones: Zones | None = None) -> Frame:
+    """Zones and bonds of a problem; zones by its load unless they are given."""
+    if zones is None:
+        zones = zones_for(summed(problem), problem.topology, problem.num_groups, problem.room)
+    node = problem.topology.node_of_rank.astype(np.int64)
+    return Frame(zones, bonds_of(problem, zones), node)
 
 
 def greedy(problem: Problem) -> IntArray:
     """[L, S] a fresh plan on the sum of the windows."""
-    total = problem.work.sum(axis=0)
-    return fresh_slots(total, problem.topology, problem.num_groups)
+    frame = frame_of(problem)
+    return _greedy(problem, frame)
 
 
 def refined(problem: Problem) -> IntArray:
     """[L, S] greedy, then a search over the single windows, in which copies may move too."""
-    total = problem.work.sum(axis=0)
-    zones = zones_for(total, problem.topology, problem.num_groups)
-    held = _packed(total, zones)
-    min_gain = FINEST_GAIN if len(problem.work) == 1 else WINDOWS_GAIN
-    rules = Rules(
-        np.full(len(held), REFINED),
-        min_gain,
-        COPIES_LAST,
-        STEPS_PER_SLOT * problem.topology.num_slots,
-    )
-    improve(problem.scaled, held, zones.of_expert, zones.ranks, rules)
+    frame = frame_of(problem)
+    held = _greedy(problem, frame)
+    demand = demand_of(problem)
+    if len(demand.weight) > 1:
+        # Of what is left above the noise of all windows together, more is fitted than found.
+        target = np.maximum(REFINED, 1.0 + history_noise(problem))
+        descend(frame, demand, held, rules_for(problem, demand, target, WINDOWS_GAIN, COPIES_LAST))
+        return held
+    bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
+    rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
+    left = rules.all_steps - descend(frame, demand, held, rules)
+    stuck = Rules(STUCK * bound, FINEST_GAIN, COPIES_ALWAYS, rules.max_steps, max(left, 0), 1.0)
+    patience = PATIENT if problem.budget.time_ms is None else NO_END
+    shake(demand, held, frame.zones.ranks, frame.bonds, stuck, Shaking(patience, problem.seed))
     return held
 
 
-def fresh_slots(
-    work: NDArray[np.float64], topology: Topology, num_groups: int, good_enough: float = GOOD_ENOUGH
+def history_noise(problem: Problem) -> FloatArray:
+    """[L] imbalance that chance makes of all windows together, were they one draw."""
+    tokens = problem.history.tokens[problem.complete].sum(axis=(0, 2), dtype=np.float64)
+    num_ranks = int(problem.topology.alive.sum())
+    noise: FloatArray = np.array([sampling_noise(float(drawn), num_ranks) for drawn in tokens])
+    return noise
+
+
+def rules_for(
+    problem: Problem, demand: Demand, target: FloatArray, min_gain: float, copies: int
+) -> Rules:
+    """Rules of a search with the problem's budget of time."""
+    num_slots, num_windows = problem.topology.num_slots, len(demand.weight)
+    most = STEPS_PER_SLOT * num_slots
+    every = most * len(target)
+    if problem.budget.time_ms is not None:
+        every = min(every, int(problem.budget.time_ms / (STEP_MS * num_slots * num_windows)))
+    return Rules(target, min_gain, copies, most, every, problem.cost.far_moves)
+
+
+def descend(frame: Frame, demand: Demand, held: IntArray, rules: Rules) -> int:
+    """Improve ``held`` in place, moves being free; how many steps it took."""
+    free = np.zeros((0, held.shape[1]), dtype=np.int64)
+    steps = improve(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules)
+    return int(steps.taken.sum())
+
+
+def packed_by_time(problem: Problem) -> IntArray:
+    """[L, S] no replica but those that bonds ask for, packed by the time that each one takes."""
+    frame, demand = frame_of(problem), demand_of(problem)
+    work = np.ascontiguousarray(
+        (time_of(demand.tokens, demand) * demand.rate[:, None]).mean(axis=2)
+    )
+    count = least_replicas(problem, frame.zones, frame.bonds)
+    held = pack(work, count, frame.zones.of_expert, frame.zones.ranks)
+    return enforced(problem, frame, held, demand) if problem.constraints.binds_experts else held
+
+
+def enforced(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> IntArray:
+    """``held`` mended in place where it does not keep its bonds.
+
+    Raises:
+        PlacementError: constraints that cannot be kept all at once, as far as was found.
+    """
+    bonds = full_bonds(problem, frame.zones)
+    failed = enforce(demand, held, frame.zones.ranks, bonds)
+    for layer in np.flatnonzero(failed >= 0)[:1]:
+        raise PlacementError(
+            f"layer {layer}: no slot was found for expert {failed[layer]} that keeps all "
+            "constraints, expected fewer constraints or more slots"
+        )
+    return held
+
+
+def in_place(
+    held: IntArray, base: NDArray[np.int32], topology: Topology, room: IntArray | None = None
 ) -> IntArray:
-    """[L, S] replicate, pack and swap for work [L, E]; -1 for slots that stay empty."""
-    zones = zones_for(work, topology, num_groups)
-    held = _packed(work, zones)
-    rules = Rules(
-        np.full(len(held), good_enough),
-        FINEST_GAIN,
-        COPIES_NEVER,
-        STEPS_PER_SLOT * topology.num_slots,
-    )
-    one_window = np.ascontiguousarray(scale(work, topology)[:, None])
-    improve(one_window, held, zones.of_expert, zones.ranks, rules)
+    """[L, S] the same plan, with every expert that stays on a rank in the slot it has there.
+
+    Args:
+        held: experts by slot.
+        base: what serves now.
+        topology: where slots are.
+        room: [L, R] slots that a layer may use; default: all of live ranks.
+    """
+    zones = zones_for(np.zeros((len(held), 1)), topology, 1, room)
+    return keep_in_place(held, base.astype(np.int64), zones.ranks)
+
+
+def _greedy(problem: Problem, frame: Frame) -> IntArray:
+    demand = demand_of_sum(problem)
+    work = np.ascontiguousarray(demand.tokens[:, :, 0])
+    held = _packed(problem, frame, work)
+    if problem.constraints.binds_experts:
+        enforced(problem, frame, held, demand)
+    target = np.full(len(held), GOOD_ENOUGH)
+    descend(frame, demand, held, rules_for(problem, demand, target, FINEST_GAIN, COPIES_NEVER))
     return held
 
 
-def _packed(work: FloatArray, zones: Zones) -> IntArray:
-    work = np.ascontiguousarray(work, dtype=np.float64)
-    count = replicate(work, zones.of_expert, zones.num_slots, zones.num_ranks)
+def _packed(problem: Problem, frame: Frame, work: FloatArray) -> IntArray:
+    zones = frame.zones
+    least = least_replicas(problem, zones, frame.bonds)
+    count = replicate(work, zones.of_expert, zones.num_slots, zones.num_ranks, least)
     return pack(work, count, zones.of_expert, zones.ranks)
-
-
-def in_place(held: IntArray, base: NDArray[np.int32], topology: Topology) -> IntArray:
-    """[L, S] the same plan, with every expert that stays on a rank in the slot it has there."""
-    return keep_in_place(held, base.astype(np.int64), topology.first_slot)

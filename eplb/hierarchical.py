@@ -1,56 +1,97 @@
-"""Zones: which ranks an expert may live on, and the packing of expert groups to nodes.
+"""Zones: which ranks an expert may live on.
 
 Without expert groups one zone holds every live rank. With them each node is a zone, and a layer's
-groups are packed to nodes exactly: every packing is scored by the slowest node, and a node is as
-slow as its load or its largest replica makes it.
+groups are packed to nodes (``eplb/group_packing.py``).
 
-Shapes:  L MoE layers, E experts, G groups, N nodes, Q sets of groups, P packings.
+Shapes:  L MoE layers, E experts, G groups, R ranks, N nodes, Z zones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from itertools import combinations
-from math import comb, factorial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.group_packing import Nodes, pack_groups
 from eplb.kernels import FloatArray, IntArray, Ranks, replicate
 from eplb.topology import Topology
-
-MOST_PACKINGS = 5000  # more are not enumerated; the groups are then packed heaviest first
 
 
 class Zones(NamedTuple):
     """Where experts may live."""
 
     of_expert: IntArray  # [L, E]
-    num_slots: IntArray  # [Z] of live ranks
-    num_ranks: IntArray  # [Z] live ranks with at least one slot
+    num_slots: IntArray  # [L, Z] that a layer may use
+    num_ranks: IntArray  # [L, Z] live ranks with at least one such slot
     ranks: Ranks
 
 
-def keeps_groups(topology: Topology, num_groups: int, num_experts: int) -> bool:
-    """Whether groups stay on nodes: they divide by nodes, and every node has room for its part."""
+def keeps_groups(
+    topology: Topology, num_groups: int, num_experts: int, room: IntArray | None = None
+) -> bool:
+    """Whether groups can stay on nodes: they divide by nodes, and every node has room for its part.
+
+    Args:
+        topology: nodes, slots, and which ranks are alive.
+        num_groups: G.
+        num_experts: E.
+        room: [L, R] slots that a layer may use; default: all of live ranks.
+    """
     num_nodes = topology.num_nodes
     if num_groups < 2 or num_nodes < 2 or num_groups % num_nodes:
         return False
-    slots = _live_slots(topology, topology.node_of_rank.astype(np.int64), num_nodes)
+    slots = _by_zone(_live_room(topology) if room is None else room, topology.node_of_rank)
     return bool((slots >= num_experts // num_nodes).all())
 
 
-def zones_for(work: FloatArray, topology: Topology, num_groups: int) -> Zones:
-    """Zones for work [L, E]: one for each node when ``keeps_groups``, else one for all."""
+def zones_for(
+    work: FloatArray, topology: Topology, num_groups: int, room: IntArray | None = None
+) -> Zones:
+    """Zones for work [L, E]: one for each node when ``keeps_groups``, else one for all.
+
+    Args:
+        work: load, to pack groups by.
+        topology: nodes, slots, and which ranks are alive.
+        num_groups: G; 1 for none.
+        room: [L, R] slots that a layer may use; default: all of live ranks.
+    """
     num_layers, num_experts = work.shape
-    if not keeps_groups(topology, num_groups, num_experts):
-        return _zones(topology, np.zeros((num_layers, num_experts), dtype=np.int64), 1)
-    size = num_experts // num_groups
-    bare = _zones(topology, np.zeros((1, size * num_groups), dtype=np.int64), topology.num_nodes)
-    node_of_group = _pack_groups(work.reshape(num_layers, num_groups, size), topology, bare)
-    return bare._replace(of_expert=np.repeat(node_of_group, size, axis=1))
+    if room is None:
+        room = np.repeat(_live_room(topology), num_layers, axis=0)
+    zone = np.zeros(topology.num_ranks, dtype=np.int64)
+    of_expert = np.zeros((num_layers, num_experts), dtype=np.int64)
+    if keeps_groups(topology, num_groups, num_experts, room):
+        zone[:] = topology.node_of_rank
+        size = num_experts // num_groups
+        nodes = Nodes(
+            _by_zone(room, zone), _by_zone(room > 0, zone), *_speeds(topology, room.max(axis=0) > 0)
+        )
+        grouped = np.ascontiguousarray(work.reshape(num_layers, num_groups, size))
+        of_expert = np.repeat(pack_groups(grouped, nodes), size, axis=1)
+    ranks = Ranks(
+        np.where(topology.alive, zone, -1), topology.first_slot, 1.0 / topology.rank_speed, room
+    )
+    return Zones(of_expert, _by_zone(room, zone), _by_zone(room > 0, zone), ranks)
+
+
+def zone_bound(scaled: FloatArray, zones: Zones) -> FloatArray:
+    """[L] imbalance that nothing in these zones can beat, for work [L, E] as ``Problem.scaled``.
+
+    A zone is as slow as its load, or as its largest replica on its fastest rank; see
+    ``eplb.balance.lower_bound`` for why greedy counts make the largest replica smallest.
+    """
+    least = np.ones(zones.of_expert.shape, dtype=np.int64)
+    count = replicate(scaled, zones.of_expert, zones.num_slots, zones.num_ranks, least)
+    bound = np.ones(len(scaled))
+    for zone in range(zones.num_slots.shape[1]):
+        inside = np.where(zones.of_expert == zone, scaled, 0.0)
+        usable = (zones.ranks.zone == zone) & (zones.ranks.room > 0)  # [L, R]
+        speed = np.where(usable, 1.0 / zones.ranks.slowness, 0.0)
+        together, fastest = speed.sum(axis=1), np.maximum(speed.max(axis=1), 1e-300)
+        np.maximum(bound, inside.sum(axis=1) / np.maximum(together, 1e-300), out=bound)
+        np.maximum(bound, (inside / count).max(axis=1) / fastest, out=bound)
+    return bound
 
 
 def nodes_of_groups(
@@ -70,118 +111,21 @@ def nodes_of_groups(
     return node_of_group if (groups_on == groups_on[0]).all() else None
 
 
-def _zones(topology: Topology, of_expert: IntArray, num_zones: int) -> Zones:
-    zone = np.zeros(topology.num_ranks, dtype=np.int64)
-    if num_zones > 1:
-        zone[:] = topology.node_of_rank
-    usable = topology.alive & (topology.slots_of_rank > 0)
-    num_ranks = np.bincount(zone[usable], minlength=num_zones)
-    slots = _live_slots(topology, zone, num_zones)
-    ranks = Ranks(
-        np.where(topology.alive, zone, -1), topology.first_slot, 1.0 / topology.rank_speed
-    )
-    return Zones(of_expert, slots, num_ranks, ranks)
+def _live_room(topology: Topology) -> IntArray:
+    """[1, R] slots of live ranks."""
+    return np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)[None]
 
 
-def _live_slots(topology: Topology, zone: IntArray, num_zones: int) -> IntArray:
-    slots = np.zeros(num_zones, dtype=np.int64)
-    np.add.at(slots, zone[topology.alive], topology.slots_of_rank[topology.alive])
-    return slots
+def _by_zone(of_rank: NDArray[np.int64] | NDArray[np.bool_], zone: NDArray[np.integer]) -> IntArray:
+    """[L, Z] a figure of ranks [L, R], summed by zone."""
+    member = (zone[:, None] == np.arange(int(zone.max()) + 1)).astype(np.int64)
+    summed: IntArray = of_rank.astype(np.int64) @ member
+    return summed
 
 
-def _pack_groups(work: FloatArray, topology: Topology, zones: Zones) -> IntArray:
-    """[L, G] the node of each group, for work [L, G, experts of a group]."""
-    num_layers, num_groups, _ = work.shape
-    num_nodes = topology.num_nodes
-    each = num_groups // num_nodes
-    packings = factorial(num_groups) // factorial(each) ** num_nodes
-    alike = _nodes_are_alike(topology, zones)
-    if packings // (factorial(num_nodes) if alike else 1) > MOST_PACKINGS:
-        return _pack_heaviest_first(work.sum(axis=2), topology)
-    sets, choices = _packings(num_groups, num_nodes, alike)
-    score = _node_scores(work, sets, topology, zones)  # [L, Q, N]
-    slowest = np.zeros((num_layers, len(choices)))
-    for node in range(num_nodes):
-        np.maximum(slowest, score[:, choices[:, node], node], out=slowest)
-    chosen = choices[slowest.argmin(axis=1)]  # [L, N]
-    node_of_group = np.empty((num_layers, num_groups), dtype=np.int64)
-    for node in range(num_nodes):
-        np.put_along_axis(node_of_group, sets[chosen[:, node]], node, axis=1)
-    return node_of_group
-
-
-def _nodes_are_alike(topology: Topology, zones: Zones) -> bool:
-    """Whether swapping two nodes would change nothing."""
-    kinds = {
-        (
-            int(zones.num_slots[node]),
-            tuple(sorted(topology.rank_speed[_live(topology, node)].tolist())),
-        )
-        for node in range(topology.num_nodes)
-    }
-    return len(kinds) == 1
-
-
-def _live(topology: Topology, node: int) -> NDArray[np.bool_]:
-    live: NDArray[np.bool_] = topology.alive & (topology.node_of_rank == node)
-    return live
-
-
-def _node_scores(work: FloatArray, sets: IntArray, topology: Topology, zones: Zones) -> FloatArray:
-    """[L, Q, N] time of a node that holds a set of groups: its load, or its largest replica."""
-    num_layers = len(work)
-    inside = np.ascontiguousarray(work[:, sets].reshape(num_layers * len(sets), -1))
-    one_zone = np.zeros(inside.shape, dtype=np.int64)
-    score = np.empty((len(inside), topology.num_nodes))
-    for node in range(topology.num_nodes):
-        speed = topology.rank_speed[_live(topology, node)]
-        if node and _nodes_are_alike(topology, zones):
-            score[:, node] = score[:, 0]
-            continue
-        room, ranks = zones.num_slots[node : node + 1], zones.num_ranks[node : node + 1]
-        largest = (inside / replicate(inside, one_zone, room, ranks)).max(axis=1) / speed.max()
-        np.maximum(inside.sum(axis=1) / speed.sum(), largest, out=score[:, node])
-    return score.reshape(num_layers, len(sets), topology.num_nodes)
-
-
-@lru_cache(maxsize=16)
-def _packings(num_groups: int, num_nodes: int, alike: bool) -> tuple[IntArray, IntArray]:
-    """Sets of groups [Q, G / N], and every packing as one set for each node [P, N]."""
-    each = num_groups // num_nodes
-    sets = list(combinations(range(num_groups), each))
-    assert len(sets) == comb(num_groups, each), "sets are all combinations"
-    number = {members: index for index, members in enumerate(sets)}
-
-    def fill(free: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if not free:
-            yield ()
-            return
-        # Among nodes that are alike, the next node takes the lowest free group: no mirror images.
-        for members in combinations(free, each):
-            if alike and members[0] != free[0]:
-                break
-            rest = tuple(group for group in free if group not in members)
-            for others in fill(rest):
-                yield (number[members], *others)
-
-    choices = np.array(list(fill(tuple(range(num_groups)))), dtype=np.int64)
-    return np.array(sets, dtype=np.int64), choices
-
-
-def _pack_heaviest_first(load: FloatArray, topology: Topology) -> IntArray:
-    """[L, G] for loads [L, G], where there are too many packings to try them all."""
-    num_layers, num_groups = load.shape
-    num_nodes = topology.num_nodes
-    speed = [topology.rank_speed[_live(topology, node)].sum() for node in range(num_nodes)]
-    node_of_group = np.zeros((num_layers, num_groups), dtype=np.int64)
-    for layer in range(num_layers):
-        taken, used = np.zeros(num_nodes), np.zeros(num_nodes, dtype=np.int64)
-        for group in np.argsort(-load[layer], kind="stable"):
-            time = np.where(
-                used < num_groups // num_nodes, (taken + load[layer, group]) / speed, np.inf
-            )
-            node = int(time.argmin())
-            node_of_group[layer, group] = node
-            taken[node] += load[layer, group]
-            used[node] += 1
-    return node_of_group
+def _speeds(topology: Topology, usable: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+    """[N] speed of each node's ranks together, and of its fastest."""
+    together, fastest = np.zeros(topology.num_nodes), np.zeros(topology.num_nodes)
+    np.add.at(together, topology.node_of_rank[usable], topology.rank_speed[usable])
+    np.maximum.at(fastest, topology.node_of_rank[usable], topology.rank_speed[usable])
+    return together, fastest

@@ -1,168 +1,151 @@
 """From the placement that serves to a better one, with few moves.
 
-First what must be: experts leave dead ranks, doubles go, every expert gets a slot. Then the local
-search of ``eplb/search.py`` from there, each layer on its own; at last the steps of all layers are
-taken in order of gain per move, so that any move budget buys the most.
+First what must be: experts leave dead ranks, doubles go, every expert gets a slot, constraints are
+kept. Then the local search of ``eplb/search.py`` from there, each layer on its own; at last the
+steps of all layers are bought in order of gain per move, so that any budget buys the most.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
 
-import heapq
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance
-from eplb.greedy import STEPS_PER_SLOT, in_place, refined
-from eplb.hierarchical import Zones, keeps_groups, nodes_of_groups, zones_for
-from eplb.kernels import IntArray
-from eplb.noise import noise_under
-from eplb.placement import EMPTY, Placement
+from eplb.demand import demand_of, demand_of_sum, summed
+from eplb.enforce import clean
+from eplb.frontier import Curve, buy, curve_of, frontier_of
+from eplb.greedy import Frame, enforced, frame_of, history_noise, in_place, refined, rules_for
+from eplb.hierarchical import nodes_of_groups, zones_for
+from eplb.kernels import BoolArray, Demand, FloatArray, IntArray
+from eplb.placement import Placement
 from eplb.problem import Problem
-from eplb.search import COPIES_ALWAYS, Rules, Steps, improve
-from eplb.topology import Topology
-
-FRESH_ADVANTAGE = 0.05  # imbalance of one layer
+from eplb.search import COPIES_ALWAYS, Steps, improve
 
 
-def incremental(problem: Problem, current: Placement) -> IntArray:
-    """[L, S] ``current`` improved within the budget; a layer where that fails is planned afresh.
+class Improved(NamedTuple):
+    """What the search from a placement found within the budget."""
 
-    Afresh means far more moves: only for a layer that is stuck FRESH_ADVANTAGE above its target,
-    if a fresh plan is better by as much, and only without a move budget.
+    held: IntArray  # [L, S]
+    curve: Curve
+
+
+def incremental(problem: Problem, current: Placement) -> Improved:
+    """``current`` improved within the budget.
+
+    A layer is planned afresh where its expert groups are not on nodes yet, and without a budget of
+    moves also where a fresh plan gains enough for each of the many moves that it takes.
     """
     base = current.slot_to_expert.astype(np.int64)
-    zones, lost = _zones_from(problem, current)
-    start = repaired(base, problem.work.sum(axis=0), problem.topology, zones)
-    found = start.copy()
+    frame, lost = _frame_from(problem, current)
+    demand = demand_of(problem)
+    start = repaired(problem, frame, base)
+    steps = _searched(problem, frame, demand, start, base)
+    kept = np.flatnonzero(~lost)
+    spent = int(steps.moves[kept, 0].sum())
+    most = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
+    taken, bought = buy(frontier_of(steps, kept), len(base), most)
+    held = followed(start, steps, taken)
+    curve = curve_of(bought, steps.start, spent)
+    reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
+    hopeful = _may_gain_afresh(problem, reached) & ~lost
+    if not (lost | hopeful).any():
+        return Improved(held, curve)
+    return _with_fresh(problem, Improved(held, curve), reached, lost, hopeful)
+
+
+def _searched(
+    problem: Problem, frame: Frame, demand: Demand, start: IntArray, base: IntArray
+) -> Steps:
     # Below the noise a search would only fit the windows that it sees.
-    target = np.maximum(problem.budget.target_imbalance, 1.0 + noise_under(problem, current))
-    rules = Rules(
-        target,
-        problem.budget.min_gain_per_move,
-        COPIES_ALWAYS,
-        STEPS_PER_SLOT * problem.topology.num_slots,
-    )
-    steps = improve(problem.scaled, found, zones.of_expert, zones.ranks, rules)
+    target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
+    rules = rules_for(problem, demand, target, problem.budget.min_gain_per_move, COPIES_ALWAYS)
+    zones = frame.zones
+    return improve(demand, start.copy(), base, zones.ranks, frame.node, frame.bonds, rules)
+
+
+def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
+    """[L] whether perfect balance would be worth moving half of the slots."""
     if problem.max_moves is not None:
-        return follow(base, start, steps, problem.max_moves)
-    reached = imbalance_of_slots(problem, found)
-    stuck = reached > target + FRESH_ADVANTAGE
-    if not (lost | stuck).any():
-        return found
-    fresh = in_place(refined(problem), current.slot_to_expert, problem.topology)
-    better = imbalance_of_slots(problem, fresh) < reached - FRESH_ADVANTAGE
-    return np.where((lost | (stuck & better))[:, None], fresh, found)
+        return np.zeros(len(reached), dtype=np.bool_)
+    moves = problem.topology.num_slots / 2
+    hopeful: BoolArray = reached - 1.0 > problem.budget.min_gain_per_move * moves
+    return hopeful
 
 
-def imbalance_of_slots(problem: Problem, held: IntArray) -> NDArray[np.float64]:
-    """[L] mean imbalance over the windows with equal split."""
-    placement = Placement(held.astype(np.int32), problem.num_experts)
-    mean: NDArray[np.float64] = imbalance(problem.work, placement, problem.topology).mean(axis=0)
-    return mean
+def _with_fresh(
+    problem: Problem, found: Improved, reached: FloatArray, lost: BoolArray, hopeful: BoolArray
+) -> Improved:
+    """Layers planned afresh where that is needed, or pays for its moves."""
+    assert problem.current is not None, "there is a placement that was improved"
+    base = problem.current.slot_to_expert
+    fresh = in_place(refined(problem), base, problem.topology, problem.room)
+    score = score_of(problem, fresh)
+    extra = _moves(base, fresh) - _moves(base, found.held)
+    worth = reached - score > problem.budget.min_gain_per_move * np.maximum(extra, 0)
+    chosen = lost | (hopeful & worth)
+    held = np.where(chosen[:, None], fresh, found.held)
+    last = int(_moves(base, in_place(held, base, problem.topology, problem.room)).sum())
+    balance = float(np.where(chosen, score, reached).mean())
+    return Improved(held, (*found.curve, (last, balance)) if chosen.any() else found.curve)
 
 
-def _zones_from(problem: Problem, current: Placement) -> tuple[Zones, NDArray[np.bool_]]:
+def score_of(problem: Problem, held: IntArray) -> FloatArray:
+    """[L] the score that the search minimises, of any legal placement with equal split."""
+    demand = demand_of(problem)
+    frame = frame_of(problem)
+    rules = rules_for(problem, demand, np.ones(len(held)), 0.0, COPIES_ALWAYS)
+    free = np.zeros((0, held.shape[1]), dtype=np.int64)
+    steps = improve(
+        demand,
+        held.astype(np.int64),
+        free,
+        frame.zones.ranks,
+        frame.node,
+        frame.bonds,
+        rules._replace(max_steps=0, all_steps=0),
+    )
+    return steps.start
+
+
+def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:
+    moves: IntArray = ((base != held) & (held >= 0)).sum(axis=1)
+    return moves
+
+
+def _frame_from(problem: Problem, current: Placement) -> tuple[Frame, BoolArray]:
     """Zones as ``current`` has them, and [L] which layers do not keep groups on nodes at all."""
     topology, num_groups = problem.topology, problem.num_groups
-    zones = zones_for(problem.work.sum(axis=0), topology, num_groups)
+    zones = zones_for(summed(problem), topology, num_groups, problem.room)
     lost = np.zeros(current.num_layers, dtype=np.bool_)
-    if not keeps_groups(topology, num_groups, problem.num_experts):
-        return zones, lost
-    for layer, held in enumerate(current.slot_to_expert):
-        node_of_group = nodes_of_groups(held, topology, num_groups, problem.num_experts)
-        lost[layer] = node_of_group is None
-        if node_of_group is not None:
-            zones.of_expert[layer] = np.repeat(node_of_group, problem.num_experts // num_groups)
-    return zones, lost
+    if problem.groups_stay:
+        for layer, held in enumerate(current.slot_to_expert):
+            node_of_group = nodes_of_groups(held, topology, num_groups, problem.num_experts)
+            lost[layer] = node_of_group is None
+            if node_of_group is not None:
+                size = problem.num_experts // num_groups
+                zones.of_expert[layer] = np.repeat(node_of_group, size)
+    return frame_of(problem, zones), lost
 
 
-def repaired(
-    base: IntArray, work: NDArray[np.float64], topology: Topology, zones: Zones
-) -> IntArray:
-    """[L, S] ``base`` made legal: nothing on dead ranks, no doubles, every expert somewhere."""
+def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
+    """[L, S] ``base`` made legal: cleaned, every expert somewhere, and constraints kept."""
     held = base.copy()
-    held[:, ~topology.alive[topology.rank_of_slot]] = EMPTY
-    for layer in range(len(held)):
-        _drop_doubles(held[layer], topology)
-        present = np.bincount(held[layer] + 1, minlength=work.shape[1] + 1)[1:]
-        missing = np.flatnonzero(present == 0).tolist()
-        for expert in sorted(missing, key=lambda e: -work[layer, e]):
-            _give_slot(held[layer], expert, work[layer], topology, zones.of_expert[layer])
+    clean(held, frame.zones.of_expert, frame.zones.ranks)
+    present = np.zeros((len(held), problem.num_experts + 1), dtype=np.bool_)
+    np.put_along_axis(present, held + 1, True, axis=1)
+    if problem.constraints.binds_experts or not present[:, 1:].all():
+        enforced(problem, frame, held, demand_of_sum(problem))
     return held
 
 
-def _drop_doubles(held: IntArray, topology: Topology) -> None:
-    """Empty the slots that hold an expert which a lower slot of the same rank holds too."""
-    pair = topology.rank_of_slot * (int(held.max()) + 1) + held
-    slots = np.flatnonzero(held >= 0)
-    first = slots[np.unique(pair[slots], return_index=True)[1]]
-    if len(first) < len(slots):
-        held[np.setdiff1d(slots, first)] = EMPTY
-
-
-def _give_slot(
-    held: IntArray, expert: int, work: NDArray[np.float64], topology: Topology, zone: IntArray
-) -> None:
-    """Put an expert that has no slot into the empty or redundant slot where it adds least."""
-    count = np.bincount(held[held >= 0], minlength=len(work))
-    each = work / np.maximum(count, 1)
-    load = np.bincount(
-        topology.rank_of_slot, np.where(held >= 0, each[held], 0.0), topology.num_ranks
-    )
-    free = topology.alive[topology.rank_of_slot] & ((held < 0) | (count[held] > 1))
-    if len(set(zone.tolist())) > 1:
-        free &= topology.node_of_slot == zone[expert]
-    assert free.any(), "live slots are at least as many as experts, in every zone"
-    # An empty slot before a redundant replica; among those the least busy rank.
-    key = np.where(free, load[topology.rank_of_slot], np.inf) + np.where(held < 0, 0.0, work.sum())
-    held[int(key.argmin())] = expert
-
-
-def follow(base: IntArray, start: IntArray, steps: Steps, max_moves: int) -> IntArray:
-    """Take steps of all layers from ``start``, best gain per move first, while the budget lasts.
-
-    Moves are counted against ``base``: what ``start`` already differs in is spent first.
-    """
+def followed(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
+    """[L, S] ``start`` after the first ``taken`` [L] steps of each layer."""
     held = start.copy()
-    per_layer = [_moved(base[layer], held[layer]) for layer in range(len(held))]
-    taken = [0] * len(held)
-    total = sum(per_layer)
-    queue = [entry for layer in range(len(held)) if (entry := _next(base, held, steps, layer, 0))]
-    heapq.heapify(queue)
-    while queue:
-        _, layer, moved = heapq.heappop(queue)
-        if total + moved - per_layer[layer] > max_moves:
-            continue
-        total += moved - per_layer[layer]
-        _apply(held[layer], steps, layer, taken[layer])
-        taken[layer] += 1
-        per_layer[layer] = moved
-        if entry := _next(base, held, steps, layer, taken[layer]):
-            heapq.heappush(queue, entry)
+    for layer, count in enumerate(taken.tolist()):
+        for step in range(count):
+            changed = steps.slots[layer, step] >= 0
+            held[layer, steps.slots[layer, step, changed]] = steps.experts[layer, step, changed]
     return held
-
-
-def _next(
-    base: IntArray, held: IntArray, steps: Steps, layer: int, step: int
-) -> tuple[float, int, int] | None:
-    """(minus gain per move, layer, moves of the layer after it), or None past the last step."""
-    if step == steps.taken[layer]:
-        return None
-    after = held[layer].copy()
-    _apply(after, steps, layer, step)
-    moved = _moved(base[layer], after)
-    extra = max(moved - _moved(base[layer], held[layer]), 0)
-    gain = float(steps.imbalance[layer, step] - steps.imbalance[layer, step + 1])
-    return -gain / extra if extra else -np.inf, layer, moved
-
-
-def _apply(held: IntArray, steps: Steps, layer: int, step: int) -> None:
-    changed = steps.slots[layer, step] >= 0
-    held[steps.slots[layer, step, changed]] = steps.experts[layer, step, changed]
-
-
-def _moved(base: IntArray, held: IntArray) -> int:
-    return int(((base != held) & (held >= 0)).sum())

@@ -15,6 +15,7 @@ from eplb.arrays import UNSET, freeze, owned, unset
 from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
+MOST_TOKENS = 2**62  # of a whole history
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +73,23 @@ class LoadHistory:
     missing_ranks: tuple[frozenset[int], ...] = ()  # per window; () means none anywhere
 
     def __post_init__(self) -> None:
-        tokens = owned(self.tokens, np.int64)
-        if tokens.ndim != 3 or not tokens.size:
+        given = np.asarray(self.tokens)
+        if given.ndim != 3 or not given.size:
             raise HistoryError(
-                f"tokens has shape {tokens.shape}, expected [windows, layers, experts], none empty"
+                f"tokens has shape {given.shape}, expected [windows, layers, experts], none empty"
             )
+        # Checked before the cast, which would wrap unsigned figures, and for the sum of all.
+        if given.max() > MOST_TOKENS / given.size:
+            raise HistoryError(
+                f"{_where(given.argmax(), given.shape)}: {given.max()} tokens, expected at most "
+                f"{MOST_TOKENS // given.size} for {given.size} figures that are summed as int64"
+            )
+        tokens = owned(given, np.int64)
         if (tokens < 0).any():
-            raise HistoryError(f"a window holds {tokens.min()} tokens, expected 0 or more")
+            raise HistoryError(
+                f"{_where(tokens.argmin(), tokens.shape)}: {tokens.min()} tokens, "
+                "expected 0 or more"
+            )
         steps = np.arange(len(tokens))
         first = steps if self.first_step is UNSET else self.first_step
         last = first if self.last_step is UNSET else self.last_step
@@ -158,12 +169,23 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
 
 
 def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:
-    if not np.isfinite(values).all():
-        raise HistoryError("load holds a figure that is not finite, expected finite token counts")
-    if (values < 0).any():
-        raise HistoryError(f"load holds {values.min()}, expected 0 or more")
-    if (values == np.floor(values)).all():
+    wrong = ~(np.isfinite(values) & (values >= 0))
+    if wrong.any():
+        place = _where(wrong.argmax(), values.shape)
+        raise HistoryError(
+            f"{place}: load is {values.flat[wrong.argmax()]}, expected a finite number, 0 or more"
+        )
+    if not values.size or ((values == np.floor(values)).all() and values.max() < 2.0**40):
         return values.astype(np.int64)
     # 2**40 for the largest figure keeps 12 digits and leaves room to sum 2**23 of them.
-    counts: NDArray[np.int64] = np.rint(values * (2.0**40 / values.max())).astype(np.int64)
+    largest = float(values.max())
+    # In this order: 2**40 over a tiny figure would be infinite.
+    counts: NDArray[np.int64] = np.rint(values / largest * 2.0**40).astype(np.int64)
     return counts
+
+
+def _where(flat: np.integer, shape: tuple[int, ...]) -> str:
+    """Which window, layer and expert the flat index of a load means."""
+    names = ("window", "layer", "expert")[-len(shape) :]
+    place = np.unravel_index(int(flat), shape)
+    return ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))

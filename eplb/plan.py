@@ -7,108 +7,26 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.allowance import moves_per_layer, within_budget
-from eplb.balance import imbalance, lower_bound
-from eplb.errors import PlacementError
+from eplb.allowance import Offer, within_budget
+from eplb.constraints import Constraints
+from eplb.frontier import Curve
 from eplb.gate import CostModel, Decision, Outlook, decide
+from eplb.legal import complaints_of, unfit_layers, why_it_cannot_serve
 from eplb.load import LoadHistory, as_history
-from eplb.migration import Move, Source, moves_between
 from eplb.model import ModelShape
 from eplb.noise import noise_under
-from eplb.placement import EMPTY, Placement, check_fits
-from eplb.policies import contiguous_policy, policy_named
-from eplb.problem import Budget, Problem
+from eplb.outcome import Plan
+from eplb.placement import EMPTY, Placement
+from eplb.policies import contiguous_policy, propose
+from eplb.problem import Budget, Objective, Problem
+from eplb.timing import measured
 from eplb.topology import Topology
+from eplb.windows import Scenarios, as_scenarios
 
-LINKS = ("same_rank", "node", "network", "host")
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What to aim at, why, and what it takes.
-
-    ``before`` and ``after`` are means over layers of the mean imbalance over the history's
-    windows: what the placement would have been then, no promise for the next window.
-    """
-
-    base: Placement  # what serves now; contiguous when nothing did
-    target: Placement  # generation + 1 when it moves, else ``base`` itself
-    before_per_layer: NDArray[np.float64]  # [L]
-    after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
-    lower_bound: NDArray[np.float64]  # [L] no equal split beats it, with these slots
-    decision: Decision
-    reason: str
-    curve: tuple[tuple[int, float], ...]  # (moves, imbalance), best layers first
-    policy: str
-    topology: Topology
-    expert_bytes: int  # 0 when no model was given
-
-    @property
-    def before(self) -> float:
-        """Mean imbalance of the base."""
-        return float(self.before_per_layer.mean())
-
-    @property
-    def after(self) -> float:
-        """Mean imbalance of the planned placement."""
-        return float(self.after_per_layer.mean())
-
-    @property
-    def base_generation(self) -> int:
-        """The generation that this plan was made for; stale once another is committed."""
-        return self.base.generation
-
-    @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """Every weight that moves, with its source."""
-        return tuple(moves_between(self.base, self.target, self.topology))
-
-    @property
-    def num_moves(self) -> int:
-        """Weights that move, without listing them."""
-        return int(moves_per_layer(self.base, self.target).sum())
-
-    @cached_property
-    def bytes_by_link(self) -> dict[str, int]:
-        """Bytes over each kind of link; zeros when no model gave the size of an expert."""
-        count = Counter(_link(move, self.topology) for move in self.moves)
-        return {link: count[link] * self.expert_bytes for link in LINKS}
-
-    @cached_property
-    def hash(self) -> str:
-        """Hex digest: two plans with one hash lead from the same base to the same target."""
-        digest = hashlib.blake2b(digest_size=16)
-        for placement in (self.base, self.target):
-            digest.update(f"{placement.generation} {placement.hash} ".encode())
-        return digest.hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the plan without its placements, JSON-ready."""
-        return {
-            "decision": self.decision.value,
-            "reason": self.reason,
-            "policy": self.policy,
-            "base_generation": self.base_generation,
-            "target_generation": self.target.generation,
-            "before": self.before,
-            "after": self.after,
-            "before_per_layer": self.before_per_layer.tolist(),
-            "after_per_layer": self.after_per_layer.tolist(),
-            "lower_bound": self.lower_bound.tolist(),
-            "num_moves": self.num_moves,
-            "bytes_by_link": self.bytes_by_link,
-            "curve": [list(point) for point in self.curve],
-            "hash": self.hash,
-        }
+__all__ = ["Plan", "plan", "plan_for"]
 
 
 def plan(
@@ -119,6 +37,9 @@ def plan(
     current: Placement | None = None,
     budget: Budget | None = None,
     policy: str = "auto",
+    objective: Objective = "tokens",
+    constraints: Constraints | None = None,
+    scenarios: Scenarios | ArrayLike | None = None,
     cost: CostModel | None = None,
     seed: int = 0,
 ) -> Plan:
@@ -130,51 +51,78 @@ def plan(
         topology: ranks, their slots, and which are alive.
         model: adds expert groups, bytes and costs; without it every expert costs the same.
         current: what serves now; without it the plan is fresh and moves from contiguous.
-        budget: limits on moves; layers whose current placement cannot serve are exempt.
+        budget: limits on moves and thinking; layers whose current placement cannot serve are
+            exempt from the limit on moves.
         policy: one of ``eplb.policies.POLICIES``.
-        cost: what a move must earn; not asked when nothing serves yet, or cannot.
+        objective: "tokens" evens tokens out; "time" the time that the curve in ``cost`` says they
+            take, a window being as many steps as the history says, one for plain arrays.
+        constraints: what every plan must keep to.
+        scenarios: windows that may come, beside those of the past; arrays [K, L, E] weigh as much
+            as a window of the past each.
+        cost: what a move must earn, not asked when nothing serves yet, or cannot; and the curve.
         seed: for policies that draw.
 
     Raises:
-        ConfigError: an unknown policy, or inputs that describe different systems.
-        PlacementError: fewer live slots than experts.
+        ConfigError: an unknown policy, constraints that contradict each other, or inputs that
+            describe different systems.
+        PlacementError: fewer live slots than experts or constraints need.
         HistoryError: load that cannot be planned on.
     """
+    windows = as_history(history)
     problem = Problem(
-        as_history(history),
+        windows,
         topology,
         model,
         current,
         budget or Budget(),
         cost or CostModel(),
         seed,
+        objective,
+        constraints or Constraints(),
+        None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
     )
+    return plan_for(problem, policy)
+
+
+def plan_for(problem: Problem, policy: str) -> Plan:
+    """``plan`` for a problem that is put together already."""
+    current = problem.current
     base = current if current is not None else contiguous_policy(problem)
-    proposed = policy_named(policy)(problem)
-    before = imbalance_per_layer(problem, base)
-    after = imbalance_per_layer(problem, proposed)
-    proposed, after, curve = within_budget(problem, base, proposed, before, after)
+    proposal = propose(policy, problem)
+    proposed, curve = proposal.placement, proposal.curve
+    before, after = measured(problem, base), measured(problem, proposed)
+    if curve is None:
+        forced = np.zeros(base.num_layers, dtype=np.bool_)
+        forced[list(complaints_of(problem, base))] = True
+        offer = Offer(base, proposed, before, after, forced)
+        proposed, after, curve = _bought(problem, offer)
+    assert not unfit_layers(problem, proposed).any(), "policies keep to ranks and slots"
     decision, reason = _decided(problem, base, proposed, before, after)
-    target = base if decision is Decision.KEEP else proposed.with_generation(base.generation + 1)
     return Plan(
+        problem=problem,
         base=base,
-        target=target,
+        target=base if decision is Decision.KEEP else _next(base, proposed),
         before_per_layer=before,
         after_per_layer=after,
-        lower_bound=lower_bound(problem.scaled.mean(axis=1), topology),
         decision=decision,
         reason=reason,
         curve=curve,
         policy=policy,
-        topology=topology,
-        expert_bytes=model.expert_bytes if model is not None else 0,
     )
 
 
-def imbalance_per_layer(problem: Problem, placement: Placement) -> NDArray[np.float64]:
-    """[L] mean over the windows of this placement's imbalance."""
-    ratio: NDArray[np.float64] = imbalance(problem.work, placement, problem.topology).mean(axis=0)
-    return ratio
+def _bought(problem: Problem, offer: Offer) -> tuple[Placement, NDArray[np.float64], Curve]:
+    """Placement, imbalance and curve of the layers that the budget buys."""
+    chosen, curve = within_budget(offer, problem.max_moves)
+    if chosen.all() or problem.current is None:
+        return offer.proposed, offer.after, curve
+    placement = offer.base.with_layers(offer.proposed, np.flatnonzero(chosen).tolist())
+    return placement, np.where(chosen, offer.after, offer.before), curve
+
+
+def _next(base: Placement, proposed: Placement) -> Placement:
+    generation = base.generation + 1
+    return proposed if proposed.generation == generation else proposed.with_generation(generation)
 
 
 def _decided(
@@ -184,16 +132,14 @@ def _decided(
     before: NDArray[np.float64],
     after: NDArray[np.float64],
 ) -> tuple[Decision, str]:
-    check_fits(proposed, problem.topology)
     received = _received_per_rank(base, proposed, problem.topology)
     num_moves = int(received.sum())
-    try:
-        check_fits(base, problem.topology)
-    except PlacementError as exc:
-        return Decision.MOVE, f"the current placement cannot serve: {exc}"
     change = f"imbalance {before.mean():.3f} -> {after.mean():.3f}"
-    if problem.current is None and proposed.hash != base.hash:
-        return Decision.MOVE, f"no current placement: {change}"
+    if problem.current is None:
+        if num_moves:
+            return Decision.MOVE, f"no current placement: {change}"
+    elif (why := why_it_cannot_serve(problem, base)) is not None:
+        return Decision.MOVE, f"the current placement cannot serve: {why}"
     # The base was not planned on these windows; the proposed placement was, and hides their noise.
     noise = float(noise_under(problem, base).mean())
     outlook = Outlook(
@@ -211,12 +157,3 @@ def _received_per_rank(base: Placement, target: Placement, topology: Topology) -
         topology.rank_of_slot, new.sum(axis=0), topology.num_ranks
     ).astype(np.int64)
     return received
-
-
-def _link(move: Move, topology: Topology) -> str:
-    if move.source is Source.SAME_RANK:
-        return "same_rank"
-    if move.source is not Source.PEER:
-        return "host"
-    same_node = topology.node_of_slot[move.src_slot] == topology.node_of_slot[move.dst_slot]
-    return "node" if same_node else "network"

@@ -1,25 +1,38 @@
 """The known ways to place experts, by name. A policy is a function: ``Problem -> Placement``.
 
-A researcher adds one by adding a function here; the table is a plain dict.
+A researcher adds one by adding a function here; the table is a plain dict. A policy that knows how
+far each part of the budget takes it may give a ``Proposal`` as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
-from eplb.greedy import greedy, in_place, refined
-from eplb.incremental import incremental
+from eplb.frontier import Curve
+from eplb.greedy import frame_of, greedy, in_place
+from eplb.incremental import repaired
 from eplb.kernels import IntArray
+from eplb.legal import why_it_cannot_serve
 from eplb.load import LoadHistory
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
+from eplb.simple import round_robin, topk_everywhere
+from eplb.timing import best_fresh, best_improved
 
 Policy = Callable[[Problem], Placement]
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """What a policy aims at, and what fewer moves would have brought."""
+
+    placement: Placement
+    curve: Curve | None = None  # None: the policy knows only the whole of it
 
 
 def contiguous_policy(problem: Problem) -> Placement:
@@ -32,20 +45,25 @@ def contiguous_policy(problem: Problem) -> Placement:
 
 def contiguous_slots(problem: Problem) -> NDArray[np.int32]:
     """[L, S] of the contiguous policy."""
-    topology, num_experts = problem.topology, problem.num_experts
-    room = np.where(topology.alive, topology.slots_of_rank, 0)
-    level = next(
-        level for level in range(1, num_experts + 1) if np.minimum(room, level).sum() >= num_experts
-    )
+    room = problem.room
+    if (room == room[0]).all():
+        return np.repeat(_contiguous_layer(problem, room[0])[None], len(room), axis=0)
+    return np.array([_contiguous_layer(problem, row) for row in room])
+
+
+def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[S] for slots [R] that may be used."""
+    num_experts, topology = problem.num_experts, problem.topology
+    levels = np.arange(1, int(room.max()) + 1)
+    level = 1 + int(np.argmax(np.minimum(room, levels[:, None]).sum(axis=1) >= num_experts))
     count = np.minimum(room, level)
     surplus = int(count.sum()) - num_experts
     count[np.flatnonzero(count == level)[::-1][:surplus]] -= 1
-    held = np.full((problem.history.num_layers, topology.num_slots), EMPTY, dtype=np.int32)
-    first = 0
-    for rank, num_held in enumerate(count.tolist()):
-        slot = topology.slots_on(rank).start
-        held[:, slot : slot + num_held] = np.arange(first, first + num_held)
-        first += num_held
+    place = np.arange(topology.num_slots) - np.repeat(
+        topology.first_slot[:-1], topology.slots_of_rank
+    )
+    held = np.full(topology.num_slots, EMPTY, dtype=np.int32)
+    held[place < count[topology.rank_of_slot]] = np.arange(num_experts)
     return held
 
 
@@ -56,10 +74,15 @@ def greedy_policy(problem: Problem) -> Placement:
 
 def auto_policy(problem: Problem) -> Placement:
     """Few moves from the current placement; without one, greedy and a search over the windows."""
+    return _auto(problem).placement
+
+
+def _auto(problem: Problem) -> Proposal:
     if problem.current is None:
-        return _placed(problem, refined(problem))
+        return Proposal(_placed(problem, best_fresh(problem)))
+    improved = best_improved(problem, problem.current)
     # A chain of changes may bring an expert back to its rank in another slot: that is no move.
-    return _placed(problem, incremental(problem, problem.current))
+    return Proposal(_placed(problem, improved.held), improved.curve)
 
 
 def random_policy(problem: Problem) -> Placement:
@@ -70,12 +93,41 @@ def random_policy(problem: Problem) -> Placement:
     return _placed(problem, greedy(replace(problem, history=LoadHistory(drawn[None]))))
 
 
+def exact_policy(problem: Problem) -> Placement:
+    """Proved, or with its gap; for small or offline problems (``eplb.exact.solve_exact``)."""
+    from eplb.exact import exact  # late: it brings OR-tools
+
+    return exact(problem)
+
+
 POLICIES: dict[str, Policy] = {
     "auto": auto_policy,
     "contiguous": contiguous_policy,
+    "exact": exact_policy,
     "greedy": greedy_policy,
     "random": random_policy,
+    "round_robin": round_robin,
+    "topk_everywhere": topk_everywhere,
 }
+
+
+def propose(name: str, problem: Problem) -> Proposal:
+    """Let the policy of that name plan.
+
+    Raises:
+        ConfigError: an unknown name; the message lists the known ones.
+    """
+    policy = policy_named(name)
+    if policy is auto_policy:
+        return _auto(problem)
+    placement = policy(problem)
+    if policy in (greedy_policy, random_policy):  # these look at constraints themselves
+        return Proposal(placement)
+    if why_it_cannot_serve(problem, placement) is None:
+        return Proposal(placement)
+    # A policy may know nothing of constraints: what it proposes is mended.
+    held = placement.slot_to_expert.astype(np.int64)
+    return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
 
 
 def policy_named(name: str) -> Policy:
@@ -94,5 +146,7 @@ def policy_named(name: str) -> Policy:
 def _placed(problem: Problem, held: IntArray) -> Placement:
     current = problem.current
     base = current.slot_to_expert if current is not None else contiguous_slots(problem)
-    kept = in_place(held, base, problem.topology)
-    return Placement(kept.astype(np.int32), problem.num_experts)
+    kept = in_place(held, base, problem.topology, problem.room).astype(np.int32)
+    # The number that it gets if it is taken: a placement is costly to make twice.
+    generation = current.generation + 1 if current is not None else 1
+    return Placement(kept, problem.num_experts, generation)

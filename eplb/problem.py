@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import owned
+from eplb.constraints import Constraints, room_of
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.gate import CostModel
+from eplb.hierarchical import keeps_groups
 from eplb.load import LoadHistory
 from eplb.model import ModelShape
 from eplb.placement import Placement
 from eplb.topology import Topology
+from eplb.windows import Scenarios
+
+Objective = Literal["tokens", "time"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a plan may go, and when it is good enough.
+    """How far a plan may go, how long it may think, and when it is good enough.
+
+    ``time_ms`` is counted in steps of the search, at what they take on an idle core, and not by
+    a clock: the same call gives the same plan on a busy machine too.
 
     Raises:
         ConfigError: a figure that no plan can meet.
@@ -32,11 +40,12 @@ class Budget:
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
     min_gain_per_move: float = 0.002  # of one layer's imbalance, for every weight that moves
+    time_ms: float | None = None  # of searching; None: until nothing more is found
 
     def __post_init__(self) -> None:
-        for name in ("max_moves", "max_bytes"):
+        for name in ("max_moves", "max_bytes", "time_ms"):
             limit = getattr(self, name)
-            if limit is not None and limit < 0:
+            if limit is not None and not limit >= 0:
                 raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
         if not self.target_imbalance >= 1.0:
             raise ConfigError(
@@ -53,8 +62,9 @@ class Problem:
     """What is to be planned.
 
     Raises:
-        ConfigError: model, history, topology and current placement do not describe one system.
-        PlacementError: fewer live slots than experts.
+        ConfigError: model, history, topology, constraints and current placement do not describe
+            one system, or contradict each other.
+        PlacementError: fewer slots that may be used than experts need.
         HistoryError: no window that all ranks reported.
     """
 
@@ -65,12 +75,15 @@ class Problem:
     budget: Budget = field(default_factory=Budget)
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0  # for policies that draw; the same seed gives the same plan
+    objective: Objective = "tokens"
+    constraints: Constraints = field(default_factory=Constraints)
+    scenarios: Scenarios | None = None
 
     def __post_init__(self) -> None:
-        if self.num_live_slots < self.num_experts:
-            raise PlacementError(
-                f"{self.num_live_slots} slots on live ranks for {self.num_experts} experts, "
-                "expected at least one slot for each expert"
+        if self.objective not in get_args(Objective):
+            raise ConfigError(
+                f"unknown objective {self.objective!r}, expected one of: "
+                f"{', '.join(get_args(Objective))}"
             )
         if all(self.history.missing_ranks):
             raise HistoryError(
@@ -79,18 +92,39 @@ class Problem:
             )
         if self.budget.max_bytes is not None and self.model is None:
             raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
+        self._check_shapes()
+        self._check_room()
+        if self.constraints.keep_groups and not self.groups_stay:
+            raise ConfigError(
+                f"constraints: keep_groups asks for {self.num_groups} expert groups on "
+                f"{self.topology.num_nodes} nodes, expected a model with several groups that "
+                "divide by nodes, and room on every node for its part"
+            )
+
+    def _check_shapes(self) -> None:
         expected = (self.history.num_layers, self.num_experts)
         if self.model is not None:
-            found = (self.model.num_layers, self.model.num_experts)
-            _same("the model", found, expected)
+            _same("the model", (self.model.num_layers, self.model.num_experts), expected)
+        if self.scenarios is not None:
+            _, *found = self.scenarios.windows.shape
+            _same("the scenarios", (found[0], found[1]), expected)
         if self.current is not None:
-            found = (self.current.num_layers, self.current.num_experts)
-            _same("the current placement", found, expected)
+            found = [self.current.num_layers, self.current.num_experts]
+            _same("the current placement", (found[0], found[1]), expected)
             if self.current.num_slots != self.topology.num_slots:
                 raise ConfigError(
                     f"the current placement has {self.current.num_slots} slots a layer, "
                     f"the topology has {self.topology.num_slots}"
                 )
+
+    def _check_room(self) -> None:
+        usable = self.room.sum(axis=1)
+        for layer in np.flatnonzero(usable < self.num_experts)[:1]:
+            where = "" if self.constraints.slots is None else f" that layer {layer} may use"
+            raise PlacementError(
+                f"{usable[layer]} slots on live ranks{where} for {self.num_experts} experts, "
+                "expected at least one slot for each expert"
+            )
 
     @property
     def num_experts(self) -> int:
@@ -98,14 +132,21 @@ class Problem:
         return self.history.num_experts
 
     @property
-    def num_live_slots(self) -> int:
-        """Slots of the ranks that are alive."""
-        return int(self.topology.slots_of_rank[self.topology.alive].sum())
-
-    @property
     def num_groups(self) -> int:
-        """The model's expert groups; 1 when there are none or no model is given."""
-        return self.model.num_expert_groups if self.model is not None else 1
+        """The model's expert groups; 1 when there are none, no model is given, or none shall be."""
+        if self.model is None or self.constraints.keep_groups is False:
+            return 1
+        return self.model.num_expert_groups
+
+    @cached_property
+    def groups_stay(self) -> bool:
+        """Whether each expert group stays on one node."""
+        return keeps_groups(self.topology, self.num_groups, self.num_experts, self.room)
+
+    @cached_property
+    def room(self) -> NDArray[np.int64]:
+        """[L, R] slots that each layer may use on each rank."""
+        return room_of(self.constraints, self.topology, self.history.num_layers)
 
     @property
     def max_moves(self) -> int | None:
@@ -116,13 +157,18 @@ class Problem:
         return min(limits, default=None)
 
     @cached_property
+    def complete(self) -> NDArray[np.bool_]:
+        """[T] windows that every rank reported: the only ones that count."""
+        return np.array([not missing for missing in self.history.missing_ranks])
+
+    @cached_property
     def work(self) -> NDArray[np.float64]:
         """[T, L, E] tokens times what a token costs at each expert; complete windows only."""
-        complete = [not missing for missing in self.history.missing_ranks]
-        tokens = self.history.tokens[complete].astype(np.float64)
+        tokens = self.history.tokens[self.complete].astype(np.float64)
         if self.model is not None:
-            tokens = tokens * self.model.expert_cost
-        return owned(tokens, np.float64)
+            tokens *= self.model.expert_cost
+        tokens.flags.writeable = False
+        return tokens
 
     @cached_property
     def scaled(self) -> NDArray[np.float64]:

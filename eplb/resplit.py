@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb.balance import rank_load
 from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.hierarchical import zones_for
 from eplb.kernels import Ranks
 from eplb.load import LoadHistory, as_history
 from eplb.noise import FEWEST_WINDOWS, fluctuation, sampling_noise
@@ -144,8 +145,7 @@ def warranted(
 
 def ranks_of(topology: Topology) -> Ranks:
     """All live ranks in one zone, as the kernels read a topology."""
-    zone = np.where(topology.alive, 0, -1)
-    return Ranks(zone, topology.first_slot, 1.0 / topology.rank_speed)
+    return zones_for(np.zeros((1, 1)), topology, 1).ranks
 
 
 def _scaled(scenarios: ArrayLike, problem: Problem) -> NDArray[np.float64]:

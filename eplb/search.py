@@ -1,214 +1,243 @@
 """Local search, compiled: improve one layer at a time by the change that gains most per move.
 
-A change is a swap (two slots of two ranks trade experts; one move when one of them is empty) or a
-copy (a slot takes another expert and the replica it held, if any, goes). Each relieves a rank that
-is busiest in some window. The objective is the mean over windows of the busiest rank's load, so
-peaks that fall into different windows are not averaged away.
+A change is a swap (two slots of two ranks trade experts; one move when one of them is empty), a
+copy (a slot takes another expert and the replica it held, if any, goes) or a drop (a slot is
+emptied). Each relieves a rank that is busiest in some window.
 
-Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, M most steps of a layer.
+Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, N nodes, M most steps of a layer.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eplb.changes import Change, Layer, best_copy, best_swap, outline
+from eplb.changes import Change, Search, best_swap, outline, priced_search
+from eplb.copies import best_copy, best_drop
 from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray, Ranks
+from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
+from eplb.layer import Layer, measure, open_layer, put, trade
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
-PATIENCE = 32  # steps without a better maximum before a layer counts as stuck
+PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck
+QUICK = cast(int, np.int64(8))  # the same while a layer is shaken
+COPIES_NEVER, COPIES_LAST, COPIES_ALWAYS = 0, 1, 2
 
 
 class Rules(NamedTuple):
     """When the search stops, and what it tries."""
 
-    target: FloatArray  # [L] imbalance at which a layer is good enough
-    min_gain: float  # mean imbalance that a move must gain
+    target: FloatArray  # [L] score at which a layer is good enough
+    min_gain: float  # score that a move, or a change when moves are free, must gain
     copies: int  # COPIES_NEVER, COPIES_LAST or COPIES_ALWAYS
-    max_steps: int  # M
+    max_steps: int  # M, of one layer
+    all_steps: int  # of all layers together
+    far: float  # moves that one from another node counts as
 
 
-COPIES_NEVER, COPIES_LAST, COPIES_ALWAYS = 0, 1, 2
+# Of one layer's steps: slots [M, 2], experts [M, 2], score [M + 1] and moves [M + 1] as in Steps.
+Record = tuple[IntArray, IntArray, FloatArray, IntArray]
+Made = tuple[int, int]
 
 
 class Steps(NamedTuple):
-    """What the search did, in order, layer by layer."""
+    """What the search did, in order, layer by layer; of free moves only what it came from."""
 
+    start: FloatArray  # [L] score before the first step
     slots: IntArray  # [L, M, 2] slots changed; -1 where a step changes only one
     experts: IntArray  # [L, M, 2] what they hold after it
-    imbalance: FloatArray  # [L, M + 1] before the first step, and after each
+    score: FloatArray  # [L, M + 1] before the first step, and after each
+    moves: IntArray  # [L, M + 1] away from the base by then
     taken: IntArray  # [L] how many steps
 
 
 @jit
 def improve(
-    work: FloatArray, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, rules: Rules
+    demand: Demand,
+    held: IntArray,
+    base: IntArray,
+    ranks: Ranks,
+    node: IntArray,
+    bonds: Bonds,
+    rules: Rules,
 ) -> Steps:
-    """Change ``held`` [L, S] in place until every layer is at the target or stuck.
+    """Change ``held`` [L, S] in place until every layer is at its target or stuck.
 
     Args:
-        work: [L, T, E] as ``Problem.scaled``; idle windows (all zero) do not count.
+        demand: the windows; those without any work do not count.
         held: experts by slot, -1 for empty; legal, and each expert has a slot.
-        zone_of_expert: [L, E] where each expert may live.
+        base: [L, S] what serves now, from which moves are counted; [0, S] when they are free.
+        ranks: where slots are.
+        node: [R].
+        bonds: what a layer must keep to, and does at the start.
+        rules: when to stop, and what to try.
     """
-    num_layers, num_windows, num_experts = work.shape
-    num_ranks = len(ranks.zone)
-    slots = np.full((num_layers, rules.max_steps, 2), -1, dtype=np.int64)
-    experts = np.full((num_layers, rules.max_steps, 2), -1, dtype=np.int64)
-    imbalance = np.ones((num_layers, rules.max_steps + 1))
-    taken = np.zeros(num_layers, dtype=np.int64)
+    num_layers, num_experts, _ = demand.tokens.shape
+    left = rules.all_steps
+    thrifty = len(base) > 0
+    # Left empty, since most of it is never touched; free moves need no record of all layers.
+    rows = num_layers if thrifty else 1
+    slots = np.empty((rows, rules.max_steps, 2), dtype=np.int64)
+    experts = np.empty((rows, rules.max_steps, 2), dtype=np.int64)
+    score = np.empty((rows, rules.max_steps + 1))
+    moves = np.empty((rows, rules.max_steps + 1), dtype=np.int64)
+    start, taken = np.ones(num_layers), np.zeros(num_layers, dtype=np.int64)
+    homes = np.zeros(len(ranks.zone), dtype=np.int64)
+    fee = np.zeros((len(ranks.zone), num_experts if thrifty else 0), dtype=np.float32)
+    most_replicas = held.shape[1] - num_experts + 1
     for number in range(num_layers):
-        busy = np.zeros(num_windows, dtype=np.bool_)
-        for window in range(num_windows):
-            busy[window] = work[number, window].sum() > 0
-        if not busy.any():
+        row = number if thrifty else 0
+        score[row, 0], moves[row, 0] = 1.0, 0
+        if thrifty:
+            moves[row, 0] = _set_fees(
+                fee, homes, rules.far, held[number], base[number], ranks, node
+            )
+        if not is_busy(demand, number):
             continue
-        own = work[number][busy]
-        layer = Layer(
-            own,
-            zone_of_expert[number],
-            held[number],
-            np.zeros(num_experts, dtype=np.int64),
-            np.zeros(own.shape),
-            np.zeros((num_ranks, num_experts), dtype=np.bool_),
-            np.zeros((len(own), num_ranks)),
-            np.full((len(own), 3), -1, dtype=np.int64),
-        )
-        _take_stock(layer, ranks)
-        start = layer.held.copy()
-        made = _descend(
-            layer,
-            ranks,
-            rules,
-            rules.target[number],
-            slots[number],
-            experts[number],
-            imbalance[number],
-        )
-        # Steps after the best state only shuffled equally busy ranks: they are not worth a move.
-        taken[number] = np.argmin(imbalance[number, : made + 1])
-        layer.held[:] = start
-        for step in range(taken[number]):
-            for part in range(2):
-                if slots[number, step, part] >= 0:
-                    layer.held[slots[number, step, part]] = experts[number, step, part]
-    return Steps(slots, experts, imbalance, taken)
+        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
+        search = priced_search(layer, bonds, number, fee, homes if thrifty else homes[:0])
+        # What a layer leaves of its part, later layers may use.
+        most = min(rules.max_steps, left // (num_layers - number))
+        record = (slots[row], experts[row], score[row], moves[row])
+        made, taken[number] = descend(search, rules, (most, PATIENCE), record)
+        start[number] = score[row, 0]
+        left -= made
+    return Steps(start, slots, experts, score, moves, taken)
 
 
 @jit
-def _descend(
-    layer: Layer,
+def is_busy(demand: Demand, number: int) -> bool:
+    """Whether any window of a layer counts."""
+    for window in range(len(demand.weight)):
+        if demand.rate[number, window] > 0 and demand.weight[window] > 0:
+            return True
+    return False
+
+
+@jit
+def _set_fees(
+    fee: NDArray[np.float32],
+    homes: IntArray,
+    far: float,
+    held: IntArray,
+    base: IntArray,
     ranks: Ranks,
-    rules: Rules,
-    target: float,
-    slots: IntArray,
-    experts: IntArray,
-    imbalance: FloatArray,
+    node: IntArray,
 ) -> int:
-    """Change a layer step by step, write each down, and return how many there were."""
-    imbalance[0] = _measure(layer, ranks)
-    best = 0
-    for step in range(rules.max_steps):
-        if imbalance[step] <= target or step - best >= PATIENCE:
-            return step
-        change = _best_change(layer, ranks, rules)
-        if change[0] < 0:
-            return step
-        slots[step, 0], experts[step, 0] = change[0], change[1]
-        slots[step, 1], experts[step, 1] = change[2], change[3]
-        _put(layer, ranks, change[0], change[1])
-        if change[2] >= 0:
-            _put(layer, ranks, change[2], change[3])
-        imbalance[step + 1] = _measure(layer, ranks)
-        if imbalance[step + 1] < imbalance[best]:
-            best = step + 1
-    return rules.max_steps
-
-
-@jit
-def _put(layer: Layer, ranks: Ranks, slot: int, expert: int) -> None:
-    """Let a slot hold another expert, and keep counts and holders true."""
-    rank = np.searchsorted(ranks.first_slot, slot, side="right") - 1
-    leaves = layer.held[slot]
-    layer.held[slot] = expert
-    for changed, by in ((leaves, -1), (expert, 1)):
-        if changed >= 0:
-            layer.replicas[changed] += by
-            layer.holds[rank, changed] = by > 0
-            for window in range(len(layer.work)):
-                # In a trade an expert has no slot for a moment.
-                at_least_one = max(layer.replicas[changed], 1)
-                layer.each[window, changed] = layer.work[window, changed] / at_least_one
-
-
-@jit
-def _take_stock(layer: Layer, ranks: Ranks) -> None:
-    """Derive counts and holders from ``held``."""
-    layer.replicas[:] = 0
-    layer.holds[:] = False
+    """Fill in what each arrival counts as, and count the moves that are already made."""
+    near = np.zeros((node.max() + 1, fee.shape[1]), dtype=np.bool_)
     for rank in range(len(ranks.zone)):
         for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
-            expert = layer.held[slot]
-            if expert >= 0:
-                layer.replicas[expert] += 1
-                layer.holds[rank, expert] = True
-    for window in range(len(layer.work)):
-        for expert in range(len(layer.replicas)):  # not as arrays: those compile slowly
-            layer.each[window, expert] = layer.work[window, expert] / layer.replicas[expert]
+            # A dead rank's weights cannot be read.
+            if base[slot] >= 0 and ranks.zone[rank] >= 0:
+                near[node[rank], base[slot]] = True
+    moves = 0
+    for rank in range(len(ranks.zone)):
+        for expert in range(fee.shape[1]):
+            fee[rank, expert] = 1.0 if near[node[rank], expert] else far
+        first, end = ranks.first_slot[rank], ranks.first_slot[rank + 1]
+        homes[rank] = 0
+        for expert in base[first:end]:
+            if expert >= 0 and fee[rank, expert] > 0:
+                homes[rank] += 1
+                fee[rank, expert] = 0.0  # it is there already
+        for expert in held[first:end]:
+            moves += expert >= 0 and fee[rank, expert] > 0
+    return moves
 
 
 @jit
-def _measure(layer: Layer, ranks: Ranks) -> float:
-    """Fill in rank times and the busiest ranks; return the mean imbalance over windows."""
-    total = 0.0
-    layer.top[:] = -1
-    for window in range(len(layer.work)):
-        first, second, third = -1.0, -1.0, -1.0
-        for rank in range(len(ranks.zone)):
-            load = 0.0
-            for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
-                if layer.held[slot] >= 0:
-                    load += layer.each[window, layer.held[slot]]
-            time = load * ranks.slowness[rank]
-            layer.time[window, rank] = time
-            if time > first:
-                third, second, first = second, first, time
-                layer.top[window, 2] = layer.top[window, 1]
-                layer.top[window, 1] = layer.top[window, 0]
-                layer.top[window, 0] = rank
-            elif time > second:
-                third, second = second, time
-                layer.top[window, 2] = layer.top[window, 1]
-                layer.top[window, 1] = rank
-            elif time > third:
-                third = time
-                layer.top[window, 2] = rank
-        total += first
-    return total / len(layer.work)
+def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Record) -> Made:
+    """Change a layer step by step, write each down, and leave it in the best state.
+
+    Args:
+        search: the layer.
+        rules: its target, and what is tried.
+        limits: steps in all, and steps without a better score.
+        record: as long as the first limit.
+
+    Returns:
+        How many steps there were, and how many lead to the best state: those after it only
+        shuffled equally busy ranks, and are not worth a move.
+    """
+    (most, patience), (slots, experts, score, moves) = limits, record
+    target, held = rules.target[search.number], search.layer.held
+    best_held = held.copy()
+    score[0] = measure(search.layer)
+    best = made = 0
+    while made < most and score[best] > target and made - best < patience:
+        change = best_change(search, rules.copies, rules.min_gain)
+        if change[0] < 0:
+            break
+        slots[made, 0], experts[made, 0], slots[made, 1], experts[made, 1] = change
+        moves[made + 1] = moves[made] + _moves_added(search, change)
+        make_change(search.layer, change)
+        made += 1
+        score[made] = measure(search.layer)
+        if score[made] < score[best] - 1e-12:
+            best = made
+            copy_into(best_held, held)
+    copy_into(held, best_held)
+    return made, best
 
 
 @jit
-def _best_change(layer: Layer, ranks: Ranks, rules: Rules) -> Change:
+def copy_into(target: IntArray, source: IntArray) -> None:
+    """As ``target[:] = source``, which takes long to compile."""
+    for place in range(len(target)):
+        target[place] = source[place]
+
+
+@jit
+def make_change(layer: Layer, change: Change) -> None:
+    """Carry a change out."""
+    if change[2] >= 0:
+        trade(layer, change[0], change[2])
+    else:
+        put(layer, change[0], change[1])
+
+
+@jit
+def _moves_added(search: Search, change: Change) -> int:
+    """How many more experts a change leaves where the base does not have them."""
+    layer, fee, moves = search.layer, search.fee, 0
+    if not search.thrifty:
+        return 0
+    for part in range(2):
+        slot, expert = (change[0], change[1]) if part == 0 else (change[2], change[3])
+        if slot < 0:
+            continue
+        rank, leaves = layer.rank_of_slot[slot], layer.held[slot]
+        moves += expert >= 0 and fee[rank, expert] > 0
+        moves -= leaves >= 0 and fee[rank, leaves] > 0
+    return moves
+
+
+@jit
+def best_change(search: Search, copies: int, min_gain: float) -> Change:
     """What gains most per move for the busiest rank, else for the next; slot -1 when stuck."""
-    num_windows = len(layer.work)
-    busiest = np.full(len(ranks.zone), -1.0)  # summed over the windows in which a rank is busiest
-    for window in range(num_windows):
+    layer = search.layer
+    busiest = np.full(len(layer.zone), -1.0)  # over the windows in which a rank is busiest
+    for window in range(len(layer.rate)):
         hot = layer.top[window, 0]
-        busiest[hot] = max(busiest[hot], 0.0) + layer.time[window, hot]
+        busiest[hot] = max(busiest[hot], 0.0) + layer.counts[window] * layer.time[hot, window]
     for _ in range(NUM_HOT_RANKS):
         hot = int(np.argmax(busiest))
         if busiest[hot] < 0:
             break
         busiest[hot] = -1.0
-        bound = outline(layer, hot)
-        score, swap = best_swap(layer, ranks, bound, hot, rules.min_gain * num_windows)
-        if rules.copies == COPIES_ALWAYS or (rules.copies == COPIES_LAST and swap[0] < 0):
-            _, copy = best_copy(layer, ranks, bound, hot, score)
+        bound = outline(search, hot)
+        score, change = best_swap(search, bound, min_gain)
+        if copies == COPIES_ALWAYS or (copies == COPIES_LAST and change[0] < 0):
+            score, copy = best_copy(search, bound, score)
             if copy[0] >= 0:
-                return copy
-        if swap[0] >= 0:
-            return swap
+                change = copy
+        if len(layer.curve_tokens) > 0:
+            _, drop = best_drop(search, bound, score)
+            if drop[0] >= 0:
+                change = drop
+        if change[0] >= 0:
+            return change
     return (-1, -1, -1, -1)

@@ -56,19 +56,21 @@ def split_layers(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatA
 def split_layer(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatArray, float, float]:
     """One layer of ``split_layers``: [S] shares, objective with equal and with these shares."""
     split = equal_split_of(work, held, ranks)
+    stages = np.array(DOUBLINGS)
     best = split.share.copy()
-    equal = _soften(split, DOUBLINGS[0])
+    equal = _soften(split, stages[0])
     least = equal
     patience = _patience(split)
-    for doublings in DOUBLINGS:
-        if doublings == DOUBLINGS[-1] and len(split.weight) == 1:
+    for stage in range(len(stages)):
+        doublings = stages[stage]
+        if stage == len(stages) - 1 and len(split.weight) == 1:
             patience *= 8  # a long chain of ranks passes load on in many small sweeps
         stalled, last = 0, np.inf
         for _ in range(MOST_SWEEPS):
             now = _soften(split, doublings)
             if now < least:
                 least = now
-                best[:] = split.share
+                copy_shares(best, split.share)
             stalled = stalled + 1 if now > last * (1.0 - STALLED) else 0
             last = min(last, now)
             if least <= _bound(split) * (1.0 + CLOSE_ENOUGH):
@@ -77,11 +79,18 @@ def split_layer(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatAr
                 break
             if _sweep(split, doublings) * 2.0**doublings < SETTLED:
                 break
-    now = _soften(split, DOUBLINGS[-1])
+    now = _soften(split, stages[-1])
     if now < least:
         least = now
-        best[:] = split.share
+        copy_shares(best, split.share)
     return best, equal, least
+
+
+@jit
+def copy_shares(target: FloatArray, source: FloatArray) -> None:
+    """As ``target[:] = source``, which takes long to compile."""
+    for place in range(len(target)):
+        target[place] = source[place]
 
 
 @jit
@@ -99,7 +108,9 @@ def _soften(split: Split, doublings: int) -> float:
     """Fill in what follows from the times, and return the objective."""
     num_ranks, num_windows = split.time.shape
     for window in range(num_windows):
-        split.worst[window] = split.time[:, window].max()
+        split.worst[window] = 0.0
+        for rank in range(num_ranks):
+            split.worst[window] = max(split.worst[window], split.time[rank, window])
         split.total[window] = 0.0
     for rank in range(num_ranks):
         for window in range(num_windows):
@@ -120,21 +131,28 @@ def _sharpened(part: float, doublings: int) -> float:
 @jit
 def _weigh(split: Split) -> float:
     """Every window counts, and the worst ones again; return the objective."""
-    num_windows = len(split.worst)
+    worst, weights = split.worst, split.weight
+    num_windows = len(worst)
     if num_windows == 0:
         return 1.0
     tail = max(1.0, TAIL_PART * num_windows)
     left = tail
+    counted = np.zeros(num_windows, dtype=np.bool_)
     objective = 0.0
-    for window in np.argsort(-split.worst):
+    for _ in range(num_windows):
+        window = -1
+        for number in range(num_windows):
+            if not counted[number] and (window < 0 or worst[number] > worst[window]):
+                window = number
+        counted[window] = True
         taken = min(1.0, left)
         left -= taken
         weight = (1.0 - TAIL_WEIGHT) / num_windows + TAIL_WEIGHT * taken / tail
-        objective += weight * split.worst[window]
+        objective += weight * worst[window]
         # Half the old weight: windows that take turns as the worst end up sharing the tail.
-        is_first = split.weight[window] == 0.0
-        split.weight[window] = weight if is_first else (split.weight[window] + weight) / 2.0
-        split.pull[window] = split.weight[window] / split.total[window]
+        is_first = weights[window] == 0.0
+        weights[window] = weight if is_first else (weights[window] + weight) / 2.0
+        split.pull[window] = weights[window] / split.total[window]
     return objective
 
 
@@ -179,7 +197,7 @@ def _steepest(split: Split, expert: int) -> tuple[int, int, float, float]:
         slope = 0.0
         for window in range(len(pull)):
             slope += pull[window] * near[rank, window] * work[expert, window]
-        slope *= split.ranks.slowness[rank]
+        slope *= split.slowness[rank]
         if slope < lowest:
             low, lowest = slot, slope
         if slope > highest and split.share[slot] > 0:
@@ -194,7 +212,7 @@ def _shift(
     """Shift tokens from one slot to another by a Newton step; return the load that moved."""
     high, low = slots
     one, other = split.rank[high], split.rank[low]
-    slow, fast = split.ranks.slowness[one], split.ranks.slowness[other]
+    slow, fast = split.slowness[one], split.slowness[other]
     sharpness, curvature, most = 2.0**doublings, 0.0, 0.0
     near, total, worst, time = split.near, split.total, split.worst, split.time
     for window in range(len(total)):

@@ -97,7 +97,7 @@ def test_numbers_that_do_not_fit_are_refused(
 
 
 def test_a_load_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(HistoryError, match="not finite"):
+    with pytest.raises(HistoryError, match="expected a finite number"):
         rebalance_experts(np.array([[1.0, np.nan, 1.0]]), 4, 1, 1, 2)
 
 

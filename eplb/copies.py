@@ -1,0 +1,172 @@
+"""The change that alters how many replicas an expert has, compiled: a slot takes another expert.
+
+The replica that the slot held goes, so its other replicas get busier; the replicas of the new
+expert get less busy. Where a replica costs time of its own (small batches), a slot may also be
+emptied.
+
+Shapes:  T windows, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.changes import FREE, Change, Outline, Search, may_leave
+from eplb.jit import jit
+from eplb.kernels import NONE, IntArray
+from eplb.layer import Layer, replica_time
+
+
+@jit
+def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
+    """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
+    layer, hot, each = search.layer, bound.hot, bound.each
+    held, holds, slowness = layer.held, layer.holds, layer.slowness
+    replicas, holders, zone_of_expert = layer.replicas, layer.holders, layer.zone_of_expert
+    first_slot, room, relief, gaps = layer.first_slot, layer.room, bound.relief, bound.gap
+    best = (-1, -1, -1, -1)
+    slow = slowness[hot]
+    is_linear = len(layer.curve_tokens) == 0
+    everyone = np.arange(len(replicas))
+    on_hot = _worth_copying(layer, bound, score * FREE)
+    for rank in range(len(first_slot) - 1):
+        if rank != hot and (len(on_hot) == 0 or gaps[rank] <= 0):
+            continue
+        least, slow_there = bound.least[rank], slowness[rank]
+        for slot in range(first_slot[rank], first_slot[rank] + room[rank]):
+            leaves = held[slot]
+            if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):
+                continue
+            if leaves >= 0 and not may_leave(search, leaves, rank, NONE):
+                continue
+            # Written out here: a call would take longer than what it does.
+            gone, heavier, nearest, most = 0.0, 0.0, -1, np.inf
+            if leaves >= 0:
+                gone = each[leaves]
+                if is_linear:
+                    heavier = each[leaves] / (replicas[leaves] - 1)
+                else:
+                    heavier = _heavier(layer, bound, leaves)
+                for place in range(replicas[leaves]):
+                    other = holders[leaves, place]
+                    left = gaps[other] - heavier * slowness[other]
+                    if other != rank and other != hot and left < most:
+                        nearest, most = other, left
+            on_both = leaves >= 0 and rank != hot and holds[hot, leaves]
+            added = heavier * slow if on_both else 0.0
+            # The hot rank must get lighter, and this one stay lighter than that one was.
+            slack = gaps[rank] + gone * slow_there
+            candidates = everyone if rank == hot else on_hot
+            if nearest >= 0 and most <= score * least:
+                # Nothing helps but what relieves that holder as well.
+                candidates = held[first_slot[nearest] : first_slot[nearest + 1]]
+            for place in range(len(candidates)):
+                expert = candidates[place]
+                if expert < 0 or not (rank == hot or holds[hot, expert]):
+                    continue
+                gain = slack - (each[expert] - relief[expert]) * slow_there
+                if rank != hot:
+                    gain = min(gain, relief[expert] * slow - added)
+                # One that the new replica relieves too gets less heavy than that.
+                if nearest >= 0 and not holds[nearest, expert]:
+                    gain = min(gain, most)
+                if gain <= score * least or holds[rank, expert]:
+                    continue
+                weight = least
+                if search.thrifty:
+                    weight = max(search.fee[rank, expert], least)
+                if gain <= score * weight or zone_of_expert[expert] != layer.zone[rank]:
+                    continue
+                gain = _copy_gain(layer, bound, rank, leaves, expert, score * weight)
+                if gain > score * weight:
+                    score = gain / weight
+                    best = (slot, expert, -1, -1)
+    return score, best
+
+
+@jit
+def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
+    """Experts of the hot rank that one replica more would relieve by more than needed."""
+    chosen = np.empty(len(layer.replicas), dtype=np.int64)
+    number = 0
+    for expert in range(len(chosen)):
+        relief = bound.relief[expert] * layer.slowness[bound.hot]
+        if layer.holds[bound.hot, expert] and relief > needed:
+            chosen[number] = expert
+            number += 1
+    return chosen[:number]
+
+
+@jit
+def _heavier(layer: Layer, bound: Outline, leaves: int) -> float:
+    """What each other replica of ``leaves`` takes on when one goes."""
+    heavier = 0.0
+    for place in range(bound.num_hot):
+        window = bound.windows[place]
+        then = replica_time(layer, leaves, window, layer.replicas[leaves] - 1)
+        heavier += layer.counts[window] * (then - layer.each[leaves, window])
+    return heavier
+
+
+@jit
+def best_drop(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
+    """The best slot of the hot rank to empty, above ``score``: that moves nothing."""
+    layer, hot = search.layer, bound.hot
+    best = (-1, -1, -1, -1)
+    for slot in range(layer.first_slot[hot], layer.first_slot[hot + 1]):
+        leaves = layer.held[slot]
+        if leaves < 0 or layer.replicas[leaves] < 2 or not may_leave(search, leaves, hot, NONE):
+            continue
+        gain = _copy_gain(layer, bound, hot, leaves, NONE, score)
+        if gain > score:
+            score = gain
+            best = (slot, -1, -1, -1)
+    return score, best
+
+
+@jit
+def _copy_gain(
+    layer: Layer, bound: Outline, rank: int, leaves: int, expert: int, needed: float
+) -> float:
+    """Sum over windows of how much the busiest time falls when ``expert`` replaces ``leaves``."""
+    hot, gain, windows, num_hot = bound.hot, 0.0, bound.windows, bound.num_hot
+    each, time, replicas, holds = layer.each, layer.time, layer.replicas, layer.holds
+    holders, slowness, top = layer.holders, layer.slowness, layer.top
+    for step in range(len(windows)):
+        window = windows[step]
+        if step >= num_hot and gain <= needed:
+            return gain
+        share = lighter = gone = heavier = 0.0
+        if expert >= 0:
+            share = replica_time(layer, expert, window, replicas[expert] + 1)
+            lighter = each[expert, window] - share
+        if leaves >= 0:
+            gone = each[leaves, window]
+            heavier = replica_time(layer, leaves, window, replicas[leaves] - 1) - gone
+        worst = time[rank, window] + (share - gone) * slowness[rank]
+        if rank != hot:
+            at = time[hot, window]
+            if expert >= 0 and holds[hot, expert]:
+                at -= lighter * slowness[hot]
+            if leaves >= 0 and holds[hot, leaves]:
+                at += heavier * slowness[hot]
+            worst = max(worst, at)
+        if leaves >= 0:
+            for place in range(replicas[leaves]):
+                other = holders[leaves, place]
+                if other != rank and other != hot:
+                    less = lighter if expert >= 0 and holds[other, expert] else 0.0
+                    if heavier > less or step >= num_hot:
+                        worst = max(worst, time[other, window] + (heavier - less) * slowness[other])
+        if step >= num_hot:
+            # Here another rank is the busiest: it stays so unless it is relieved too.
+            for place in range(3):
+                other = top[window, place]
+                if other < 0 or other in (hot, rank):
+                    continue
+                less = lighter if expert >= 0 and holds[other, expert] else 0.0
+                worst = max(worst, time[other, window] - less * slowness[other])
+                if less == 0.0:
+                    break
+        gain += layer.counts[window] * (time[top[window, 0], window] - worst)
+    return gain

@@ -1,0 +1,187 @@
+"""From any placement of a layer to one that keeps its bonds, compiled.
+
+Bonds are what a layer must keep to: every expert has a slot, on a rank that is ready, in enough
+failure domains, and on the ranks it is pinned to. What is missing is mended one replica at a time:
+by a trade with another expert when the expert has a replica to spare, else in an empty slot or in
+place of a redundant replica; each time where the ranks involved end least busy.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.changes import Search, free_search, may_leave, standing
+from eplb.jit import jit
+from eplb.kernels import NONE, Bonds, BoolArray, Demand, IntArray, Ranks
+from eplb.layer import Layer, open_layer, put, trade
+
+LAST_RESORT = 1e9  # more than any rank's time
+
+
+@jit
+def clean(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> None:
+    """Empty, in place, all slots of ``held`` [L, S] that are dead, unusable, doubled or strayed."""
+    for layer in range(len(held)):
+        for rank in range(len(ranks.zone)):
+            first, end = ranks.first_slot[rank], ranks.first_slot[rank + 1]
+            for slot in range(first, end):
+                expert = held[layer, slot]
+                if expert < 0:
+                    continue
+                is_wrong = slot - first >= ranks.room[layer, rank]
+                is_wrong = is_wrong or zone_of_expert[layer, expert] != ranks.zone[rank]
+                for lower in range(first, slot):
+                    is_wrong = is_wrong or held[layer, lower] == expert
+                if is_wrong:
+                    held[layer, slot] = -1
+
+
+def enforce(demand: Demand, held: IntArray, ranks: Ranks, bonds: Bonds) -> IntArray:
+    """Mend ``held`` [L, S] in place; [L] an expert whose bonds cannot be kept so, else -1.
+
+    Args:
+        demand: loads, to end with busy ranks relieved.
+        held: as ``clean`` leaves it.
+        ranks: where slots are.
+        bonds: what to keep to; ``spread`` and ``pinned`` for every layer.
+    """
+    # Heaviest first, while there is most choice. Here, since numba compiles a sort slowly.
+    order = np.argsort(-demand.tokens.sum(axis=2), axis=1, kind="stable")
+    return _enforce(demand, held, ranks, bonds, order)
+
+
+@jit
+def _enforce(
+    demand: Demand, held: IntArray, ranks: Ranks, bonds: Bonds, order: IntArray
+) -> IntArray:
+    failed = np.full(len(held), -1, dtype=np.int64)
+    wanted = np.empty(len(ranks.zone), dtype=np.bool_)
+    for number in range(len(held)):
+        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, len(ranks.zone))
+        search = free_search(layer, bonds, number)
+        for place in range(order.shape[1]):
+            expert = order[number, place]
+            while failed[number] < 0 and _lacks(search, expert, wanted):
+                if not _mend(search, expert, wanted):
+                    failed[number] = expert
+    return failed
+
+
+@jit
+def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
+    """Whether an expert's bonds are not kept; fills in [R] ranks, one of which should get it."""
+    layer, domain = search.layer, search.domain
+    holds, is_missed = layer.holds, False
+    for rank in range(len(wanted)):
+        wanted[rank] = search.pinned[search.number, rank, expert] and not holds[rank, expert]
+        is_missed = is_missed or wanted[rank]
+    if is_missed:
+        return True
+    domains, is_safe = standing(search, expert, NONE, NONE)
+    if is_safe and domains >= search.spread[search.number, expert]:
+        return False
+    for rank in range(len(wanted)):
+        fits = layer.zone[rank] == layer.zone_of_expert[expert] and not holds[rank, expert]
+        if not is_safe:
+            wanted[rank] = fits and search.ready[rank]
+            continue
+        for place in range(layer.replicas[expert]):
+            if domain[layer.holders[expert, place]] == domain[rank]:
+                fits = False
+        wanted[rank] = fits
+    return True
+
+
+@jit
+def _mend(search: Search, expert: int, wanted: BoolArray) -> bool:
+    """Give one of these ranks a replica; False if no way is found."""
+    layer = search.layer
+    best, best_time, best_own = NONE, np.inf, NONE
+    for rank in range(len(wanted)):
+        if not wanted[rank]:
+            continue
+        first = layer.first_slot[rank]
+        for slot in range(first, first + layer.room[rank]):
+            other = layer.held[slot]
+            time = _time_with(layer, rank, expert, other)
+            # Replacing a replica changes the counts that balance rests on, so trades come first.
+            may_go = other < 0 or may_leave(search, other, rank, NONE)
+            if may_go and time + LAST_RESORT < best_time:
+                best, best_time, best_own = slot, time + LAST_RESORT, NONE
+            own = _own_to_trade(search, expert, rank, other)
+            if own >= 0 and time < best_time:
+                best, best_time, best_own = slot, time, own
+    if best < 0:
+        return _make_way(search, expert, wanted)
+    if best_own >= 0:
+        trade(layer, best_own, best)
+    else:
+        put(layer, best, expert)
+    return True
+
+
+@jit
+def _time_with(layer: Layer, rank: int, expert: int, other: int) -> float:
+    """Time of a rank if ``expert`` were there in place of ``other``."""
+    mean = 0.0
+    for window in range(len(layer.weight)):
+        load = layer.each[expert, window]
+        if other >= 0:
+            load -= layer.each[other, window]
+        mean += layer.weight[window] * (layer.time[rank, window] + load * layer.slowness[rank])
+    return mean
+
+
+@jit
+def _make_way(search: Search, expert: int, wanted: BoolArray) -> bool:
+    """Send an expert that may not just leave from a wanted rank to a third one, and take its slot.
+
+    On the third rank it takes an empty slot or a redundant replica's.
+    """
+    layer = search.layer
+    rank_of_slot, first_slot, room = layer.rank_of_slot, layer.first_slot, layer.room
+    for slot in range(len(layer.held)):
+        rank, other = rank_of_slot[slot], layer.held[slot]
+        if not wanted[rank] or slot - first_slot[rank] >= room[rank] or other < 0:
+            continue
+        for third in range(len(layer.held)):
+            there, redundant = rank_of_slot[third], layer.held[third]
+            if there == rank or layer.holds[there, other] or redundant == expert:
+                continue
+            if third - first_slot[there] >= room[there]:
+                continue
+            if layer.zone[there] != layer.zone_of_expert[other]:
+                continue
+            if redundant >= 0 and not may_leave(search, redundant, there, NONE):
+                continue
+            if may_leave(search, other, rank, there):
+                put(layer, third, other)
+                put(layer, slot, expert)
+                return True
+    return False
+
+
+@jit
+def _own_to_trade(search: Search, expert: int, rank: int, other: int) -> int:
+    """A slot of ``expert`` that may trade with ``other`` on a rank and so mends, else -1."""
+    layer = search.layer
+    is_pin = search.pinned[search.number, rank, expert]
+    domains, is_safe = standing(search, expert, NONE, NONE)
+    for place in range(layer.replicas[expert]):
+        holder = layer.holders[expert, place]
+        if not may_leave(search, expert, holder, rank):
+            continue
+        domains_then, is_safe_then = standing(search, expert, holder, rank)
+        if not is_pin and domains_then <= domains and (is_safe or not is_safe_then):
+            continue
+        if other >= 0:
+            if layer.holds[holder, other] or layer.zone_of_expert[other] != layer.zone[holder]:
+                continue
+            if not may_leave(search, other, rank, holder):
+                continue
+        for slot in range(layer.first_slot[holder], layer.first_slot[holder + 1]):
+            if layer.held[slot] == expert:
+                return slot
+    return -1

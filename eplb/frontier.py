@@ -1,0 +1,122 @@
+"""Which steps of which layers a budget of moves buys: the frontier of moves against balance.
+
+Each layer was improved on its own, step by step. Of its steps only those on the lower hull of
+moves against score are worth stopping at; taken over all layers in order of gain per move, they
+are the best use of any number of moves (exactly so at every point of the frontier).
+
+Shapes:  L MoE layers, S slots, P points of the frontier.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb.jit import jit
+from eplb.kernels import FloatArray, IntArray
+from eplb.search import Steps
+
+MOST_POINTS = 100  # of a curve that people look at
+
+Curve = tuple[tuple[int, float], ...]  # (moves, mean score over layers), fewest moves first
+
+
+class Frontier(NamedTuple):
+    """Segments in the order in which they are bought."""
+
+    layer: IntArray  # [P]
+    steps: IntArray  # [P] steps of the layer that are taken once this is bought
+    moves: IntArray  # [P] that this adds
+    score: FloatArray  # [P] of the layer once this is bought
+
+
+def frontier_of(steps: Steps, layers: IntArray) -> Frontier:
+    """The frontier over some layers; what a layer starts with is not part of it."""
+    layer, taken, moves, gain, score = _segments(
+        steps.score, steps.moves, steps.taken, np.ascontiguousarray(layers)
+    )
+    # Free gains first. A layer's own segments fall in gain per move, so they stay in order.
+    order = np.argsort(-gain / np.maximum(moves, 1e-3), kind="stable")
+    return Frontier(layer[order], taken[order], moves[order], score[order])
+
+
+@jit
+def _segments(
+    score: FloatArray, moves: IntArray, taken: IntArray, layers: IntArray
+) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray]:
+    """Segments of each layer's lower hull: layer, steps, moves and gain, and the score after."""
+    most = (taken + 1).sum()
+    of_layer, at_step = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    added, after = np.empty(most, dtype=np.int64), np.empty(most)
+    gained = np.empty(most)
+    size = 0
+    for layer in layers:
+        step = 0
+        while step < taken[layer]:
+            best, best_slope = -1, 0.0
+            for later in range(step + 1, taken[layer] + 1):
+                gain = score[layer, step] - score[layer, later]
+                more = max(moves[layer, later] - moves[layer, step], 0)
+                slope = gain / max(more, 1e-3)
+                if slope > best_slope:
+                    best, best_slope = later, slope
+            if best < 0:
+                break
+            of_layer[size], at_step[size] = layer, best
+            added[size] = max(moves[layer, best] - moves[layer, step], 0)
+            gained[size], after[size] = score[layer, step] - score[layer, best], score[layer, best]
+            size += 1
+            step = best
+    return of_layer[:size], at_step[:size], added[:size], gained[:size], after[:size]
+
+
+def buy(frontier: Frontier, num_layers: int, most: int | None) -> tuple[IntArray, Frontier]:
+    """[L] how many steps of each layer ``most`` moves buy, and the part of the frontier bought."""
+    taken = np.zeros(num_layers, dtype=np.int64)
+    bought = _affordable(frontier, num_layers, most)
+    for layer, steps in zip(frontier.layer[bought], frontier.steps[bought], strict=True):
+        taken[layer] = steps
+    return taken, Frontier(
+        frontier.layer[bought],
+        frontier.steps[bought],
+        frontier.moves[bought],
+        frontier.score[bought],
+    )
+
+
+def _affordable(frontier: Frontier, num_layers: int, most: int | None) -> IntArray:
+    """Positions that are bought: a layer that cannot go on is left, others may."""
+    if most is None or frontier.moves.sum() <= most:
+        return np.arange(len(frontier.layer))
+    spent, stopped, bought = 0, np.zeros(num_layers, dtype=np.bool_), []
+    for place, (layer, moves) in enumerate(zip(frontier.layer, frontier.moves, strict=True)):
+        if stopped[layer] or spent + moves > most:
+            stopped[layer] = True
+            continue
+        spent += int(moves)
+        bought.append(place)
+    return np.array(bought, dtype=np.int64)
+
+
+def curve_of(bought: Frontier, first: FloatArray, moves: int) -> Curve:
+    """Moves against the mean score, from the start's scores ``first`` [L] and its moves."""
+    now = first.copy()
+    total = now.sum()
+    points = [(moves, float(total / len(now)))]
+    for layer, added, score in zip(bought.layer, bought.moves, bought.score, strict=True):
+        total += score - now[layer]
+        now[layer] = score
+        moves += int(added)
+        points.append((moves, float(total / len(now))))
+    return thinned(points)
+
+
+def thinned(points: list[tuple[int, float]]) -> Curve:
+    """At most MOST_POINTS of them, the ends included; of several with equal moves the last."""
+    by_moves = dict(points)
+    kept = sorted(by_moves.items())
+    if len(kept) <= MOST_POINTS:
+        return tuple(kept)
+    places = np.linspace(0, len(kept) - 1, MOST_POINTS).round().astype(int)
+    return tuple(kept[place] for place in places)

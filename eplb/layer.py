@@ -1,0 +1,283 @@
+"""One layer while it is searched, compiled: what the slots hold, and what that makes of each rank.
+
+A rank's time is its load in units of a fair rank's, so the busiest rank's time is the imbalance.
+The score of a layer is a mix of the mean of that over the windows and of its mean over the worst
+of them, so a plan neither averages peaks away nor lives for one of them.
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, P points of a curve.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.jit import by_reference, jit
+from eplb.kernels import BoolArray, Demand, FloatArray, IntArray, Ranks
+
+
+class Layer:
+    """One layer while it is searched."""
+
+    tokens: FloatArray  # [E, T] busy windows only
+    rate: FloatArray  # [T]
+    extra: FloatArray  # [T]
+    weight: FloatArray  # [T]
+    counts: FloatArray  # [T] weight with the worst windows counted more: see ``measure``
+    tail: float
+    tail_size: float
+    curve_tokens: FloatArray  # [P]
+    curve_time: FloatArray  # [P]
+    zone_of_expert: IntArray  # [E]
+    zone: IntArray  # [R]
+    first_slot: IntArray  # [R + 1]
+    slowness: FloatArray  # [R]
+    room: IntArray  # [R]
+    rank_of_slot: IntArray  # [S]
+    held: IntArray  # [S]
+    replicas: IntArray  # [E] how many slots hold each expert
+    holders: IntArray  # [E, most replicas] the ranks that do, the first ``replicas`` entries
+    holds: BoolArray  # [R, E]
+    each: FloatArray  # [E, T] time of one replica
+    time: FloatArray  # [R, T]
+    top: IntArray  # [T, 3] the three busiest ranks; -1 when there are fewer
+
+
+new_layer = by_reference(Layer)
+
+
+@jit
+def open_layer(
+    demand: Demand, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, number: int, most: int
+) -> Layer:
+    """One layer of ``held`` [L, S], ready to be changed in place.
+
+    Args:
+        demand: only its busy windows are taken over, which there must be.
+        held: experts by slot.
+        zone_of_expert: [L, E].
+        ranks: where slots are.
+        number: of the layer.
+        most: replicas that an expert may come to have.
+    """
+    num_experts, num_ranks, num_slots = zone_of_expert.shape[1], len(ranks.zone), held.shape[1]
+    num_windows, together = 0, 0.0
+    for window in range(len(demand.weight)):
+        if demand.rate[number, window] > 0 and demand.weight[window] > 0:
+            num_windows += 1
+            together += demand.weight[window]
+    tokens = np.empty((num_experts, num_windows))
+    rate, extra, weight = np.empty(num_windows), np.empty(num_windows), np.empty(num_windows)
+    place = 0
+    for window in range(len(demand.weight)):
+        if demand.rate[number, window] > 0 and demand.weight[window] > 0:
+            rate[place] = demand.rate[number, window]
+            extra[place] = demand.extra[number, window]
+            weight[place] = demand.weight[window] / together
+            for expert in range(num_experts):
+                tokens[expert, place] = demand.tokens[number, expert, window]
+            place += 1
+    rank_of_slot = np.empty(num_slots, dtype=np.int64)
+    for rank in range(num_ranks):
+        for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
+            rank_of_slot[slot] = rank
+    layer = new_layer(
+        tokens,
+        rate,
+        extra,
+        weight,
+        np.zeros(num_windows),
+        demand.tail,
+        demand.tail_size,
+        demand.curve_tokens,
+        demand.curve_time,
+        zone_of_expert[number],
+        ranks.zone,
+        ranks.first_slot,
+        ranks.slowness,
+        ranks.room[number],
+        rank_of_slot,
+        held[number],
+        np.zeros(num_experts, dtype=np.int64),
+        np.empty((num_experts, min(most, num_ranks)), dtype=np.int64),
+        np.zeros((num_ranks, num_experts), dtype=np.bool_),
+        np.zeros((num_experts, num_windows)),
+        np.zeros((num_ranks, num_windows)),
+        np.full((num_windows, 3), -1, dtype=np.int64),
+    )
+    take_stock(layer)
+    return layer
+
+
+@jit
+def curve_at(layer: Layer, tokens: float) -> float:
+    """Time of a replica that gets so many tokens a step: the curve, straight between its points.
+
+    Fewer than one token a step means steps without any: those cost nothing, and tokens that come
+    by chance leave a share of exp(-tokens) of the steps without one. Without a curve: the tokens.
+    """
+    points, times = layer.curve_tokens, layer.curve_time
+    if len(points) == 0:
+        return tokens
+    if tokens <= 0.0:
+        return 0.0
+    right = 1
+    while right < len(points) - 1 and points[right] < tokens:
+        right += 1
+    at = max(tokens, points[0])
+    slope = (times[right] - times[right - 1]) / (points[right] - points[right - 1])
+    busy = times[right - 1] + slope * (at - points[right - 1])
+    time: float = busy * (1.0 - np.exp(-tokens))
+    return time
+
+
+@jit
+def replica_time(layer: Layer, expert: int, window: int, replicas: int) -> float:
+    """Time of one of so many replicas of an expert."""
+    time: float = layer.rate[window] * curve_at(layer, layer.tokens[expert, window] / replicas)
+    return time
+
+
+@jit
+def take_stock(layer: Layer) -> None:
+    """Derive counts, holders and times from ``held``."""
+    held, replicas, holders, holds = layer.held, layer.replicas, layer.holders, layer.holds
+    rank_of_slot = layer.rank_of_slot
+    replicas.fill(0)
+    holds.fill(False)
+    for slot in range(len(held)):
+        expert = held[slot]
+        if expert >= 0:
+            rank = rank_of_slot[slot]
+            holders[expert, replicas[expert]] = rank
+            replicas[expert] += 1
+            holds[rank, expert] = True
+    for expert in range(len(replicas)):
+        _time_expert(layer, expert)
+    for rank in range(len(layer.zone)):
+        time_rank(layer, rank)
+
+
+@jit
+def _time_expert(layer: Layer, expert: int) -> None:
+    each, tokens, rate = layer.each, layer.tokens, layer.rate
+    # While it is put elsewhere an expert may have no slot for a moment.
+    replicas = max(layer.replicas[expert], 1)
+    is_linear = len(layer.curve_tokens) == 0
+    for window in range(len(rate)):
+        if is_linear:
+            each[expert, window] = rate[window] * (tokens[expert, window] / replicas)
+        else:
+            each[expert, window] = replica_time(layer, expert, window, replicas)
+
+
+@jit
+def time_rank(layer: Layer, rank: int) -> None:
+    """Sum a rank up afresh, so that no rounding errors pile up over many changes."""
+    if layer.zone[rank] < 0:
+        return
+    held, each, times, extra = layer.held, layer.each, layer.time, layer.extra
+    first, end, slow = layer.first_slot[rank], layer.first_slot[rank + 1], layer.slowness[rank]
+    for window in range(len(extra)):
+        time = extra[window]
+        for slot in range(first, end):
+            if held[slot] >= 0:
+                time += each[held[slot], window]
+        times[rank, window] = time * slow
+
+
+@jit
+def put(layer: Layer, slot: int, expert: int) -> None:
+    """Let a slot hold another expert, and keep counts, holders and times true."""
+    held, replicas, holders = layer.held, layer.replicas, layer.holders
+    rank, leaves = layer.rank_of_slot[slot], held[slot]
+    held[slot] = expert
+    if leaves >= 0:
+        replicas[leaves] -= 1
+        layer.holds[rank, leaves] = False
+        last = replicas[leaves]
+        for place in range(last):
+            if holders[leaves, place] == rank:
+                holders[leaves, place] = holders[leaves, last]
+        _time_expert(layer, leaves)
+        for place in range(last):
+            time_rank(layer, holders[leaves, place])
+    if expert >= 0:
+        holders[expert, replicas[expert]] = rank
+        replicas[expert] += 1
+        layer.holds[rank, expert] = True
+        _time_expert(layer, expert)
+        for place in range(replicas[expert]):
+            time_rank(layer, holders[expert, place])
+    time_rank(layer, rank)
+
+
+@jit
+def trade(layer: Layer, slot: int, other: int) -> None:
+    """Let two slots of two ranks trade what they hold: no count changes, so only two times do."""
+    held = layer.held
+    one, two = layer.rank_of_slot[slot], layer.rank_of_slot[other]
+    mine, theirs = held[slot], held[other]
+    _relocate(layer, mine, one, two)
+    _relocate(layer, theirs, two, one)
+    held[slot], held[other] = theirs, mine
+    time_rank(layer, one)
+    time_rank(layer, two)
+
+
+@jit
+def _relocate(layer: Layer, expert: int, leaves: int, joins: int) -> None:
+    if expert < 0:
+        return
+    layer.holds[leaves, expert] = False
+    layer.holds[joins, expert] = True
+    holders = layer.holders
+    for place in range(layer.replicas[expert]):
+        if holders[expert, place] == leaves:
+            holders[expert, place] = joins
+
+
+@jit
+def measure(layer: Layer) -> float:
+    """Find the busiest ranks, let the worst windows count more, and return the score."""
+    times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
+    for window in range(len(weight)):
+        first, second, third = -1.0, -1.0, -1.0
+        at_first, at_second, at_third = -1, -1, -1
+        for rank in range(len(times)):
+            time = times[rank, window]
+            if time > first:
+                third, second, first = second, first, time
+                at_third, at_second, at_first = at_second, at_first, rank
+            elif time > second:
+                third, second = second, time
+                at_third, at_second = at_second, rank
+            elif time > third:
+                third, at_third = time, rank
+        top[window, 0], top[window, 1], top[window, 2] = at_first, at_second, at_third
+        counts[window] = weight[window] * (1.0 - layer.tail)
+    if layer.tail > 0:
+        _count_worst(layer)
+    score = 0.0
+    for window in range(len(weight)):
+        score += counts[window] * times[top[window, 0], window]
+    return score
+
+
+@jit
+def _count_worst(layer: Layer) -> None:
+    """Let the worst windows count for the tail's part of the score as well."""
+    times, top, weight = layer.time, layer.top, layer.weight
+    left, share = layer.tail_size, layer.tail / max(layer.tail_size, 1e-12)
+    counted = np.zeros(len(weight), dtype=np.bool_)
+    while left > 1e-12:
+        worst, most = -1, -1.0
+        for window in range(len(weight)):
+            time = times[top[window, 0], window]
+            if not counted[window] and time > most:
+                worst, most = window, time
+        if worst < 0:
+            return
+        counted[worst] = True
+        taken = min(left, weight[worst])
+        layer.counts[worst] += share * taken
+        left -= taken

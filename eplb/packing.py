@@ -1,0 +1,201 @@
+"""Heaviest first: replicas onto ranks, compiled.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.jit import by_reference, jit
+from eplb.kernels import FloatArray, IntArray, Ranks, has
+
+
+class Filling:
+    """One layer while its ranks fill up."""
+
+    held: IntArray  # [S]
+    each: FloatArray  # [E] load of a replica
+    zone: IntArray  # [R]
+    first_slot: IntArray  # [R + 1]
+    slowness: FloatArray  # [R]
+    room: IntArray  # [R]
+    used: IntArray  # [R] slots
+    load: FloatArray  # [R]
+    last: IntArray  # [R] a replica's expert: those of one expert are placed in a row
+    ends: FloatArray  # [R + 1] load of ranks that may take the next replica, else infinite
+    winner: IntArray  # a tree of matches between two ranks, its root at 1; see ``_match``
+
+
+new_filling = by_reference(Filling)
+
+
+def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> IntArray:
+    """[L, S] experts by slot: heaviest replica first, each to the rank that then ends earliest.
+
+    Among ranks of one speed that is the least busy one; ties go to the lower number. No rank gets
+    an expert twice. A replica that finds only ranks that hold its expert trades places with
+    another; when that is impossible too, its slot stays empty.
+    """
+    each = work / count
+    order = np.argsort(-each, axis=1, kind="stable")  # here, since numba compiles a sort slowly
+    return _pack(each, order, count, zone_of_expert, ranks)
+
+
+@jit
+def _pack(
+    each: FloatArray, order: IntArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks
+) -> IntArray:
+    num_layers, num_ranks, num_zones, width = len(order), len(ranks.zone), 0, 1
+    held = np.full((num_layers, ranks.first_slot[num_ranks]), -1, dtype=np.int64)
+    is_even = True
+    for rank in range(num_ranks):
+        num_zones = max(num_zones, ranks.zone[rank] + 1)
+        is_even = is_even and ranks.slowness[rank] == ranks.slowness[0]
+    while width < num_ranks:
+        width *= 2
+    for layer in range(num_layers):
+        filling = new_filling(
+            held[layer],
+            each[layer],
+            ranks.zone,
+            ranks.first_slot,
+            ranks.slowness,
+            ranks.room[layer],
+            np.zeros(num_ranks, dtype=np.int64),
+            np.zeros(num_ranks),
+            np.full(num_ranks, -1, dtype=np.int64),
+            np.full(num_ranks + 1, np.inf),
+            np.full(2 * width, num_ranks, dtype=np.int64),  # none: infinitely busy
+        )
+        for zone in range(num_zones):
+            _enter(filling, zone)
+            for place in range(order.shape[1]):
+                expert = order[layer, place]
+                if zone_of_expert[layer, expert] != zone:
+                    continue
+                left = count[layer, expert]
+                left -= _fill(filling, expert, left) if is_even else _scan(filling, expert, left)
+                if left > 0:
+                    for _ in range(left):
+                        _trade(filling, expert, zone)
+                    _enter(filling, zone)
+    return held
+
+
+@jit
+def _enter(filling: Filling, zone: int) -> None:
+    """Let the ranks of a zone that have room compete."""
+    ends, winner = filling.ends, filling.winner
+    width = len(winner) // 2
+    for rank in range(len(filling.zone)):
+        may = filling.zone[rank] == zone and filling.used[rank] < filling.room[rank]
+        ends[rank] = filling.load[rank] if may else np.inf
+        winner[width + rank] = rank
+    for match in range(width - 1, 0, -1):
+        _decide(winner, ends, match)
+
+
+@jit
+def _decide(winner: IntArray, ends: FloatArray, match: int) -> None:
+    """The less busy of two ranks wins; at a tie the first, which has the lower number."""
+    left, right = winner[2 * match], winner[2 * match + 1]
+    winner[match] = left if ends[left] <= ends[right] else right
+
+
+@jit
+def _rematch(filling: Filling, rank: int, end: float) -> None:
+    """Let a rank compete with another load."""
+    ends, winner = filling.ends, filling.winner
+    ends[rank] = end
+    match = (len(winner) // 2 + rank) // 2
+    while match > 0:
+        _decide(winner, ends, match)
+        match //= 2
+
+
+@jit
+def _place(filling: Filling, rank: int, expert: int) -> None:
+    filling.held[filling.first_slot[rank] + filling.used[rank]] = expert
+    filling.used[rank] += 1
+    filling.load[rank] += filling.each[expert]
+    filling.last[rank] = expert
+
+
+@jit
+def _end(filling: Filling, rank: int) -> float:
+    is_full = filling.used[rank] == filling.room[rank]
+    end: float = np.inf if is_full else filling.load[rank]
+    return end
+
+
+@jit
+def _fill(filling: Filling, expert: int, count: int) -> int:
+    """Place replicas on ranks of one speed: the least busy ones. How many found a place."""
+    if count == 1:  # nearly all of them
+        rank = filling.winner[1]
+        if filling.ends[rank] == np.inf:
+            return 0
+        _place(filling, rank, expert)
+        _rematch(filling, rank, _end(filling, rank))
+        return 1
+    placed = 0
+    while placed < count and filling.ends[filling.winner[1]] < np.inf:
+        rank = filling.winner[1]
+        _place(filling, rank, expert)
+        _rematch(filling, rank, np.inf)  # no second one here
+        placed += 1
+    for rank in range(len(filling.last)):
+        if filling.last[rank] == expert:
+            _rematch(filling, rank, _end(filling, rank))
+    return placed
+
+
+@jit
+def _scan(filling: Filling, expert: int, count: int) -> int:
+    """Place replicas on ranks of any speeds. How many found a place."""
+    for placed in range(count):
+        best, best_time = -1, np.inf
+        for rank in range(len(filling.zone)):
+            time = (filling.ends[rank] + filling.each[expert]) * filling.slowness[rank]
+            if time < best_time and filling.last[rank] != expert:
+                best, best_time = rank, time
+        if best < 0:
+            return placed
+        _place(filling, best, expert)
+        filling.ends[best] = _end(filling, best)
+    return count
+
+
+@jit
+def _trade(filling: Filling, expert: int, zone: int) -> None:
+    """Move another replica into a free slot of a rank that has ``expert``, and take its place."""
+    held, each, load, slowness = filling.held, filling.each, filling.load, filling.slowness
+    used, first_slot, zones, last = filling.used, filling.first_slot, filling.zone, filling.last
+    best_time, best_free, best_slot, best_rank = np.inf, -1, -1, -1
+    for free in range(len(used)):
+        end = first_slot[free] + used[free]
+        if zones[free] != zone or used[free] >= filling.room[free]:
+            continue
+        for rank in range(len(used)):
+            if zones[rank] != zone or last[rank] == expert:
+                continue
+            for slot in range(first_slot[rank], first_slot[rank] + used[rank]):
+                other = held[slot]
+                if has(held, first_slot[free], end, other):
+                    continue
+                time = max(
+                    (load[free] + each[other]) * slowness[free],
+                    (load[rank] - each[other] + each[expert]) * slowness[rank],
+                )
+                if time < best_time:
+                    best_time, best_free, best_slot, best_rank = time, free, slot, rank
+    if best_slot < 0:
+        return
+    other = held[best_slot]
+    held[first_slot[best_free] + used[best_free]] = other
+    held[best_slot] = expert
+    used[best_free] += 1
+    load[best_free] += each[other]
+    load[best_rank] += each[expert] - each[other]
+    last[best_rank] = expert

@@ -1,0 +1,128 @@
+"""Out of the hollows that the local search ends in, compiled: change at random, search again.
+
+The best state is kept. With few slots a rank, how many replicas each expert has matters as much as
+where they are, and the way from one set of counts to a better one leads over worse ones. Draws
+come from a seed.
+
+Shapes:  L MoE layers, T windows, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb.changes import Search, free_search, may_leave
+from eplb.jit import jit
+from eplb.kernels import NONE, Bonds, Demand, IntArray, Ranks
+from eplb.layer import measure, open_layer, put, take_stock, trade
+from eplb.search import QUICK, Rules, copy_into, descend, is_busy
+
+CHANGES = 2  # made at random before each search
+TRIES = 20  # draws for a change that is allowed
+
+
+class Shaking(NamedTuple):
+    """How long a layer is shaken, and which draws."""
+
+    patience: int  # rounds without anything better
+    seed: int
+
+
+@jit
+def shake(
+    demand: Demand,
+    held: IntArray,
+    ranks: Ranks,
+    bonds: Bonds,
+    rules: Rules,
+    shaking: Shaking,
+) -> None:
+    """Improve ``held`` [L, S] in place where a layer is above its target; moves are free.
+
+    Args:
+        demand: the load.
+        held: experts by slot, legal.
+        ranks: where slots are.
+        bonds: what to keep to.
+        rules: as for ``improve``; ``all_steps`` limits all layers together.
+        shaking: how long, and which draws.
+    """
+    num_layers, num_slots = held.shape
+    most_replicas = num_slots - demand.tokens.shape[1] + 1
+    left = rules.all_steps
+    num_stuck = 0
+    stuck = np.zeros(num_layers, dtype=np.bool_)
+    for number in range(num_layers):
+        if is_busy(demand, number):
+            layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
+            stuck[number] = measure(layer) > rules.target[number]
+            num_stuck += stuck[number]
+    for number in range(num_layers):
+        if stuck[number]:
+            layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
+            search = free_search(layer, bonds, number)
+            left -= _shake_layer(search, rules, left // num_stuck, shaking)
+            num_stuck -= 1
+
+
+@jit
+def _shake_layer(search: Search, rules: Rules, most: int, shaking: Shaking) -> int:
+    """Shake a layer for about so many steps, leave the best state; how many there were."""
+    layer, target = search.layer, rules.target[search.number]
+    state = np.array([(shaking.seed + 1) * 7919 + search.number * 104729], dtype=np.int64)
+    best_held, best = layer.held.copy(), measure(layer)
+    slots = np.empty((rules.max_steps, 2), dtype=np.int64)
+    moves, score = np.zeros(rules.max_steps + 1, dtype=np.int64), np.empty(rules.max_steps + 1)
+    record = (slots, slots.copy(), score, moves)
+    spent, turn, last_gain = 0, 1, 0
+    while turn - last_gain <= shaking.patience and best > target and spent < most:
+        copy_into(layer.held, best_held)
+        take_stock(layer)
+        for _ in range(CHANGES):
+            _change_at_random(search, state)
+        made, taken = descend(search, rules, (rules.max_steps, QUICK), record)
+        spent += made + 1  # a round counts, whatever it finds
+        if score[taken] < best - 1e-12:
+            copy_into(best_held, layer.held)
+            best, last_gain = score[taken], turn
+        turn += 1
+    copy_into(layer.held, best_held)
+    return spent
+
+
+@jit
+def _draw(state: IntArray, below: int) -> int:
+    """A number below another: a linear congruential generator modulo 2**31."""
+    state[0] = (state[0] * 1103515245 + 12345) % 2147483648
+    return int((state[0] >> 8) % below)
+
+
+@jit
+def _change_at_random(search: Search, state: IntArray) -> None:
+    """Give a redundant replica's slot to another expert, or trade two slots."""
+    layer = search.layer
+    held, holds, rank_of_slot = layer.held, layer.holds, layer.rank_of_slot
+    zone, zone_of_expert = layer.zone, layer.zone_of_expert
+    for _ in range(TRIES):
+        slot = _draw(state, len(held))
+        rank, leaves = rank_of_slot[slot], held[slot]
+        if slot - layer.first_slot[rank] >= layer.room[rank] or leaves < 0:
+            continue
+        if layer.replicas[leaves] > 1 and may_leave(search, leaves, rank, NONE):
+            expert = _draw(state, len(layer.replicas))
+            if zone_of_expert[expert] == zone[rank] and not holds[rank, expert]:
+                put(layer, slot, expert)
+                return
+        other = _draw(state, len(held))
+        there, theirs = rank_of_slot[other], held[other]
+        if there == rank or theirs < 0 or theirs == leaves:
+            continue
+        if holds[rank, theirs] or holds[there, leaves]:
+            continue
+        if zone_of_expert[theirs] != zone[rank] or zone_of_expert[leaves] != zone[there]:
+            continue
+        if may_leave(search, leaves, rank, there) and may_leave(search, theirs, there, rank):
+            trade(layer, slot, other)
+            return

@@ -1,0 +1,71 @@
+"""The two objectives side by side: what placements take in time, and the better of two plans.
+
+A plan for ``objective="time"`` is never slower than the plan for tokens, by its own cost model:
+both are made, and each layer takes what is faster.
+
+Shapes:  T windows, L MoE layers, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from eplb.balance import imbalance, rank_sum, slot_load
+from eplb.demand import demand_of, time_of
+from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
+from eplb.incremental import Improved, incremental, score_of
+from eplb.kernels import FloatArray, IntArray
+from eplb.placement import Placement
+from eplb.problem import Problem
+from eplb.search import COPIES_ALWAYS
+
+FINEST_GAIN = 1e-4
+
+
+def best_fresh(problem: Problem) -> IntArray:
+    """[L, S] the best fresh plan that is known, by the problem's objective."""
+    by_tokens = refined(replace(problem, objective="tokens"))
+    if problem.objective == "tokens":
+        return by_tokens
+    found, score = by_tokens, score_of(problem, by_tokens)
+    for start in (by_tokens, packed_by_time(problem)):
+        held = start.copy()
+        frame, demand = frame_of(problem), demand_of(problem)
+        target = np.ones(len(held))
+        rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_ALWAYS)
+        descend(frame, demand, held, rules)
+        reached = score_of(problem, held)
+        found = np.where((reached < score)[:, None], held, found)
+        score = np.minimum(reached, score)
+    return found
+
+
+def best_improved(problem: Problem, current: Placement) -> Improved:
+    """``current`` improved within the budget, by the problem's objective."""
+    improved = incremental(problem, current)
+    if problem.objective == "tokens":
+        return improved
+    by_tokens = incremental(replace(problem, objective="tokens"), current)
+    is_faster = score_of(problem, by_tokens.held).mean() < score_of(problem, improved.held).mean()
+    return by_tokens if is_faster else improved
+
+
+def measured(problem: Problem, placement: Placement) -> FloatArray:
+    """[L] what the placement would have been in the past: the mean over windows of the imbalance.
+
+    For ``objective="time"``: of the slowest rank's time, over that of a rank if all experts could
+    be split evenly at no cost. Uneven shares count as they are.
+    """
+    if problem.objective == "tokens":
+        ratio: FloatArray = imbalance(problem.work, placement, problem.topology).mean(axis=0)
+        return ratio
+    topology, demand = problem.topology, demand_of(problem, raw=True)
+    tokens = demand.tokens.transpose(2, 0, 1)  # [T, L, E]
+    busy = rank_sum(time_of(slot_load(tokens, placement), demand), topology)  # [T, L, R]
+    rate, extra = demand.rate.T, demand.extra.T  # [T, L]
+    time = (busy * rate[..., None] + extra[..., None]) / topology.rank_speed
+    slowest = np.where(rate > 0, time[..., topology.alive].max(axis=-1), 1.0)
+    mean: FloatArray = slowest.mean(axis=0)
+    return mean

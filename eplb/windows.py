@@ -1,0 +1,99 @@
+"""What the planner balances: windows of the past with their noise taken out, and scenarios.
+
+Part of what tells windows apart is chance: a window of n tokens is a draw. A plan that fits the
+draw is worse on the next one, so each window is drawn towards the mean of all, by as much as
+chance explains of their differences; where chance explains all of them, windows equal their mean.
+
+Shapes:  T windows, K scenarios, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb.arrays import freeze, owned
+from eplb.errors import ConfigError, HistoryError
+
+SURE = 2.0  # standard deviations above chance before windows count as different
+
+
+@dataclass(frozen=True, eq=False)
+class Scenarios:
+    """Windows that did not happen but may, such as a tenant's burst or a forecast.
+
+    Raises:
+        HistoryError: loads that cannot be planned on.
+        ConfigError: weights that do not fit.
+    """
+
+    windows: NDArray[np.float64]  # [K, L, E] tokens
+    weight: NDArray[np.float64]  # [K] of the plan, less than 1 together: the rest is the past's
+
+    def __post_init__(self) -> None:
+        windows = owned(self.windows, np.float64)
+        weight = owned(self.weight, np.float64)
+        freeze(self, windows=windows, weight=weight)
+        if windows.ndim != 3 or not windows.size:
+            raise HistoryError(
+                f"scenarios have shape {windows.shape}, expected [scenarios, layers, experts]"
+            )
+        wrong = np.argwhere(~(np.isfinite(windows) & (windows >= 0)))
+        if wrong.size:
+            number, layer, expert = wrong[0]
+            raise HistoryError(
+                f"scenario {number}, layer {layer}, expert {expert}: load is "
+                f"{windows[number, layer, expert]}, expected a finite number, 0 or more"
+            )
+        if weight.shape != (len(windows),) or not (weight > 0).all() or not weight.sum() < 1:
+            raise ConfigError(
+                f"scenarios: weights are {weight.tolist()}, expected {len(windows)} above 0 "
+                "that sum to less than 1"
+            )
+
+
+def as_scenarios(scenarios: Scenarios | ArrayLike, num_windows: int) -> Scenarios:
+    """Take an array [K, L, E] as scenarios that each weigh as much as a window of the past.
+
+    Raises:
+        HistoryError: loads that cannot be planned on.
+    """
+    if isinstance(scenarios, Scenarios):
+        return scenarios
+    windows = np.asarray(scenarios, dtype=np.float64)
+    each = 1.0 / (num_windows + len(windows)) if windows.ndim == 3 else 1.0
+    return Scenarios(windows, np.full(len(windows), each))
+
+
+def without_noise(work: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Windows ``work`` [T, L, E] drawn towards their mean, as far as chance explains them.
+
+    Args:
+        work: tokens times their cost; only proportional to ``tokens`` within an expert.
+        tokens: [T, L] tokens of each window and layer, as drawn.
+    """
+    num_windows, _, num_experts = work.shape
+    total = work.sum(axis=2, keepdims=True)
+    share = np.divide(work, total, out=np.zeros(work.shape), where=total > 0)
+    mean = work.sum(axis=0) / np.maximum(total.sum(axis=0), 1e-300)  # [L, E]
+    busy = (total[:, :, 0] > 0).sum(axis=0)  # [L] windows
+    off = np.where(total > 0, share - mean, 0.0)
+    freedom = np.maximum(busy - 1, 1)
+    variance = np.square(off).sum(axis=(0, 2)) / freedom
+    drawn = np.maximum(tokens, 1.0)
+    by_chance = (
+        (mean * (1 - mean)).sum(axis=1)
+        * np.where(tokens > 0, 1.0 / drawn, 0.0).sum(axis=0)
+        / np.maximum(busy, 1)
+    )
+    # A sum of squares of that many draws strays from what chance makes of it by so much.
+    sure = 1.0 + SURE * np.sqrt(2.0 / (freedom * max(num_experts - 1, 1)))
+    real = np.where(
+        variance > by_chance * sure, 1.0 - by_chance / np.maximum(variance, 1e-300), 0.0
+    )
+    # The spread of what is real, not its best guess: windows stand for what may come.
+    keep = np.sqrt(np.maximum(real, 0.0))[:, None]
+    smooth: NDArray[np.float64] = total * (mean + keep * off)
+    return smooth if num_windows > 1 else work
