@@ -27,12 +27,13 @@ class Split(NamedTuple):
     near: FloatArray  # [R, T] how near each rank is to the top, 1 at it
     total: FloatArray  # [T] sum of ``near`` over ranks
     worst: FloatArray  # [T] busiest time
+    prior: FloatArray  # [T] how likely each window is, together 1
     weight: FloatArray  # [T] of each window in the objective
     pull: FloatArray  # [T] weight / total
 
 
 @jit
-def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
+def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
     """Lay a layer out, with equal shares over live replicas; idle windows are left out."""
     num_experts, num_ranks = work.shape[1], len(ranks.zone)
     rank = np.empty(len(held), dtype=np.int64)
@@ -52,7 +53,9 @@ def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
             slots[filled[expert]] = slot
             filled[expert] += 1
             share[slot] = 1.0 / (first[expert + 1] - first[expert])
-    busy = work[work.sum(axis=1) > 0]
+    is_busy = work.sum(axis=1) > 0
+    busy = work[is_busy]
+    likely = prior[is_busy]
     num_windows = len(busy)
     fixed = np.zeros((num_ranks, num_windows))
     time = np.zeros((num_ranks, num_windows))
@@ -75,6 +78,56 @@ def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
         np.zeros((num_ranks, num_windows)),
         np.zeros(num_windows),
         np.zeros(num_windows),
+        likely / max(likely.sum(), 1e-300),
         np.zeros(num_windows),
         np.zeros(num_windows),
     )
+
+
+@jit
+def floors(work: FloatArray, held: IntArray, ranks: Ranks, node: IntArray) -> FloatArray:
+    """[L] mean imbalance over windows that no shares get below.
+
+    An expert with one live replica has no choice of rank, and one whose replicas are all on one
+    node none of node: the busiest rank or node with those alone is a floor, and 1 is another.
+
+    Args:
+        work: [L, T, E] as ``Problem.scaled``.
+        held: [L, S] experts by slot.
+        ranks: where slots are, and which ranks are dead.
+        node: [R].
+    """
+    floor = np.ones(len(held))
+    prior = np.ones(work.shape[1])
+    speed = np.zeros(node.max() + 1)
+    for rank in range(len(node)):
+        if ranks.zone[rank] >= 0:
+            speed[node[rank]] += 1.0 / ranks.slowness[rank]
+    for layer in range(len(held)):
+        split = equal_split_of(work[layer], prior, held[layer], ranks)
+        on_node = _fixed_on_nodes(split, node, len(speed))
+        num_busy = split.fixed.shape[1]
+        total = float(work.shape[1] - num_busy)  # an idle window counts as 1
+        for window in range(num_busy):
+            most = max(1.0, split.fixed[:, window].max())
+            for number in range(len(speed)):
+                if speed[number] > 0:
+                    most = max(most, on_node[number, window] / speed[number])
+            total += most
+        floor[layer] = total / work.shape[1]
+    return floor
+
+
+@jit
+def _fixed_on_nodes(split: Split, node: IntArray, num_nodes: int) -> FloatArray:
+    """[N, T] load of experts whose live replicas are all on that node."""
+    fixed = np.zeros((num_nodes, split.work.shape[1]))
+    for expert in range(len(split.first) - 1):
+        first, end = split.first[expert], split.first[expert + 1]
+        home = node[split.rank[split.slots[first]]]
+        stays = True
+        for place in range(first + 1, end):
+            stays &= node[split.rank[split.slots[place]]] == home
+        if stays:
+            fixed[home] += split.work[expert]
+    return fixed
