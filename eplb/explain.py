@@ -47,6 +47,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
     found = Explanation(
         layer=layer,
         expert=expert,
+        num_experts=len(view.work),
         decision=plan.decision.value,
         reason=plan.reason,
         part_of_load=load / total if total else 0.0,
@@ -75,7 +76,7 @@ def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
     """
     view = _view(plan, layer)
     was, will_be = plan.base.replica_count[layer], plan.target.replica_count[layer]
-    by_heat = np.argsort(-view.work, kind="stable")
+    by_heat: list[int] = np.argsort(-view.work, kind="stable").tolist()
     busiest = max(view.rank_loads, key=lambda at: at.before)
     held = plan.base.slot_to_expert[layer, plan.topology.slots_on(busiest.rank)].tolist()
     found = LayerExplanation(
@@ -86,9 +87,9 @@ def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
         after=view.after,
         bound=float(plan.lower_bound[layer]),
         rank_loads=view.rank_loads,
-        busiest_experts=tuple(e for e in by_heat.tolist() if e in held),
-        more=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat[(will_be > was)[by_heat]]),
-        fewer=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat[(will_be < was)[by_heat]]),
+        busiest_experts=tuple(e for e in by_heat if e in held),
+        more=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] > was[e]),
+        fewer=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] < was[e]),
         moves=view.moves,
         bytes_by_link=_bytes(plan, view.moves),
     )

@@ -30,6 +30,7 @@ class Explanation:
 
     layer: int
     expert: int
+    num_experts: int
     decision: str  # of the whole plan
     reason: str
     part_of_load: float  # of the layer's tokens

@@ -27,7 +27,8 @@ def sentences(
     moves = [_in_words(move, topology) for move in found.moves]
     return (
         f"Layer {found.layer}, expert {found.expert}: {found.part_of_load:.1%} of the layer's "
-        f"tokens, number {found.place}; {found.load:.2f} times what a rank carries on average.",
+        f"tokens, number {found.place} of {found.num_experts}; {found.load:.2f} times what a rank "
+        "carries on average.",
         _why_so_many(found, topology),
         *_why_there(found, rank_loads),
         f"Load of its ranks: {listed(found.rank_loads)}.",
@@ -57,9 +58,12 @@ def layer_sentences(found: LayerExplanation) -> tuple[str, ...]:
 
 def _why_so_many(found: Explanation, topology: Topology) -> str:
     before, after = len(found.ranks_before), len(found.ranks_after)
-    words = [f"Replicas: {before} -> {after}." if before != after else f"Replicas: {after}."]
+    change = f"{before} -> {after}" if before != after else f"{after}, as before"
+    words = [f"Replicas: {change}."]
     alone = found.load / float(topology.rank_speed[topology.alive].max())
-    if alone > 1.0:
+    if alone <= 1.0:
+        words.append("One would do: it fills no rank.")
+    else:
         least = int(np.ceil(alone - 1e-9))
         words.append(
             f"One alone would hold its rank at {alone:.2f} or more: even ranks need {least}."

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from eplb.gate import Decision, Outlook, decide
 from eplb.kernels import BoolArray, FloatArray
+from eplb.legal import complaints_of
 from eplb.noise import noise_under
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
@@ -112,6 +113,20 @@ def without_losses(
         return proposed
     kept = new.with_layers(old, np.flatnonzero(stays).tolist())
     return Option(kept, np.where(stays, serving.score, proposed.score))
+
+
+def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
+    """A fresh plan, but ``plain`` in layers that it does not improve: replicas may only hurt.
+
+    So they do beside a fast rank that could carry its experts alone. Layers in which ``plain`` does
+    not keep to what is asked are planned all the same.
+    """
+    worse = proposed.score > plain.score
+    if problem.groups_stay or not worse.any():
+        return proposed
+    worse[list(complaints_of(problem, plain.placement))] = False
+    kept = proposed.placement.with_layers(plain.placement, np.flatnonzero(worse).tolist())
+    return Option(kept, np.where(worse, plain.score, proposed.score))
 
 
 def uneven_layers(placement: Placement) -> BoolArray:

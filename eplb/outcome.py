@@ -25,7 +25,7 @@ from eplb.topology import Topology
 from eplb.traffic import crossing
 
 if TYPE_CHECKING:
-    from eplb.explain import Explanation
+    from eplb.explanation import Explanation
 
 LINKS = ("same_rank", "node", "network", "host")
 

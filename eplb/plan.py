@@ -18,7 +18,14 @@ from eplb.kernels import BoolArray
 from eplb.legal import complaints_of, unfit_layers
 from eplb.load import LoadHistory, as_history
 from eplb.model import ModelShape
-from eplb.options import Option, choose, score_of, with_shares, without_losses
+from eplb.options import (
+    Option,
+    choose,
+    no_worse_than,
+    score_of,
+    with_shares,
+    without_losses,
+)
 from eplb.outcome import Plan
 from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
@@ -100,7 +107,10 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     proposed, curve = _proposed(problem, policy, serving, forced)
     if splits:
         proposed = with_shares(problem, proposed)
-        proposed = without_losses(problem, serving, proposed, forced)
+        if current is None:
+            proposed = no_worse_than(problem, serving, proposed)
+        else:
+            proposed = without_losses(problem, serving, proposed, forced)
     assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = complaints[min(complaints)] if complaints else None
     decision, reason, taken = choose(problem, serving, proposed, why_not, splits)

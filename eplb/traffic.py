@@ -146,6 +146,7 @@ def _by_node(share: FloatArray, placement: Placement, topology: Topology) -> Flo
     layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
     expert = placement.slot_to_expert[layer, slot]
     place = (layer * num_experts + expert) * num_nodes + topology.node_of_slot[slot]
-    summed = np.bincount(place, share[layer, slot], num_layers * num_experts * num_nodes)
-    by_node: FloatArray = summed.reshape(num_layers, num_experts, num_nodes)
-    return by_node
+    weights = share[layer, slot].astype(np.float64)
+    summed: FloatArray = np.zeros(num_layers * num_experts * num_nodes)
+    np.add.at(summed, place, weights)
+    return summed.reshape(num_layers, num_experts, num_nodes)

@@ -44,7 +44,7 @@ class Seat(NamedTuple):
     work: FloatArray  # [T, E]
     held: IntArray  # [S]
     rank: IntArray  # [S]
-    count: FloatArray  # [E] replicas
+    replicas: FloatArray  # [E]
     on_rank: BoolArray  # [R, E]
     on_node: FloatArray  # [N, E] replicas
     time: FloatArray  # [T, R]
@@ -188,7 +188,7 @@ def _value(seat: Seat, slot: int, ground: Ground, toll: Toll, layer: int) -> Non
     seat.saved[slot] = 0.0
     if expert < 0:
         return
-    count, starts, on_node = seat.count[expert], toll.starts, seat.on_node
+    count, starts, on_node = seat.replicas[expert], toll.starts, seat.on_node
     less = min(starts[away], on_node[away, expert] / count)
     less -= min(starts[away], (on_node[away, expert] - 1) / count)
     for to in range(len(starts)):
@@ -208,9 +208,9 @@ def _slower(seat: Seat, slots: tuple[int, int], ranks: Ranks) -> float:
     for window in range(len(seat.work)):
         load = 0.0  # that goes from here to there
         if first >= 0:
-            load += seat.work[window, first] / seat.count[first]
+            load += seat.work[window, first] / seat.replicas[first]
         if second >= 0:
-            load -= seat.work[window, second] / seat.count[second]
+            load -= seat.work[window, second] / seat.replicas[second]
         before, after = 0.0, 0.0
         for rank in range(seat.time.shape[1]):
             time = seat.time[window, rank]
@@ -235,7 +235,7 @@ def _trade(seat: Seat, slots: tuple[int, int], ground: Ground, toll: Toll, layer
         seat.on_rank[to, expert] = True
         seat.on_node[ground.node[away], expert] -= 1
         seat.on_node[ground.node[to], expert] += 1
-        part = seat.work[:, expert] / seat.count[expert]
+        part = seat.work[:, expert] / seat.replicas[expert]
         seat.time[:, away] -= part * ground.ranks.slowness[away]
         seat.time[:, to] += part * ground.ranks.slowness[to]
     seat.held[one], seat.held[other] = seat.held[other], seat.held[one]
