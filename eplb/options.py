@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.balance import imbalance
 from eplb.gate import Decision, Outlook, decide
 from eplb.kernels import BoolArray, FloatArray
 from eplb.legal import complaints_of
@@ -30,6 +31,7 @@ from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
 LEAST_GAIN = 5e-4  # of a layer's imbalance, for shares that are not equal
+SAMPLED = 16  # layers that tell what shares alone would bring
 
 
 class Option(NamedTuple):
@@ -63,14 +65,13 @@ def with_shares(problem: Problem, option: Option) -> Option:
 
     A layer at or under the target imbalance of the budget is left alone.
     """
-    placement = option.placement
-    imbalance = option.score
+    placement, balance = option.placement, option.score
     if problem.cost.node_traffic:
-        imbalance = imbalance - problem.cost.node_traffic * crossing(problem, placement)
-    layers = np.flatnonzero(imbalance > problem.budget.target_imbalance)
+        balance = balance - problem.cost.node_traffic * crossing(problem, placement)
+    layers = np.flatnonzero(balance > problem.budget.target_imbalance)
     if len(layers) and problem.objective == "tokens":
         floor = share_floor(problem, placement, layers)
-        layers = layers[imbalance[layers] - floor > LEAST_GAIN]
+        layers = layers[balance[layers] - floor > LEAST_GAIN]
     if len(layers):
         option = _better(problem, option, best_shares(problem, placement, layers))
     if problem.cost.node_traffic:
@@ -164,7 +165,7 @@ def choose(
     move = Choice(decision, reason, proposed)
     if not splits or decision is Decision.RESPLIT:
         return move
-    if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, outlook):
+    if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, proposed, outlook):
         return move
     alone = with_shares(problem, serving)
     return _first_shares(problem, move, alone, outlook)
@@ -185,13 +186,25 @@ def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outloo
     return Choice(decision, reason, alone)
 
 
-def _moving_pays_anyway(problem: Problem, serving: Option, outlook: Outlook) -> bool:
-    """Whether no shares of the current replicas could stand in for moving; cheap to say."""
-    layers = np.arange(len(serving.score))
-    floor = float(share_floor(problem, serving.placement, layers).mean())
-    is_tokens = problem.objective == "tokens" and not problem.cost.node_traffic
-    onward, _ = decide(replace(outlook, before=max(floor, 1.0)), problem.cost)
-    return is_tokens and onward is Decision.MOVE
+def _moving_pays_anyway(
+    problem: Problem, serving: Option, proposed: Option, outlook: Outlook
+) -> bool:
+    """Whether moving pays beside shares alone, as a sample of layers has it.
+
+    Finding shares for all layers takes as long as finding moves, and they rarely come near.
+    """
+    num_layers = len(serving.score)
+    if num_layers <= SAMPLED or problem.objective != "tokens" or problem.cost.node_traffic:
+        return False
+    sample = np.arange(0, num_layers, num_layers // SAMPLED)
+    old = serving.placement
+    share = best_shares(problem, old, sample)[sample]
+    alone = Placement(old.slot_to_expert[sample], old.num_experts, old.generation, share)
+    score = imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0)
+    before = float(np.minimum(score, serving.score[sample]).mean())
+    after = float(proposed.score[sample].mean())
+    onward, _ = decide(replace(outlook, before=before, after=after), problem.cost)
+    return onward is Decision.MOVE
 
 
 def _outlook(
