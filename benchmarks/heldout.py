@@ -121,6 +121,11 @@ def then_resplit(policy: str) -> Planner:
     )
 
 
+def split_equally(history: Tokens, _: Tokens, topology: Topology) -> Placement:
+    target = plan(history, topology).target
+    return Placement(target.slot_to_expert, target.num_experts)
+
+
 def shares_of_the_window(history: Tokens, following: Tokens, topology: Topology) -> Placement:
     return resplit(following, plan(history, topology).target, topology, trust=1.0)
 
@@ -133,8 +138,8 @@ PLANNERS: dict[str, Planner] = {
     "contiguous": planned_by("contiguous"),
     "greedy on the sum": planned_by("greedy"),
     "greedy + resplit": then_resplit("greedy"),
+    "auto, equal split": split_equally,
     "auto": planned_by("auto"),
-    "auto + resplit": then_resplit("auto"),
     "auto, the window's own shares": shares_of_the_window,
     "oracle: plan of the window": oracle,
 }

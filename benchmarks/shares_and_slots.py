@@ -59,7 +59,9 @@ def shares() -> Table:
             tokens = np.rint(drifted * rng.lognormal(0, 0.05, (windows, *load.shape)))
             history = as_history(tokens.astype(np.int64))
             work = np.ascontiguousarray(Problem(history, topology).scaled)
-            kernel = (work, placement.slot_to_expert.astype(np.int64), ranks_of(topology))
+            alike = np.full(windows, 1 / windows)
+            held = placement.slot_to_expert.astype(np.int64)
+            kernel = (work, alike, held, ranks_of(topology))
             fast = milliseconds(lambda kernel=kernel: split_layers(*kernel)) / layers
             whole = milliseconds(
                 lambda history=history, held=placement, on=topology: resplit(history, held, on)

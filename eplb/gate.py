@@ -42,7 +42,7 @@ class CostModel:
     """
 
     min_gain: float = 0.03  # relative, of the mean imbalance over layers
-    min_share_gain: float = 0.01  # the same for new shares alone, which need no bytes
+    min_share_gain: float = 0.01  # the same for shares, of a layer and of all
     node_traffic: float = 0.0  # imbalance that counts like all tokens crossing nodes; 0: no matter
     tokens_of_node: tuple[float, ...] = ()  # part that starts on each; (): by live ranks
     seconds_per_expert: float = 0.0  # serving time lost for each expert that one rank receives
