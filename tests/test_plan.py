@@ -325,7 +325,7 @@ def test_the_summary_is_json_ready() -> None:
     assert json.loads(json.dumps(found.to_dict()))["decision"] == "MOVE"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_every_plan_is_legal_complete_and_repeatable(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 6))
