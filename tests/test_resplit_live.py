@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb import Budget, CostModel, ModelShape, Pace, Placement, Topology
+from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.load import LoadSample
 from eplb.records import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
@@ -29,10 +29,11 @@ from telemetry.store import RankState, RunInfo
 DEADLINE_S = 20.0
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 3, top_k=1, hidden=8, intermediate=4)
-# Ranks hold experts {0, 1} and {0, 2}: all of 0 to the second rank would be 300 and 700.
+# Ranks hold experts {0, 1} and {0, 2}.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 START = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
-TOKENS = torch.tensor([0] * 6000 + [1] * 3000 + [2] * 1000)[:, None]  # even with 2000 of 0 here
+# At equal split 6000 and 4000; with a third of expert 0 on the first rank 5000 and 5000.
+TOKENS = torch.tensor([0] * 6000 + [1] * 3000 + [2] * 1000)[:, None]
 WINDOW_STEPS = 4
 
 
@@ -77,7 +78,7 @@ class Serving:
 
 
 def settings(**cost: float) -> ControllerSettings:
-    return ControllerSettings(budget=Budget(max_moves=0), cost=CostModel(**cost), pace=Pace())
+    return ControllerSettings(budget=Budget(max_moves=0), cost=CostModel(**cost))
 
 
 @pytest.fixture
