@@ -17,7 +17,8 @@ from eplb.split import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 ONE_SHARED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)
-WITHIN = 1.02  # of the optimum
+WITHIN = 1.01  # of the optimum, at real sizes
+ANYWHERE = 1.02  # on placements drawn at random, chains of ranks and uneven speeds
 
 
 def optimum(work: NDArray[np.float64], held: NDArray[np.int64], topology: Topology) -> float:
@@ -246,7 +247,7 @@ def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: i
     assert Placement(held[None], num_experts, 0, np.clip(share, 0, 1)[None]).num_layers == 1
     assert objective(work, share, held, topology) == pytest.approx(found)
     assert found <= equal
-    assert found <= optimum(work, held, topology) * WITHIN
+    assert found <= optimum(work, held, topology) * ANYWHERE
     again, _, _ = split_layer(work, alike(work), held, ranks_of(topology))
     assert (share == again).all()
 
