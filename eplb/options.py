@@ -62,9 +62,8 @@ def score_of(problem: Problem, placement: Placement) -> FloatArray:
 def with_shares(problem: Problem, option: Option) -> Option:
     """The same replicas with new shares in the layers that gain by them, and no others.
 
-    A layer at or under the target imbalance of the budget is left alone. A layer's gain must be
-    what that of a plan of shares alone must: on recorded routing smaller ones made the next window
-    worse as often as better.
+    A layer at or under the target imbalance of the budget is left alone, and so is one that gains
+    less than ``min_share_gain``: on recorded routing that made the next window worse as often.
     """
     placement, balance = option.placement, option.score
     if problem.cost.node_traffic:
@@ -85,6 +84,8 @@ def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
     """``option`` with these shares where they gain."""
     old = option.placement
     new = Placement(old.slot_to_expert, old.num_experts, old.generation, share)
+    if problem.cost.node_traffic:
+        new = near_first(problem, new)
     score = score_of(problem, new)
     gains = np.flatnonzero(score < option.score * (1.0 - problem.cost.min_share_gain))
     if not gains.size:
@@ -164,7 +165,8 @@ def choose(
     outlook = _outlook(problem, serving, proposed, received)
     decision, reason = decide(outlook, problem.cost)
     move = Choice(decision, reason, proposed)
-    if not splits or decision is Decision.RESPLIT:
+    is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
+    if not splits or decision is Decision.RESPLIT or is_noise:
         return move
     if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, proposed, outlook):
         return move
