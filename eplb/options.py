@@ -30,7 +30,7 @@ from eplb.timing import measured
 from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
-SAMPLED = 16  # layers that tell what shares alone would bring
+SAMPLED = 10  # layers that tell what shares alone would bring
 
 
 class Option(NamedTuple):
