@@ -30,7 +30,7 @@ from eplb.timing import measured
 from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
-SAMPLED = 10  # layers that tell what shares alone would bring
+SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
 
 
 class Option(NamedTuple):
