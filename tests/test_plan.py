@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from eplb import Budget, CostModel, Decision, ModelShape, Placement, Topology, plan
+from eplb import (
+    POLICIES,
+    Budget,
+    CostModel,
+    Decision,
+    ModelShape,
+    Placement,
+    Topology,
+    plan,
+)
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.hierarchical import nodes_of_groups
 from eplb.load import LoadHistory
@@ -147,6 +156,15 @@ def test_policies_to_compare_with_split_equally(policy: str) -> None:
     target = plan(SEVENTY_THIRTY, TWO_AND_ONE, policy=policy).target
 
     assert target.hash == Placement(target.slot_to_expert, 2).hash
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_plans_by_its_name(policy: str) -> None:
+    found = plan(HOT_FIRST, TWO_RANKS, policy=policy, current=SINGLE)
+
+    check_fits(found.target, TWO_RANKS)
+    assert (found.policy, found.base is SINGLE) == (policy, True)
+    assert (found.gap >= 0).all()
 
 
 def test_the_gap_says_how_far_from_the_bound_a_plan_is() -> None:
