@@ -22,7 +22,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from api.metric_rows import Level
 from api.monitor import KEPT_SCORES, KEPT_WINDOWS
-from api.requests import ControlRequest, ReasonRequest, RebalanceRequest
+from api.requests import ControlRequest, ExplainRequest, ReasonRequest, RebalanceRequest
 from api.schemas import (
     ControlAnswer,
     EventAnswer,
@@ -161,7 +161,23 @@ def get_task(service: Service, task_id: int) -> TaskAnswer:
 )
 def post_rebalance(service: Service, body: RebalanceRequest, response: Response) -> TaskAnswer:
     """Asks the controller and waits a while for its answer."""
-    task = service.rebalance(body)
+    return _answered(service.rebalance(body), response)
+
+
+@routes.post(
+    "/explanations",
+    summary="Why is this expert there?",
+    tags=["watch"],
+    responses=_problems(409, 422)
+    | {202: {"model": TaskAnswer, "description": "Not done yet; see Location"}},
+)
+def post_explanation(service: Service, body: ExplainRequest, response: Response) -> TaskAnswer:
+    """Asks the controller to plan now and to say why; moves nothing. Words are in `sentences`."""
+    return _answered(service.explain(body), response)
+
+
+def _answered(task: TaskAnswer, response: Response) -> TaskAnswer:
+    """The task, with the status that says whether it is done."""
     if task.state in ("queued", "running"):
         response.status_code = 202
         response.headers["Location"] = f"/api/v1/tasks/{task.id}"

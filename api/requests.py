@@ -23,6 +23,14 @@ class RebalanceRequest(Body):
     policy: str | None = Field(None, min_length=1, description="none: the controller's own")
 
 
+class ExplainRequest(Body):
+    """Ask the controller why a plan made now would have an expert where it has it."""
+
+    layer: int = Field(ge=0, description="as the placement counts, from 0")
+    expert: int = Field(ge=0, description="a logical expert")
+    policy: str | None = Field(None, min_length=1, description="none: the controller's own")
+
+
 class ReasonRequest(Body):
     """Pause or resume."""
 

@@ -17,7 +17,7 @@ from api.metric_rows import Level
 from api.metrics import Exposition
 from api.monitor import Monitor
 from api.readiness import unready
-from api.requests import ControlRequest, RebalanceRequest
+from api.requests import ControlRequest, ExplainRequest, RebalanceRequest
 from api.schemas import (
     ControlAnswer,
     DecisionAnswer,
@@ -200,8 +200,21 @@ class AdminService:
         if request.policy is not None:
             policy_named(request.policy)
         self._check_may_rebalance(request)
-        asked = request.model_dump(exclude_none=True)
-        task = self._wait_for(self._store.submit("rebalance", asked))
+        return self._ask("rebalance", request.model_dump(exclude_none=True))
+
+    def explain(self, request: ExplainRequest) -> TaskAnswer:
+        """Ask the controller why an expert is where a plan has it; nothing moves.
+
+        Raises:
+            Refused: there is no such layer or expert, or no load yet to plan on.
+            ConfigError: an unknown policy.
+        """
+        if request.policy is not None:
+            policy_named(request.policy)
+        return self._ask("explain", request.model_dump(exclude_none=True))
+
+    def _ask(self, kind: str, asked: dict[str, Any]) -> TaskAnswer:
+        task = self._wait_for(self._store.submit(kind, asked))
         if task.state == "failed":
             raise Refused(409, f"task {task.id}: {task.result.get('error', 'no reason was given')}")
         return TaskAnswer(**asdict(task))

@@ -74,7 +74,7 @@ class Test:
 
 
 def traces(data: Path = DATA) -> list[Trace]:
-    """gpt-oss-20b decode on 8 ranks x 5 slots, and DeepSeek-V2-Lite prefill on 8 x 9."""
+    """gpt-oss-20b decode on 8 ranks x 5 slots, DeepSeek-V2-Lite prefill on 8 x 9 and 32 x 3."""
     gpt = np.load(data / "gptoss20b_decode.npz")
     gpt_ids = gpt["expert_ids"].astype(np.int64).transpose(1, 0, 2)
     lite = [np.load(data / f"dsv2lite_{domain}.npz") for domain in ("intent", "summary")]
@@ -83,6 +83,7 @@ def traces(data: Path = DATA) -> list[Trace]:
     return [
         Trace("gpt-oss-20b decode", gpt_ids, gpt["request_len"], 32, Topology.uniform(1, 8, 5)),
         Trace("V2-Lite two domains", both_ids, both_len, 64, Topology.uniform(1, 8, 9)),
+        Trace("the same, 32 ranks", both_ids, both_len, 64, Topology.uniform(4, 8, 3)),
     ]
 
 
@@ -121,6 +122,11 @@ def then_resplit(policy: str) -> Planner:
     )
 
 
+def split_equally(history: Tokens, _: Tokens, topology: Topology) -> Placement:
+    target = plan(history, topology).target
+    return Placement(target.slot_to_expert, target.num_experts)
+
+
 def shares_of_the_window(history: Tokens, following: Tokens, topology: Topology) -> Placement:
     return resplit(following, plan(history, topology).target, topology, trust=1.0)
 
@@ -133,8 +139,8 @@ PLANNERS: dict[str, Planner] = {
     "contiguous": planned_by("contiguous"),
     "greedy on the sum": planned_by("greedy"),
     "greedy + resplit": then_resplit("greedy"),
+    "auto, equal split": split_equally,
     "auto": planned_by("auto"),
-    "auto + resplit": then_resplit("auto"),
     "auto, the window's own shares": shares_of_the_window,
     "oracle: plan of the window": oracle,
 }

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb import Budget, CostModel, Placement, Topology, imbalance, plan
-from eplb.resplit import resplit
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
@@ -61,10 +60,10 @@ def curves(before: Tokens, after: Tokens) -> tuple[list[Curve], float]:
         return moved, float(imbalance(unseen, placement, RANKS).mean())
 
     drawn = []
-    for name, policy, colour, with_shares in (
+    for name, policy, colour, is_equal in (
         ("greedy, planned afresh", "greedy", "#8a8f98", False),
-        ("auto, from what serves", "auto", "#d9822b", False),
-        ("auto, and new shares", "auto", "#1f6fb4", True),
+        ("auto, equal split", "auto", "#d9822b", True),
+        ("auto, with its shares", "auto", "#1f6fb4", False),
     ):
         points = []
         for max_moves in BUDGETS:
@@ -77,7 +76,8 @@ def curves(before: Tokens, after: Tokens) -> tuple[list[Curve], float]:
                 policy=policy,
                 cost=CostModel(min_gain=0.0),
             ).target
-            points.append(judged(resplit(seen, found, RANKS) if with_shares else found))
+            equal = Placement(found.slot_to_expert, NUM_EXPERTS)
+            points.append(judged(equal if is_equal else found))
         drawn.append(Curve(name, colour, tuple(dict.fromkeys(points))))  # a plan may stop early
     return drawn, judged(serving)[1]
 

@@ -6,6 +6,8 @@ Pure functions over arrays and frozen dataclasses: no torch, no clock, no enviro
 from eplb.balance import balancedness, imbalance, lower_bound, rank_load
 from eplb.constraints import Constraints
 from eplb.deepseek import rebalance_experts
+from eplb.explain import explain, explain_layer
+from eplb.explanation import Explanation, LayerExplanation
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory, LoadSample
 from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
@@ -15,6 +17,8 @@ from eplb.placement import EMPTY, Placement
 from eplb.plan import plan
 from eplb.policies import POLICIES
 from eplb.problem import Budget, Problem
+from eplb.redundancy import allocate_redundancy, slots_per_layer
+from eplb.resplit import resplit
 from eplb.topology import Topology
 from eplb.windows import Scenarios
 
@@ -27,6 +31,8 @@ __all__ = [
     "Constraints",
     "CostModel",
     "Decision",
+    "Explanation",
+    "LayerExplanation",
     "LoadHistory",
     "LoadSample",
     "Migration",
@@ -40,12 +46,17 @@ __all__ = [
     "Source",
     "Topology",
     "Transaction",
+    "allocate_redundancy",
     "balancedness",
     "build_migration",
+    "explain",
+    "explain_layer",
     "imbalance",
     "lower_bound",
     "plan",
     "preset",
     "rank_load",
     "rebalance_experts",
+    "resplit",
+    "slots_per_layer",
 ]

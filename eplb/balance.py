@@ -113,7 +113,7 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     total = tokens.sum(axis=1)
     if num_slots < tokens.shape[1]:
         return np.ones(len(tokens))
-    largest = _smallest_largest_replica(
+    largest = smallest_largest_replica(
         np.ascontiguousarray(tokens, np.float64), num_slots, num_ranks
     )
     bound: NDArray[np.float64] = np.ones(len(tokens))
@@ -122,7 +122,7 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     return bounded
 
 
-def _smallest_largest_replica(
+def smallest_largest_replica(
     tokens: NDArray[np.float64], num_slots: int, most: int
 ) -> NDArray[np.float64]:
     """[L] the largest load per replica that is left when the largest is always split further."""

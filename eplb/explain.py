@@ -3,151 +3,139 @@
 For a person who looks at a busy rank during an incident and has to decide whether to trust the
 plan. Loads are means over the windows, in units of a fair rank's load: 1.00 is the mean.
 
-Shapes:  L MoE layers, E experts, R ranks.
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from eplb.balance import imbalance, rank_load
 from eplb.errors import ConfigError
-from eplb.gate import Decision
-from eplb.load import LoadHistory, as_history
-from eplb.migration import Move, Source
-from eplb.placement import Placement
-from eplb.plan import Plan
-from eplb.problem import Problem
+from eplb.explanation import Explanation, LayerExplanation, RankLoad
+from eplb.explanation_words import layer_sentences, sentences
+from eplb.migration import Move
+from eplb.outcome import LINKS, Plan, link_of
+from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 
-MOST_LISTED = 8  # of anything in one sentence; the rest are counted
 
-
-@dataclass(frozen=True)
-class RankLoad:
-    """One rank's load before and after the plan, by the time it needs for it."""
-
-    rank: int
-    before: float
-    after: float
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.before:.2f} -> {self.after:.2f}"
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """All that bears on one expert of one layer; ``str()`` says it in words."""
-
-    layer: int
-    expert: int
-    part_of_load: float  # of the layer's tokens
-    place: int  # 1 for the layer's hottest expert
-    load: float  # of all its replicas together, in fair ranks' loads
-    ranks_before: tuple[int, ...]  # of its replicas
-    ranks_after: tuple[int, ...]
-    rank_loads: tuple[RankLoad, ...]  # of every rank that holds it before or after
-    moves: tuple[Move, ...]  # that bring it somewhere, or put another expert in its place
-    sentences: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.sentences)
-
-
-@dataclass(frozen=True)
-class LayerExplanation:
-    """What a plan does to one layer; ``str()`` says it in words."""
-
-    layer: int
-    before: float  # imbalance
-    after: float
-    bound: float
-    rank_loads: tuple[RankLoad, ...]  # of every live rank
-    more: tuple[int, ...]  # experts that gain replicas, hottest first
-    fewer: tuple[int, ...]  # experts that lose replicas, hottest first
-    moves: tuple[Move, ...]
-    sentences: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.sentences)
-
-
-def explain(
-    plan: Plan, layer: int, expert: int, *, history: LoadHistory | ArrayLike
-) -> Explanation:
-    """Say why an expert has its replicas, and why on these ranks.
+def explain(plan: Plan, layer: int, expert: int) -> Explanation:
+    """Say why an expert has its replicas, why on these ranks, and what that takes.
 
     Args:
         plan: any plan, also one that keeps what serves.
         layer: as the placement counts, from 0.
         expert: a logical expert.
-        history: the load that was planned on.
 
     Raises:
-        ConfigError: no such layer or expert, or a history of another system.
+        ConfigError: no such layer or expert.
     """
-    view = _view(plan, layer, history)
+    view = _view(plan, layer)
     if not 0 <= expert < len(view.work):
         raise ConfigError(f"expert {expert} of layer {layer}, expected 0..{len(view.work) - 1}")
     load, total = float(view.work[expert]), float(view.work.sum())
-    place = 1 + int((view.work > load).sum())
     before = _ranks_with(plan.base, layer, expert, plan.topology)
     after = _ranks_with(plan.target, layer, expert, plan.topology)
-    touched = tuple(at for at in view.rank_loads if at.rank in {*before, *after})
     freed = set(np.flatnonzero(plan.base.slot_to_expert[layer] == expert).tolist())
     moves = tuple(m for m in view.moves if m.expert == expert or m.dst_slot in freed)
-    part = load / total if total else 0.0
-    fastest = float(plan.topology.rank_speed[plan.topology.alive].max())
-    sentences = (
-        f"Layer {layer}, expert {expert}: {part:.1%} of the layer's tokens, number {place} of "
-        f"{len(view.work)}; {load:.2f} times what a rank carries on average.",
-        _why_so_many(load, fastest, len(before), len(after)),
-        *_why_there(before, after, view.rank_loads),
-        f"Load of its ranks: {_listed(touched)}.",
-        f"Moves that touch it: {_listed([_in_words(move, plan.topology) for move in moves])}.",
-        _of_the_layer(plan, view),
+    without, with_more = marginal(plan, layer, expert)
+    held = plan.target.slot_to_expert[layer] == expert
+    found = Explanation(
+        layer=layer,
+        expert=expert,
+        num_experts=len(view.work),
+        decision=plan.decision.value,
+        reason=plan.reason,
+        part_of_load=load / total if total else 0.0,
+        place=1 + int((view.work > load).sum()),
+        load=load,
+        ranks_before=before,
+        ranks_after=after,
+        shares_after=tuple(plan.target.slot_share[layer, held].tolist()),
+        with_one_less=without,
+        with_one_more=with_more,
+        rank_loads=tuple(at for at in view.rank_loads if at.rank in {*before, *after}),
+        moves=moves,
+        bytes_by_link=_bytes(plan, moves),
+        imbalance_before=view.before,
+        imbalance_after=view.after,
+        bound=float(plan.lower_bound[layer]),
     )
-    return Explanation(layer, expert, part, place, load, before, after, touched, moves, sentences)
+    return found.saying(sentences(found, plan.topology, view.rank_loads))
 
 
-def explain_layer(plan: Plan, layer: int, *, history: LoadHistory | ArrayLike) -> LayerExplanation:
+def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
     """Say what a plan does to a layer, and why.
 
     Raises:
-        ConfigError: no such layer, or a history of another system.
+        ConfigError: no such layer.
     """
-    view = _view(plan, layer, history)
+    view = _view(plan, layer)
     was, will_be = plan.base.replica_count[layer], plan.target.replica_count[layer]
-    by_heat = np.argsort(-view.work, kind="stable")
-    more = tuple(by_heat[(will_be > was)[by_heat]].tolist())
-    fewer = tuple(by_heat[(will_be < was)[by_heat]].tolist())
+    by_heat: list[int] = np.argsort(-view.work, kind="stable").tolist()
     busiest = max(view.rank_loads, key=lambda at: at.before)
-    then = max(view.rank_loads, key=lambda at: at.after)
     held = plan.base.slot_to_expert[layer, plan.topology.slots_on(busiest.rank)].tolist()
-    hottest = [f"expert {e}" for e in by_heat.tolist() if e in held]
-    sentences = (
-        _of_the_layer(plan, view),
-        f"Busiest before is rank {busiest.rank} at {busiest.before:.2f}, with {_listed(hottest)}; "
-        f"busiest after is rank {then.rank} at {then.after:.2f}.",
-        f"More replicas: {_listed([f'expert {e} ({was[e]} -> {will_be[e]})' for e in more])}.",
-        f"Fewer replicas: {_listed([f'expert {e} ({was[e]} -> {will_be[e]})' for e in fewer])}.",
-        f"Weights that move: {len(view.moves)}.",
+    found = LayerExplanation(
+        layer=layer,
+        decision=plan.decision.value,
+        reason=plan.reason,
+        before=view.before,
+        after=view.after,
+        bound=float(plan.lower_bound[layer]),
+        rank_loads=view.rank_loads,
+        busiest_experts=tuple(e for e in by_heat if e in held),
+        more=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] > was[e]),
+        fewer=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] < was[e]),
+        moves=view.moves,
+        bytes_by_link=_bytes(plan, view.moves),
     )
-    bound = float(plan.lower_bound[layer])
-    return LayerExplanation(
-        layer, view.before, view.after, bound, view.rank_loads, more, fewer, view.moves, sentences
-    )
+    return found.saying(layer_sentences(found))
+
+
+def marginal(plan: Plan, layer: int, expert: int) -> tuple[float | None, float | None]:
+    """The layer's imbalance with one replica fewer, and with one more, at equal split.
+
+    One fewer leaves the slot empty where that hurts least. One more takes an empty slot, or the
+    place of a replica that its expert can spare, where that helps most; nothing else moves. None
+    where there is no such change: it is the only replica, or every rank has one already.
+    """
+    topology, held = plan.topology, plan.target.slot_to_expert[layer]
+    work = np.ascontiguousarray(plan.problem.scaled[layer])  # [T, E]
+    count = plan.target.replica_count[layer]
+    mine = np.flatnonzero(held == expert)
+    fewer, more = [], []
+    if len(mine) > 1:
+        fewer = [_imbalance(work, _with(held, slot, EMPTY), topology) for slot in mine.tolist()]
+    taken = set(topology.rank_of_slot[mine].tolist())
+    spare = (held == EMPTY) | (count[np.maximum(held, 0)] > 1)
+    room = plan.problem.room[layer]
+    for slot in np.flatnonzero(spare & (held != expert)).tolist():
+        rank = int(topology.rank_of_slot[slot])
+        may_use = topology.alive[rank] and slot - topology.first_slot[rank] < room[rank]
+        if may_use and rank not in taken:
+            more.append(_imbalance(work, _with(held, slot, expert), topology))
+    return min(fewer, default=None), min(more, default=None)
+
+
+def _with(held: NDArray[np.int32], slot: int, expert: int) -> NDArray[np.int32]:
+    changed = held.copy()
+    changed[slot] = expert
+    return changed
+
+
+def _imbalance(work: NDArray[np.float64], held: NDArray[np.int32], topology: Topology) -> float:
+    """Mean over windows [T, E] of a layer's imbalance at equal split."""
+    placement = Placement(held[None], work.shape[1])
+    return float(imbalance(work[:, None], placement, topology).mean())
 
 
 class _View(NamedTuple):
     """One layer of a plan under its load."""
 
-    layer: int
     work: NDArray[np.float64]  # [E] mean over windows, in fair ranks' loads
     rank_loads: tuple[RankLoad, ...]  # live ranks
     before: float  # imbalance
@@ -155,27 +143,20 @@ class _View(NamedTuple):
     moves: tuple[Move, ...]
 
 
-def _view(plan: Plan, layer: int, history: LoadHistory | ArrayLike) -> _View:
-    # The problem checks that history, placement and topology describe one system.
-    problem = Problem(as_history(history), plan.topology, current=plan.base)
+def _view(plan: Plan, layer: int) -> _View:
     if not 0 <= layer < plan.base.num_layers:
         raise ConfigError(f"layer {layer}, expected 0..{plan.base.num_layers - 1}")
+    problem, topology = plan.problem, plan.topology
     work = problem.scaled.mean(axis=1)  # [L, E]
-    speed = plan.topology.rank_speed
-    was, will_be = (
-        rank_load(work, placement, plan.topology)[layer] / speed
-        for placement in (plan.base, plan.target)
-    )
-    before, after = (
-        float(imbalance(problem.work, placement, plan.topology)[:, layer].mean())
-        for placement in (plan.base, plan.target)
-    )
+    pair = (plan.base, plan.target)
+    was, will_be = (rank_load(work, it, topology)[layer] / topology.rank_speed for it in pair)
+    before, after = (float(imbalance(problem.work, it, topology)[:, layer].mean()) for it in pair)
     loads = tuple(
         RankLoad(rank, float(was[rank]), float(will_be[rank]))
-        for rank in np.flatnonzero(plan.topology.alive).tolist()
+        for rank in np.flatnonzero(topology.alive).tolist()
     )
     moves = tuple(move for move in plan.moves if move.layer == layer)
-    return _View(layer, work[layer], loads, before, after, moves)
+    return _View(work[layer], loads, before, after, moves)
 
 
 def _ranks_with(
@@ -185,64 +166,6 @@ def _ranks_with(
     return tuple(topology.rank_of_slot[slots].tolist())
 
 
-def _why_so_many(load: float, fastest: float, before: int, after: int) -> str:
-    change = (
-        f"Replicas: {before} -> {after}" if before != after else f"Replicas: {after}, as before"
-    )
-    alone = load / fastest
-    if alone <= 1.0:
-        return f"{change}. One would do: it fills no rank."
-    least = int(np.ceil(alone - 1e-9))
-    return (
-        f"{change}. One alone would hold its rank at {alone:.2f} or more, so even ranks need "
-        f"at least {least}; with {after}, each brings {load / after:.2f} at equal split."
-    )
-
-
-def _why_there(
-    before: tuple[int, ...], after: tuple[int, ...], loads: Sequence[RankLoad]
-) -> list[str]:
-    """Which ranks it keeps, leaves and joins, and how busy those were."""
-    by_load = sorted(loads, key=lambda at: (at.before, at.rank))
-    idle_place = {at.rank: place for place, at in enumerate(by_load, start=1)}
-    was = {at.rank: at.before for at in loads}
-    words = [f"Ranks before: {_listed(before)}; after: {_listed(after)}."]
-    joined = [
-        f"rank {rank} was number {idle_place[rank]} of {len(loads)} from the least busy "
-        f"({was[rank]:.2f})"
-        for rank in after
-        if rank not in before
-    ]
-    left = [
-        f"rank {rank} carried {was[rank]:.2f}" if rank in was else f"rank {rank} is dead"
-        for rank in before
-        if rank not in after
-    ]
-    words += [f"New there: {_listed(joined)}."] if joined else []
-    return words + ([f"Gone from there: {_listed(left)}."] if left else [])
-
-
-def _in_words(move: Move, topology: Topology) -> str:
-    rank_of_slot = topology.rank_of_slot
-    to = f"expert {move.expert} to rank {rank_of_slot[move.dst_slot]} (slot {move.dst_slot})"
-    if move.source in (Source.SAME_RANK, Source.PEER):
-        return f"{to} from rank {rank_of_slot[move.src_slot]} (slot {move.src_slot})"
-    return f"{to} from {move.source.name.lower()}"
-
-
-def _of_the_layer(plan: Plan, view: _View) -> str:
-    bound = f"no equal split of these slots does better than {plan.lower_bound[view.layer]:.2f}"
-    if plan.decision is Decision.KEEP:
-        return (
-            f"Layer {view.layer}: imbalance {view.before:.2f}, and {bound}. "
-            f"The plan keeps what serves: {plan.reason}."
-        )
-    return f"Layer {view.layer}: imbalance {view.before:.2f} -> {view.after:.2f}; {bound}."
-
-
-def _listed(things: Sequence[object]) -> str:
-    if not things:
-        return "none"
-    words = ", ".join(str(thing) for thing in things[:MOST_LISTED])
-    rest = len(things) - MOST_LISTED
-    return f"{words} and {rest} more" if rest > 0 else words
+def _bytes(plan: Plan, moves: tuple[Move, ...]) -> dict[str, int]:
+    links = [link_of(move, plan.topology) for move in moves]
+    return {link: links.count(link) * plan.expert_bytes for link in LINKS}

@@ -42,6 +42,9 @@ class CostModel:
     """
 
     min_gain: float = 0.03  # relative, of the mean imbalance over layers
+    min_share_gain: float = 0.01  # the same for shares, of a layer and of all
+    node_traffic: float = 0.0  # imbalance that counts like all tokens crossing nodes; 0: no matter
+    tokens_of_node: tuple[float, ...] = ()  # part that starts on each; (): by live ranks
     seconds_per_expert: float = 0.0  # serving time lost for each expert that one rank receives
     seconds_per_window: float = 1.0  # serving time of a window, bound by the busiest rank
     horizon_windows: float = 100.0  # windows for which a placement is expected to serve
@@ -50,8 +53,12 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "curve" and not value >= 0:
+            if isinstance(value, float | int) and not value >= 0:
                 raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
+        if any(not 0 <= part < inf for part in self.tokens_of_node):
+            raise ConfigError(
+                f"cost: tokens_of_node is {self.tokens_of_node}, expected finite parts, 0 or more"
+            )
         tokens, times = zip(*self.curve, strict=True) if len(self.curve) > 1 else ((), ())
         rises = all(one < two for one, two in pairwise(tokens))
         if not tokens or not rises or tokens[0] <= 0 or not all(0 < one < inf for one in times):
@@ -72,24 +79,28 @@ class Outlook:
     noise: float  # imbalance that chance alone makes of one window
     num_moves: int
     busiest_moves: int  # experts that the busiest receiving rank gets
+    of: str = "imbalance"  # what the figures are, in words
 
 
 def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
-    """Move or keep, and the reason in words.
+    """Move, take new shares alone (an outlook without moves) or keep, and the reason in words.
 
     The gain is counted down to the noise floor only: what lies below it will not be seen again.
     """
     floor = 1.0 + outlook.noise
     reachable = max(outlook.after, floor)
     gain = (outlook.before - reachable) / outlook.before
-    change = f"imbalance {outlook.before:.3f} -> {outlook.after:.3f}"
+    change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
     if outlook.before <= floor:
         return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
     if outlook.num_moves == 0 and outlook.before <= outlook.after:
         return Decision.KEEP, f"the plan is the current placement, {change}"
-    if gain < cost.min_gain:
+    least = cost.min_gain if outlook.num_moves else cost.min_share_gain
+    if gain < least:
         counted = f" down to the sampling noise ({floor:.3f})" if outlook.after < floor else ""
-        return Decision.KEEP, f"{change}: gain {gain:.1%}{counted} < {cost.min_gain:.1%}"
+        return Decision.KEEP, f"{change}: gain {gain:.1%}{counted} < {least:.1%}"
+    if outlook.num_moves == 0:
+        return Decision.RESPLIT, f"{change}: gain {gain:.1%} by new shares alone"
     lost = outlook.busiest_moves * cost.seconds_per_expert
     saved = gain * cost.seconds_per_window * cost.horizon_windows
     if lost > saved:

@@ -9,21 +9,23 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.allowance import moves_per_layer
-from eplb.balance import lower_bound
+from eplb.bounds import bound_of
 from eplb.frontier import Curve
 from eplb.gate import Decision
-from eplb.group_packing import is_exact
-from eplb.hierarchical import zone_bound, zones_for
 from eplb.migration import Move, Source, moves_between
 from eplb.placement import Placement
 from eplb.problem import Problem
 from eplb.topology import Topology
+from eplb.traffic import crossing
+
+if TYPE_CHECKING:
+    from eplb.explanation import Explanation
 
 LINKS = ("same_rank", "node", "network", "host")
 
@@ -34,7 +36,8 @@ class Plan:
 
     ``before`` and ``after`` are means over layers of the mean imbalance over the history's
     windows: what the placement would have been then, no promise for the next window. With
-    ``objective="time"`` they are times, see ``eplb.timing.measured``.
+    ``objective="time"`` they are times, see ``eplb.timing.measured``; with a price on tokens that
+    cross nodes that is added, see ``eplb.options.score_of``.
     """
 
     problem: Problem
@@ -44,7 +47,7 @@ class Plan:
     after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
     decision: Decision
     reason: str
-    curve: Curve  # (moves, mean score over layers): one window's score is its imbalance
+    curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
     policy: str
 
     @property
@@ -72,28 +75,38 @@ class Plan:
         """The generation that this plan was made for; stale once another is committed."""
         return self.base.generation
 
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """[L, S] part of its expert's tokens that each slot of the target gets."""
+        return self.target.slot_share
+
+    @cached_property
+    def crossing(self) -> tuple[float, float]:
+        """Part of the tokens that crosses nodes, before and after; mean over layers."""
+        before, after = (crossing(self.problem, it).mean() for it in (self.base, self.target))
+        return float(before), float(after)
+
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] no placement in these slots has a lower mean imbalance, however tokens are split.
+        """[L] nothing in these slots costs less, however tokens are split; see ``eplb.bounds``."""
+        return bound_of(self.problem)
 
-        The mean over windows of a maximum is at least the maximum of the mean window; idle windows
-        count as 1. Where expert groups stay on nodes and all packings can be tried, it is that of
-        the best packing. For ``objective="time"`` it is 1: splitting an expert saves no work.
+    @cached_property
+    def gap(self) -> NDArray[np.float64]:
+        """[L] how far the planned placement is above what is proved, relative; 0 is optimal."""
+        return np.asarray(self.after_per_layer / self.lower_bound - 1.0)
+
+    def explain(self, layer: int, expert: int) -> Explanation:
+        """Say why an expert has its replicas, why on these ranks, and what that takes.
+
+        ``str()`` of what is returned says it in words, ``to_dict()`` as JSON.
+
+        Raises:
+            ConfigError: no such layer or expert.
         """
-        problem = self.problem
-        if problem.objective == "time":
-            return np.ones(len(self.before_per_layer))
-        busy = (problem.scaled > 0).any(axis=2)  # [L, T]
-        mean = problem.scaled.mean(axis=1)
-        if problem.groups_stay and is_exact(problem.num_groups, self.topology.num_nodes):
-            zones = zones_for(mean, self.topology, problem.num_groups, problem.room)
-            # In units of a fair rank's mean load, which idle windows make smaller.
-            part = np.maximum(busy.mean(axis=1), 1e-300)[:, None]
-            bound = zone_bound(mean / part, zones)
-        else:
-            bound = lower_bound(mean, self.topology)
-        bounded: NDArray[np.float64] = 1.0 + busy.mean(axis=1) * (bound - 1.0)
-        return bounded
+        from eplb.explain import explain  # late: it explains plans
+
+        return explain(self, layer, expert)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -108,7 +121,7 @@ class Plan:
     @cached_property
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes over each kind of link; zeros when no model gave the size of an expert."""
-        count = Counter(_link(move, self.topology) for move in self.moves)
+        count = Counter(link_of(move, self.topology) for move in self.moves)
         return {link: count[link] * self.expert_bytes for link in LINKS}
 
     @cached_property
@@ -133,6 +146,7 @@ class Plan:
             "before_per_layer": self.before_per_layer.tolist(),
             "after_per_layer": self.after_per_layer.tolist(),
             "lower_bound": self.lower_bound.tolist(),
+            "gap": self.gap.tolist(),
             "num_moves": self.num_moves,
             "bytes_by_link": self.bytes_by_link,
             "curve": [list(point) for point in self.curve],
@@ -140,7 +154,8 @@ class Plan:
         }
 
 
-def _link(move: Move, topology: Topology) -> str:
+def link_of(move: Move, topology: Topology) -> str:
+    """The kind of link that a move's bytes go over: one of LINKS."""
     if move.source is Source.SAME_RANK:
         return "same_rank"
     if move.source is not Source.PEER:

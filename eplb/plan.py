@@ -1,6 +1,6 @@
 """The planner's front door: load in, a plan with its reasons out.
 
-    history -> policy -> target -> budget -> gate -> MOVE, RESPLIT or KEEP
+    history -> policy -> budget -> shares -> gate -> MOVE, RESPLIT or KEEP
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -8,25 +8,36 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from eplb.allowance import Offer, within_budget
 from eplb.constraints import Constraints
 from eplb.frontier import Curve
-from eplb.gate import CostModel, Decision, Outlook, decide
-from eplb.legal import complaints_of, unfit_layers, why_it_cannot_serve
+from eplb.gate import CostModel, Decision
+from eplb.kernels import BoolArray
+from eplb.legal import complaints_of, unfit_layers
 from eplb.load import LoadHistory, as_history
 from eplb.model import ModelShape
-from eplb.noise import noise_under
+from eplb.options import (
+    Option,
+    choose,
+    no_worse_than,
+    score_of,
+    with_shares,
+    without_losses,
+)
 from eplb.outcome import Plan
-from eplb.placement import EMPTY, Placement
+from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
 from eplb.problem import Budget, Objective, Problem
-from eplb.timing import measured
 from eplb.topology import Topology
+from eplb.traffic import nearer
 from eplb.windows import Scenarios, as_scenarios
 
 __all__ = ["Plan", "plan", "plan_for"]
+
+# Policies that plan shares as well. The others are there to be compared with: equal split.
+SPLITTING = frozenset({"auto"})
 
 
 def plan(
@@ -88,22 +99,27 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     """``plan`` for a problem that is put together already."""
     current = problem.current
     base = current if current is not None else contiguous_policy(problem)
-    proposal = propose(policy, problem)
-    proposed, curve = proposal.placement, proposal.curve
-    before, after = measured(problem, base), measured(problem, proposed)
-    if curve is None:
-        forced = np.zeros(base.num_layers, dtype=np.bool_)
-        forced[list(complaints_of(problem, base))] = True
-        offer = Offer(base, proposed, before, after, forced)
-        proposed, after, curve = _bought(problem, offer)
-    assert not unfit_layers(problem, proposed).any(), "policies keep to ranks and slots"
-    decision, reason = _decided(problem, base, proposed, before, after)
+    complaints = complaints_of(problem, base) if current is not None else {}
+    forced = np.zeros(base.num_layers, dtype=np.bool_)
+    forced[list(complaints)] = True
+    serving = Option(base, score_of(problem, base))
+    splits = policy in SPLITTING
+    proposed, curve = _proposed(problem, policy, serving, forced)
+    if splits:
+        proposed = with_shares(problem, proposed)
+        if current is None:
+            proposed = no_worse_than(problem, serving, proposed)
+        else:
+            proposed = without_losses(problem, serving, proposed, forced)
+    assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
+    why_not = complaints[min(complaints)] if complaints else None
+    decision, reason, taken = choose(problem, serving, proposed, why_not, splits)
     return Plan(
         problem=problem,
         base=base,
-        target=base if decision is Decision.KEEP else _next(base, proposed),
-        before_per_layer=before,
-        after_per_layer=after,
+        target=base if decision is Decision.KEEP else _next(base, taken.placement),
+        before_per_layer=serving.score,
+        after_per_layer=taken.score,
         decision=decision,
         reason=reason,
         curve=curve,
@@ -111,49 +127,24 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     )
 
 
-def _bought(problem: Problem, offer: Offer) -> tuple[Placement, NDArray[np.float64], Curve]:
-    """Placement, imbalance and curve of the layers that the budget buys."""
+def _proposed(
+    problem: Problem, policy: str, serving: Option, forced: BoolArray
+) -> tuple[Option, Curve]:
+    """What the policy aims at within the budget, and the curve that leads there."""
+    placement, curve = propose(policy, problem)
+    if problem.cost.node_traffic and policy in SPLITTING:
+        placement = nearer(problem, placement)
+    proposed = Option(placement, score_of(problem, placement))
+    if curve is not None:
+        return proposed, curve
+    offer = Offer(serving.placement, placement, serving.score, proposed.score, forced)
     chosen, curve = within_budget(offer, problem.max_moves)
     if chosen.all() or problem.current is None:
-        return offer.proposed, offer.after, curve
-    placement = offer.base.with_layers(offer.proposed, np.flatnonzero(chosen).tolist())
-    return placement, np.where(chosen, offer.after, offer.before), curve
+        return proposed, curve
+    bought = offer.base.with_layers(placement, np.flatnonzero(chosen).tolist())
+    return Option(bought, np.where(chosen, proposed.score, serving.score)), curve
 
 
 def _next(base: Placement, proposed: Placement) -> Placement:
     generation = base.generation + 1
     return proposed if proposed.generation == generation else proposed.with_generation(generation)
-
-
-def _decided(
-    problem: Problem,
-    base: Placement,
-    proposed: Placement,
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-) -> tuple[Decision, str]:
-    received = _received_per_rank(base, proposed, problem.topology)
-    num_moves = int(received.sum())
-    change = f"imbalance {before.mean():.3f} -> {after.mean():.3f}"
-    if problem.current is None:
-        if num_moves:
-            return Decision.MOVE, f"no current placement: {change}"
-    elif (why := why_it_cannot_serve(problem, base)) is not None:
-        return Decision.MOVE, f"the current placement cannot serve: {why}"
-    # The base was not planned on these windows; the proposed placement was, and hides their noise.
-    noise = float(noise_under(problem, base).mean())
-    outlook = Outlook(
-        float(before.mean()), float(after.mean()), noise, num_moves, int(received.max())
-    )
-    decision, reason = decide(outlook, problem.cost)
-    if decision is Decision.MOVE and num_moves == 0:
-        return Decision.RESPLIT, reason
-    return decision, reason
-
-
-def _received_per_rank(base: Placement, target: Placement, topology: Topology) -> NDArray[np.int64]:
-    new = (base.slot_to_expert != target.slot_to_expert) & (target.slot_to_expert != EMPTY)
-    received: NDArray[np.int64] = np.bincount(
-        topology.rank_of_slot, new.sum(axis=0), topology.num_ranks
-    ).astype(np.int64)
-    return received

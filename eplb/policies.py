@@ -7,7 +7,8 @@ far each part of the budget takes it may give a ``Proposal`` as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,7 @@ from eplb.timing import best_fresh, best_improved
 Policy = Callable[[Problem], Placement]
 
 
-@dataclass(frozen=True, eq=False)
-class Proposal:
+class Proposal(NamedTuple):
     """What a policy aims at, and what fewer moves would have brought."""
 
     placement: Placement

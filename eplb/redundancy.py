@@ -1,7 +1,7 @@
 """Redundancy where it pays: slots dealt to layers by what another replica brings in each.
 
 Layers differ: one with a very hot expert needs many replicas, while an even one is balanced
-without any. Each layer's imbalance is measured at a dozen slot counts; its lower convex envelope
+without any. Each layer's imbalance is measured at a few slot counts; its lower convex envelope
 says what the next slots bring at best, and layers bid for slots with that.
 
     imbalance at a few slot counts -> envelope of each layer -> steepest piece first
@@ -19,15 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from eplb.balance import imbalance
 from eplb.errors import PlacementError, TopologyError
-from eplb.greedy import greedy
+from eplb.greedy import refined
 from eplb.load import LoadHistory, as_history
 from eplb.placement import Placement
 from eplb.problem import Problem
 from eplb.topology import Topology
 
-NUM_TRIED = 12  # slot counts at which a layer's imbalance is measured, denser where they are few
-# Imbalance of a layer that a slot must save: less is within the accuracy of the measured curve.
-LEAST_GAIN = 1e-4
+# Slot counts at which a layer's imbalance is measured, denser where they are few. More of them
+# would find more lucky placements, and take them for what a slot brings.
+NUM_TRIED = 7
+LEAST_GAIN = 1e-5  # imbalance of a layer that a slot must save
 
 
 def allocate_redundancy(
@@ -104,7 +105,7 @@ def imbalance_by_slots(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """[K] slot counts from one per expert up to ``most``, and [L, K] imbalance at each.
 
-    Measured on greedy placements, mean over windows. A count at which greedy does worse than
+    Measured on fresh plans, mean over windows. A count at which a plan does worse than one
     with fewer slots counts as those: slots can be left empty.
     """
     topology = problem.topology
@@ -117,7 +118,7 @@ def imbalance_by_slots(
         narrow = replace(
             topology, slots_of_rank=_spread(count, room, np.zeros_like(room)).astype(np.int32)
         )
-        held = greedy(replace(problem, topology=narrow, current=None))
+        held = refined(replace(problem, topology=narrow, current=None))
         placement = Placement(held.astype(np.int32), problem.num_experts)
         curve[:, column] = imbalance(problem.work, placement, narrow).mean(axis=0)
     best_so_far: NDArray[np.float64] = np.minimum.accumulate(curve, axis=1)

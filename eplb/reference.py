@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from eplb.changes import Change
+from eplb.placement import EMPTY, Placement
+from eplb.topology import Topology
 
 
 def replicate(work: Sequence[float], num_slots: int, most: int) -> list[int]:
@@ -118,3 +123,32 @@ def changed(held: Sequence[Sequence[int]], change: Change) -> list[list[int]]:
         after.append(row)
         first += len(row)
     return after
+
+
+def crossing(tokens: NDArray[np.int64], placement: Placement, topology: Topology) -> list[float]:
+    """Part of each layer's tokens [T, L, E] that another node serves than the one they start on.
+
+    Every node sends tokens in proportion to its live ranks, to each replica by the shares for that
+    source node, or by the shares of all where there are none of its own.
+    """
+    live = [
+        int(node)
+        for node, lives in zip(topology.node_of_rank, topology.alive, strict=True)
+        if lives
+    ]
+    parts = []
+    for layer in range(placement.num_layers):
+        crossed, num_busy = 0.0, 0
+        for window in tokens[:, layer].tolist():
+            num_busy += sum(window) > 0
+            for slot, expert in enumerate(placement.slot_to_expert[layer].tolist()):
+                if expert == EMPTY or not sum(window):
+                    continue
+                for source in live:
+                    share = placement.slot_share[layer, slot]
+                    if placement.source_share is not None:
+                        share = placement.source_share[source, layer, slot]
+                    if topology.node_of_slot[slot] != source:
+                        crossed += float(share) * window[expert] / sum(window) / len(live)
+        parts.append(crossed / max(num_busy, 1))
+    return parts

@@ -25,6 +25,7 @@ class Split:
     near: FloatArray  # [R, T] how near each rank is to the top, 1 at it
     total: FloatArray  # [T] sum of ``near`` over ranks
     worst: FloatArray  # [T] busiest time
+    prior: FloatArray  # [T] how likely each window is, together 1
     weight: FloatArray  # [T] of each window in the objective
     pull: FloatArray  # [T] weight / total
 
@@ -33,7 +34,7 @@ new_split = by_reference(Split)
 
 
 @jit
-def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
+def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
     """Lay a layer out, with equal shares over live replicas; idle windows are left out."""
     num_experts, num_ranks, num_slots = work.shape[1], len(ranks.zone), len(held)
     rank = np.empty(num_slots, dtype=np.int64)
@@ -54,8 +55,13 @@ def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
             slots[filled[expert]] = slot
             filled[expert] += 1
             share[slot] = 1.0 / (first[expert + 1] - first[expert])
-    busy = _busy(work)
-    num_windows = busy.shape[1]
+    windows = _busy_windows(work)
+    num_windows = len(windows)
+    busy, likely = np.empty((num_experts, num_windows)), np.empty(num_windows)
+    for place in range(num_windows):
+        likely[place] = prior[windows[place]]
+        for expert in range(num_experts):
+            busy[expert, place] = work[windows[place], expert]
     fixed, time = np.zeros((num_ranks, num_windows)), np.zeros((num_ranks, num_windows))
     for place in range(len(slots)):
         slot = slots[place]
@@ -77,14 +83,15 @@ def equal_split_of(work: FloatArray, held: IntArray, ranks: Ranks) -> Split:
         np.zeros((num_ranks, num_windows)),
         np.zeros(num_windows),
         np.zeros(num_windows),
+        likely / max(likely.sum(), 1e-300),
         np.zeros(num_windows),
         np.zeros(num_windows),
     )
 
 
 @jit
-def _busy(work: FloatArray) -> FloatArray:
-    """[E, T] the windows of work [T, E] that have any."""
+def _busy_windows(work: FloatArray) -> IntArray:
+    """The windows of work [T, E] that have any."""
     num_windows, num_experts = work.shape
     chosen = np.empty(num_windows, dtype=np.int64)
     number = 0
@@ -94,8 +101,53 @@ def _busy(work: FloatArray) -> FloatArray:
                 chosen[number] = window
                 number += 1
                 break
-    busy = np.empty((num_experts, number))
-    for place in range(number):
-        for expert in range(num_experts):
-            busy[expert, place] = work[chosen[place], expert]
-    return busy
+    return chosen[:number]
+
+
+@jit
+def floors(work: FloatArray, held: IntArray, ranks: Ranks, node: IntArray) -> FloatArray:
+    """[L] mean imbalance over windows that no shares get below.
+
+    An expert with one live replica has no choice of rank, and one whose replicas are all on one
+    node none of node: the busiest rank or node with those alone is a floor, and 1 is another.
+
+    Args:
+        work: [L, T, E] as ``Problem.scaled``.
+        held: [L, S] experts by slot.
+        ranks: where slots are, and which ranks are dead.
+        node: [R].
+    """
+    floor = np.ones(len(held))
+    prior = np.ones(work.shape[1])
+    speed = np.zeros(node.max() + 1)
+    for rank in range(len(node)):
+        if ranks.zone[rank] >= 0:
+            speed[node[rank]] += 1.0 / ranks.slowness[rank]
+    for layer in range(len(held)):
+        split = equal_split_of(work[layer], prior, held[layer], ranks)
+        on_node = _fixed_on_nodes(split, node, len(speed))
+        num_busy = split.fixed.shape[1]
+        total = float(work.shape[1] - num_busy)  # an idle window counts as 1
+        for window in range(num_busy):
+            most = max(1.0, split.fixed[:, window].max())
+            for number in range(len(speed)):
+                if speed[number] > 0:
+                    most = max(most, on_node[number, window] / speed[number])
+            total += most
+        floor[layer] = total / work.shape[1]
+    return floor
+
+
+@jit
+def _fixed_on_nodes(split: Split, node: IntArray, num_nodes: int) -> FloatArray:
+    """[N, T] load of experts whose live replicas are all on that node."""
+    fixed = np.zeros((num_nodes, split.work.shape[1]))
+    for expert in range(len(split.first) - 1):
+        first, end = split.first[expert], split.first[expert + 1]
+        home = node[split.rank[split.slots[first]]]
+        stays = True
+        for place in range(first + 1, end):
+            stays &= node[split.rank[split.slots[place]]] == home
+        if stays:
+            fixed[home] += split.work[expert]
+    return fixed

@@ -35,11 +35,14 @@ FLAT = 1e-9  # slopes that differ by less are equal
 
 
 @jit
-def split_layers(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatArray, FloatArray]:
+def split_layers(
+    work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
+) -> tuple[FloatArray, FloatArray]:
     """[L, S] best shares, and [L, 2] the objective with equal and with best shares.
 
     Args:
         work: [L, T, E] as ``Problem.scaled``; idle windows (all zero) do not count.
+        prior: [T] how likely each window is, beside the others.
         held: [L, S] experts by slot, -1 for empty; each with a replica on a live rank.
         ranks: a rank of zone -1 is dead, and its slots get 0.
     """
@@ -47,15 +50,17 @@ def split_layers(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatA
     objective = np.ones((len(held), 2))
     for layer in range(len(held)):
         share[layer], objective[layer, 0], objective[layer, 1] = split_layer(
-            work[layer], held[layer], ranks
+            work[layer], prior, held[layer], ranks
         )
     return share, objective
 
 
 @jit
-def split_layer(work: FloatArray, held: IntArray, ranks: Ranks) -> tuple[FloatArray, float, float]:
+def split_layer(
+    work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
+) -> tuple[FloatArray, float, float]:
     """One layer of ``split_layers``: [S] shares, objective with equal and with these shares."""
-    split = equal_split_of(work, held, ranks)
+    split = equal_split_of(work, prior, held, ranks)
     stages = np.array(DOUBLINGS)
     best = split.share.copy()
     equal = _soften(split, stages[0])
@@ -131,11 +136,11 @@ def _sharpened(part: float, doublings: int) -> float:
 @jit
 def _weigh(split: Split) -> float:
     """Every window counts, and the worst ones again; return the objective."""
-    worst, weights = split.worst, split.weight
+    worst, weights, prior = split.worst, split.weight, split.prior
     num_windows = len(worst)
     if num_windows == 0:
         return 1.0
-    tail = max(1.0, TAIL_PART * num_windows)
+    tail = max(TAIL_PART, prior.max())  # never less than a whole window
     left = tail
     counted = np.zeros(num_windows, dtype=np.bool_)
     objective = 0.0
@@ -145,9 +150,9 @@ def _weigh(split: Split) -> float:
             if not counted[number] and (window < 0 or worst[number] > worst[window]):
                 window = number
         counted[window] = True
-        taken = min(1.0, left)
+        taken = min(prior[window], left)
         left -= taken
-        weight = (1.0 - TAIL_WEIGHT) / num_windows + TAIL_WEIGHT * taken / tail
+        weight = (1.0 - TAIL_WEIGHT) * prior[window] + TAIL_WEIGHT * taken / tail
         objective += weight * worst[window]
         # Half the old weight: windows that take turns as the worst end up sharing the tail.
         is_first = weights[window] == 0.0

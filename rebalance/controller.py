@@ -277,14 +277,19 @@ class Controller:
                 self._store.finish(task.id, "done", result)
 
     def _work_off(self, group: Group, task: Task) -> Mapping[str, Any]:
-        if task.kind != "rebalance":
-            raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected 'rebalance'")
+        if task.kind not in ("rebalance", "explain"):
+            raise EplbError(
+                f"task {task.id} is of kind {task.kind!r}, expected 'rebalance' or 'explain'"
+            )
         committed = self._store.committed()
         past = planned_on(group.complete_windows(), self._settings.plan_windows)
         if committed is None or past is None:
             raise EplbError("no complete window of load yet, expected at least one to plan on")
         policy = str(task.request.get("policy") or self._settings.policy)
         proposal = self._plan(group, past, committed.placement, policy)
+        if task.kind == "explain":
+            layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
+            return proposal.explain(layer, expert).to_dict()
         result = proposal.to_dict() | {"dry_run": bool(task.request.get("dry_run", True))}
         if result["dry_run"] or proposal.decision is Decision.KEEP:
             return result | {"published": False}

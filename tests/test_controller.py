@@ -610,7 +610,7 @@ def test_a_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> 
 @pytest.mark.parametrize(
     ("kind", "request_", "refusal"),
     [
-        ("fly", {}, "is of kind 'fly', expected 'rebalance'"),
+        ("fly", {}, "is of kind 'fly', expected 'rebalance' or 'explain'"),
         ("rebalance", {"policy": "best"}, "unknown policy 'best', expected one of: auto,"),
     ],
 )
@@ -623,6 +623,26 @@ def test_a_task_that_cannot_be_done_fails_in_words(
 
     assert task.state == "failed"
     assert refusal in task.result["error"]
+
+
+def test_it_explains_what_it_would_do_and_moves_nothing(deployment: Deployment) -> None:
+    deployment.store.set_control(Control(observe=True), reason="only look")
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, "explain", layer=0, expert=0)
+
+    assert (task.state, task.result["decision"]) == ("done", "MOVE")
+    assert (task.result["part_of_load"], task.result["place"]) == (0.6, 1)
+    assert "60.0% of the layer's tokens" in task.result["sentences"][0]
+    assert deployment.store.published() is None
+
+
+def test_what_is_not_there_is_not_explained(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, "explain", layer=0, expert=9)
+
+    assert task.result["error"] == "expert 9 of layer 0, expected 0..3"
 
 
 def test_a_rebalance_before_any_load_fails_in_words(deployment: Deployment) -> None:

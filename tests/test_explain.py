@@ -1,9 +1,11 @@
 """A plan in plain words: the figures in them are those of the plan."""
 
+import json
+
 import numpy as np
 import pytest
 
-from eplb import Decision, Placement, Topology, plan
+from eplb import Budget, CostModel, Decision, ModelShape, Placement, Topology, plan
 from eplb.errors import ConfigError
 from eplb.explain import RankLoad, explain, explain_layer
 
@@ -17,7 +19,7 @@ LOAD = np.array([[600, 200, 200]]) * 1000
 def test_a_hot_expert_needs_more_replicas_than_one() -> None:
     found = plan(LOAD, TWO_RANKS, current=SERVING)
 
-    told = explain(found, 0, 0, history=LOAD)
+    told = explain(found, 0, 0)
 
     assert (told.part_of_load, told.place, told.load) == (0.6, 1, 1.2)
     assert (told.ranks_before, told.ranks_after) == ((0,), (0, 1))
@@ -26,18 +28,18 @@ def test_a_hot_expert_needs_more_replicas_than_one() -> None:
     assert str(told).splitlines() == [
         "Layer 0, expert 0: 60.0% of the layer's tokens, number 1 of 3; "
         "1.20 times what a rank carries on average.",
-        "Replicas: 1 -> 2. One alone would hold its rank at 1.20 or more, so even ranks need "
-        "at least 2; with 2, each brings 0.60 at equal split.",
+        "Replicas: 1 -> 2. One alone would hold its rank at 1.20 or more: even ranks need 2. "
+        "With one fewer the layer would be at 1.60.",
         "Ranks before: 0; after: 0, 1.",
         "New there: rank 1 was number 1 of 2 from the least busy (0.40).",
         "Load of its ranks: rank 0: 1.60 -> 1.00, rank 1: 0.40 -> 1.00.",
         "Moves that touch it: expert 0 to rank 1 (slot 3) from rank 0 (slot 0).",
-        "Layer 0: imbalance 1.60 -> 1.00; no equal split of these slots does better than 1.00.",
+        "Layer 0: imbalance 1.60 -> 1.00; no placement in these slots does better than 1.00.",
     ]
 
 
 def test_a_cold_expert_is_left_where_it_is_and_that_is_said() -> None:
-    told = str(explain(plan(LOAD, TWO_RANKS, current=SERVING), 0, 2, history=LOAD))
+    told = str(explain(plan(LOAD, TWO_RANKS, current=SERVING), 0, 2))
 
     assert "Replicas: 1, as before. One would do: it fills no rank." in told
     assert "Ranks before: 1; after: 1." in told
@@ -45,10 +47,10 @@ def test_a_cold_expert_is_left_where_it_is_and_that_is_said() -> None:
 
 
 def test_a_layer_says_who_was_busy_and_what_changed() -> None:
-    told = explain_layer(plan(LOAD, TWO_RANKS, current=SERVING), 0, history=LOAD)
+    told = explain_layer(plan(LOAD, TWO_RANKS, current=SERVING), 0)
 
     assert (told.before, told.after, told.bound) == (1.6, 1.0, 1.0)
-    assert (told.more, told.fewer, len(told.moves)) == ((0,), (), 1)
+    assert (told.more, told.fewer, len(told.moves)) == (((0, 1, 2),), (), 1)
     assert str(told).splitlines()[1:] == [
         "Busiest before is rank 0 at 1.60, with expert 0, expert 1; "
         "busiest after is rank 0 at 1.00.",
@@ -62,7 +64,7 @@ def test_a_plan_that_keeps_gives_its_reason() -> None:
     kept = plan(LOAD, TWO_RANKS, current=plan(LOAD, TWO_RANKS, current=SERVING).target)
     assert kept.decision is Decision.KEEP
 
-    told = explain(kept, 0, 0, history=LOAD)
+    told = explain(kept, 0, 0)
 
     assert told.moves == ()
     assert f"The plan keeps what serves: {kept.reason}." in str(told)
@@ -72,7 +74,7 @@ def test_a_replica_on_a_dead_rank_is_said_to_be_lost() -> None:
     dead = Topology(np.zeros(2), np.array([2, 3]), alive=np.array([False, True]))
     serving = Placement(np.array([[0, 1, 2, -1, -1]]), num_experts=3)
 
-    told = explain(plan(LOAD, dead, current=serving), 0, 0, history=LOAD)
+    told = explain(plan(LOAD, dead, current=serving), 0, 0)
 
     assert (told.ranks_before, told.ranks_after) == ((0,), (1,))
     assert [at.rank for at in told.rank_loads] == [1]
@@ -83,7 +85,7 @@ def test_a_fast_rank_carries_a_hot_expert_alone() -> None:
     fast = Topology(np.zeros(2), np.array([2, 2]), rank_speed=np.array([3.0, 1.0]))
     load = np.array([[900, 300]])
 
-    told = explain(plan(load, fast), 0, 0, history=load)
+    told = explain(plan(load, fast), 0, 0)
 
     # A rank of speed 1 would carry 300 at best; expert 0 is three times that, and so is rank 0.
     assert told.load == 3.0
@@ -93,7 +95,7 @@ def test_a_fast_rank_carries_a_hot_expert_alone() -> None:
 def test_a_layer_without_tokens_has_nothing_to_say_of_parts() -> None:
     idle = np.zeros((1, 3), dtype=np.int64)
 
-    told = explain(plan(idle, TWO_RANKS, current=SERVING), 0, 1, history=idle)
+    told = explain(plan(idle, TWO_RANKS, current=SERVING), 0, 1)
 
     assert (told.part_of_load, told.place) == (0.0, 1)
 
@@ -103,11 +105,39 @@ def test_what_is_not_there_is_refused(layer: int, expert: int) -> None:
     found = plan(LOAD, TWO_RANKS, current=SERVING)
 
     with pytest.raises(ConfigError, match=r"layer -?\d+, expected 0\.\.[02]"):
-        explain(found, layer, expert, history=LOAD)
+        explain(found, layer, expert)
 
 
-def test_the_history_of_another_model_is_refused() -> None:
-    found = plan(LOAD, TWO_RANKS, current=SERVING)
+def test_one_replica_more_says_what_it_would_bring() -> None:
+    even = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=4)
+    load = np.array([[600, 300, 100]]) * 1000
 
-    with pytest.raises(ConfigError, match="the current placement has 1 layers x 3 experts"):
-        explain_layer(found, 0, history=np.ones((2, 4), dtype=np.int64))
+    kept = plan(load, TWO_RANKS, current=even, cost=CostModel(min_gain=1.0, min_share_gain=1.0))
+    told = kept.explain(0, 2)
+
+    # In place of expert 0 on the first rank: 350 and 650 of 500.
+    assert (told.with_one_less, told.with_one_more) == (None, pytest.approx(1.3))
+    assert "With one more, and nothing else moved, at 1.30." in str(told)
+
+
+def test_new_shares_are_told() -> None:
+    load = np.array([[600, 300, 100]]) * 1000
+    even = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=4)
+
+    told = plan(load, TWO_RANKS, current=even, budget=Budget(max_moves=0)).explain(0, 0)
+
+    assert told.decision == "RESPLIT"
+    assert told.shares_after == pytest.approx((1 / 3, 2 / 3), abs=0.01)
+    assert "Shares of its tokens: 3" in str(told)
+
+
+def test_an_explanation_is_json_ready_and_names_bytes_and_links() -> None:
+    model = ModelShape((0,), num_experts=3, top_k=1, hidden=4, intermediate=2, expert_bytes=10**6)
+    found = plan(LOAD, TWO_RANKS, model=model, current=SERVING)
+
+    told = json.loads(json.dumps(found.explain(0, 0).to_dict()))
+
+    assert told["moves"][0]["source"] == "peer"
+    assert told["bytes_by_link"] == {"same_rank": 0, "node": 10**6, "network": 0, "host": 0}
+    assert "(slot 0); 1.0 MB within a node." in "\n".join(told["sentences"])
+    assert json.dumps(explain_layer(found, 0).to_dict())

@@ -191,6 +191,25 @@ def test_a_rebalance_is_a_dry_run_unless_told_otherwise(
     assert result["request"] == {"reason": "look", "policy": "greedy", "dry_run": True}
 
 
+def test_an_explanation_is_asked_of_the_controller(
+    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
+) -> None:
+    controller("done", {"sentences": ["Layer 0, expert 1: 20.0% of the layer's tokens."]})
+
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": 1})
+
+    assert answer.status_code == 200
+    result = answer.json()["result"]
+    assert result["request"] == {"layer": 0, "expert": 1}
+    assert result["sentences"][0].startswith("Layer 0, expert 1")
+
+
+def test_an_expert_below_zero_is_refused(client: httpx.Client) -> None:
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": -1})
+
+    assert answer.status_code == 422
+
+
 def test_without_an_answer_in_time_the_task_can_be_asked_for(
     client: httpx.Client, store: MemoryStore
 ) -> None:
@@ -300,7 +319,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
         for operation in operations.values():
             assert operation["summary"], path
             assert "schema" in operation["responses"]["200"]["content"]["application/json"], path
-    assert len(paths) == 15
+    assert len(paths) == 16
 
 
 def test_a_port_in_use_is_refused_in_words(store: MemoryStore) -> None:

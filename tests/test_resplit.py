@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from eplb import LoadHistory, Placement, Topology, imbalance
+from eplb import LoadHistory, Placement, Scenarios, Topology, imbalance
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies import POLICIES
 from eplb.problem import Problem, scale
@@ -17,7 +17,8 @@ from eplb.split import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 ONE_SHARED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)
-WITHIN = 1.02  # of the optimum
+WITHIN = 1.01  # of the optimum, at real sizes
+ANYWHERE = 1.02  # on placements drawn at random, chains of ranks and uneven speeds
 
 
 def optimum(work: NDArray[np.float64], held: NDArray[np.int64], topology: Topology) -> float:
@@ -63,6 +64,11 @@ def optimum(work: NDArray[np.float64], held: NDArray[np.int64], topology: Topolo
     assert found.status == 0, found.message
     least: float = found.fun
     return least
+
+
+def alike(work: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[T] windows that are equally likely."""
+    return np.full(len(work), 1 / len(work))
 
 
 def objective(
@@ -150,12 +156,30 @@ def test_one_window_of_many_tokens_is_taken_at_its_word() -> None:
 
 def test_fewer_tokens_and_windows_are_trusted_less() -> None:
     load, apart = np.array([[60, 30, 10]]), []
-    for tokens, windows in ((100, 1), (1, 1), (100, 4), (100, 1000)):
+    for tokens, windows in ((100, 1), (3, 1), (100, 4), (100, 1000)):
         shares = resplit(np.tile(load * tokens, (windows, 1, 1)), ONE_SHARED, TWO_RANKS)
         apart.append(float(shares.slot_share[0, 2] - 0.5))
 
     many_tokens, few_tokens, four_windows, many_windows = apart
     assert 0 < four_windows < few_tokens < many_tokens < many_windows < 1 / 6 + 0.01
+
+
+def test_a_gain_that_chance_would_show_too_is_none() -> None:
+    # Shares could mend 20 %. Two ranks stray by 18 % with 20 tokens, by 25 % with 10.
+    twenty, ten = (resplit([load], ONE_SHARED, TWO_RANKS) for load in ([12, 6, 2], [6, 3, 1]))
+
+    assert 0.5 < twenty.slot_share[0, 2] < 0.52
+    assert ten.slot_share[0].tolist() == [0.5, 1, 0.5, 1]
+
+
+def test_a_scenario_counts_by_its_weight() -> None:
+    here, there = np.array([[60, 40, 0]]), np.array([[[60.0, 0.0, 40.0]]])
+    rare = Scenarios(there, np.array([0.01]))
+
+    shares = resplit(here, ONE_SHARED, TWO_RANKS, scenarios=rare, trust=1.0)
+
+    # 40 + 10 against 50 is even in the window that is likely; as likely ones they would meet at 30.
+    assert shares.slot_share[0, 2] > 0.6
 
 
 def test_windows_without_a_pattern_leave_the_split_nearly_equal() -> None:
@@ -177,7 +201,9 @@ def test_real_sizes_are_within_one_percent_of_the_optimum(num_windows: int) -> N
     windows = drifted * rng.lognormal(0, 0.1, (num_windows, *before.shape))
     work = np.ascontiguousarray(scale(windows, topology).transpose(1, 0, 2))
 
-    _, found = split_layers(work, held.astype(np.int64), ranks_of(topology))
+    _, found = split_layers(
+        work, np.full(num_windows, 1 / num_windows), held.astype(np.int64), ranks_of(topology)
+    )
 
     for layer in range(3):
         least = optimum(work[layer], held[layer].astype(np.int64), topology)
@@ -193,14 +219,14 @@ def test_a_long_chain_of_ranks_passes_load_on_from_end_to_end() -> None:
     topology = Topology.uniform(1, num_ranks, 2)
     work = scale(np.array([[40.0] + [2.0] * (num_ranks - 1)]), topology)
 
-    share, _, found = split_layer(work, held, ranks_of(topology))
+    share, _, found = split_layer(work, alike(work), held, ranks_of(topology))
 
     least = optimum(work, held, topology)
     assert found <= least * WITHIN
     assert objective(work, share, held, topology) == pytest.approx(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_windows=st.integers(1, 4))
 def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: int) -> None:
     rng = np.random.default_rng(seed)
@@ -216,13 +242,13 @@ def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: i
     loads = rng.lognormal(0, 1.2, (num_windows, num_experts)).round(1)
     work = scale(loads, topology)
 
-    share, equal, found = split_layer(work, held, ranks_of(topology))
+    share, equal, found = split_layer(work, alike(work), held, ranks_of(topology))
 
     assert Placement(held[None], num_experts, 0, np.clip(share, 0, 1)[None]).num_layers == 1
     assert objective(work, share, held, topology) == pytest.approx(found)
     assert found <= equal
-    assert found <= optimum(work, held, topology) * WITHIN
-    again, _, _ = split_layer(work, held, ranks_of(topology))
+    assert found <= optimum(work, held, topology) * ANYWHERE
+    again, _, _ = split_layer(work, alike(work), held, ranks_of(topology))
     assert (share == again).all()
 
 
@@ -230,9 +256,9 @@ def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: i
     ("arguments", "refusal", "words"),
     [
         ({"trust": 1.5}, ConfigError, "trust is 1.5, expected 0..1"),
-        ({"scenarios": [1.0]}, ConfigError, r"scenarios have shape \(1,\)"),
-        ({"scenarios": [[1.0, 2.0]]}, ConfigError, "a scenario has 1 layers x 2 experts"),
-        ({"scenarios": [[np.nan, 0.0, 1.0]]}, HistoryError, "non-finite load"),
+        ({"scenarios": [1.0]}, HistoryError, r"scenarios have shape \(1,\)"),
+        ({"scenarios": [[1.0, 2.0]]}, ConfigError, "the scenarios has 1 layers x 2 experts"),
+        ({"scenarios": [[np.nan, 0.0, 1.0]]}, HistoryError, "scenario 0, layer 0, expert 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

@@ -1,0 +1,99 @@
+"""What is to be said of a plan: the figures that bear on an expert or a layer, and the words.
+
+Shapes:  none; figures of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from eplb.migration import Move
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """One rank's load before and after the plan, by the time it needs for it."""
+
+    rank: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.before:.2f} -> {self.after:.2f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """All that bears on one expert of one layer; ``str()`` says it in words."""
+
+    layer: int
+    expert: int
+    num_experts: int
+    decision: str  # of the whole plan
+    reason: str
+    part_of_load: float  # of the layer's tokens
+    place: int  # 1 for the layer's hottest expert
+    load: float  # of all its replicas together, in fair ranks' loads
+    ranks_before: tuple[int, ...]  # of its replicas
+    ranks_after: tuple[int, ...]
+    shares_after: tuple[float, ...]  # of its tokens, replica by replica
+    with_one_less: float | None  # the layer's imbalance then; None: it is the only replica
+    with_one_more: float | None  # None: no rank can take one
+    rank_loads: tuple[RankLoad, ...]  # of every rank that holds it before or after
+    moves: tuple[Move, ...]  # that bring it somewhere, or put another expert in its place
+    bytes_by_link: dict[str, int]  # of these moves; zeros when no model gave the size
+    imbalance_before: float  # of the layer
+    imbalance_after: float
+    bound: float  # of the layer
+    sentences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences)
+
+    def saying(self, sentences: Sequence[str]) -> Explanation:
+        """The same with words."""
+        return replace(self, sentences=tuple(sentences))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give it as JSON-ready values."""
+        return _json_ready(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExplanation:
+    """What a plan does to one layer; ``str()`` says it in words."""
+
+    layer: int
+    decision: str  # of the whole plan
+    reason: str
+    before: float  # imbalance
+    after: float
+    bound: float
+    rank_loads: tuple[RankLoad, ...]  # of every live rank
+    busiest_experts: tuple[int, ...]  # of the rank that was busiest, hottest first
+    more: tuple[tuple[int, int, int], ...]  # (expert, replicas before, after), hottest first
+    fewer: tuple[tuple[int, int, int], ...]
+    moves: tuple[Move, ...]
+    bytes_by_link: dict[str, int]
+    sentences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences)
+
+    def saying(self, sentences: Sequence[str]) -> LayerExplanation:
+        """The same with words."""
+        return replace(self, sentences=tuple(sentences))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give it as JSON-ready values."""
+        return _json_ready(self)
+
+
+def _json_ready(explanation: Explanation | LayerExplanation) -> dict[str, Any]:
+    fields = asdict(explanation)
+    fields["moves"] = [
+        {**asdict(move), "source": move.source.name.lower()} for move in explanation.moves
+    ]
+    return fields

@@ -1,0 +1,135 @@
+"""A plan's figures in sentences, for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eplb.explanation import Explanation, LayerExplanation, RankLoad
+from eplb.migration import Move, Source
+from eplb.topology import Topology
+
+MOST_LISTED = 8  # of anything in one sentence; the rest are counted
+EVEN = 0.005  # shares that differ by less are equal
+
+
+def sentences(
+    found: Explanation, topology: Topology, rank_loads: Sequence[RankLoad]
+) -> tuple[str, ...]:
+    """All that there is to say of an expert.
+
+    Args:
+        found: the figures.
+        topology: speeds, and where slots are.
+        rank_loads: of every live rank of the layer.
+    """
+    moves = [_in_words(move, topology) for move in found.moves]
+    return (
+        f"Layer {found.layer}, expert {found.expert}: {found.part_of_load:.1%} of the layer's "
+        f"tokens, number {found.place} of {found.num_experts}; {found.load:.2f} times what a rank "
+        "carries on average.",
+        _why_so_many(found, topology),
+        *_why_there(found, rank_loads),
+        f"Load of its ranks: {listed(found.rank_loads)}.",
+        f"Moves that touch it: {listed(moves)}{_bytes(found.bytes_by_link)}.",
+        _of_the_layer(found, found.imbalance_before, found.imbalance_after),
+    )
+
+
+def layer_sentences(found: LayerExplanation) -> tuple[str, ...]:
+    """All that there is to say of a layer."""
+    busiest = max(found.rank_loads, key=lambda at: at.before)
+    then = max(found.rank_loads, key=lambda at: at.after)
+    hottest = [f"expert {expert}" for expert in found.busiest_experts]
+    more, fewer = (
+        [f"expert {expert} ({was} -> {will_be})" for expert, was, will_be in changed]
+        for changed in (found.more, found.fewer)
+    )
+    return (
+        _of_the_layer(found, found.before, found.after),
+        f"Busiest before is rank {busiest.rank} at {busiest.before:.2f}, with {listed(hottest)}; "
+        f"busiest after is rank {then.rank} at {then.after:.2f}.",
+        f"More replicas: {listed(more)}.",
+        f"Fewer replicas: {listed(fewer)}.",
+        f"Weights that move: {len(found.moves)}{_bytes(found.bytes_by_link)}.",
+    )
+
+
+def _why_so_many(found: Explanation, topology: Topology) -> str:
+    before, after = len(found.ranks_before), len(found.ranks_after)
+    change = f"{before} -> {after}" if before != after else f"{after}, as before"
+    words = [f"Replicas: {change}."]
+    alone = found.load / float(topology.rank_speed[topology.alive].max())
+    if alone <= 1.0:
+        words.append("One would do: it fills no rank.")
+    else:
+        least = int(np.ceil(alone - 1e-9))
+        words.append(
+            f"One alone would hold its rank at {alone:.2f} or more: even ranks need {least}."
+        )
+    if found.with_one_less is not None:
+        words.append(f"With one fewer the layer would be at {found.with_one_less:.2f}.")
+    if found.with_one_more is not None:
+        words.append(f"With one more, and nothing else moved, at {found.with_one_more:.2f}.")
+    shares = found.shares_after
+    if shares and max(shares) - min(shares) > EVEN:
+        words.append(f"Shares of its tokens: {listed([f'{share:.0%}' for share in shares])}.")
+    return " ".join(words)
+
+
+def _why_there(found: Explanation, loads: Sequence[RankLoad]) -> list[str]:
+    """Which ranks it keeps, leaves and joins, and how busy those were."""
+    by_load = sorted(loads, key=lambda at: (at.before, at.rank))
+    idle_place = {at.rank: place for place, at in enumerate(by_load, start=1)}
+    was = {at.rank: at.before for at in loads}
+    before, after = found.ranks_before, found.ranks_after
+    words = [f"Ranks before: {listed(before)}; after: {listed(after)}."]
+    joined = [
+        f"rank {rank} was number {idle_place[rank]} of {len(loads)} from the least busy "
+        f"({was[rank]:.2f})"
+        for rank in after
+        if rank not in before
+    ]
+    left = [
+        f"rank {rank} carried {was[rank]:.2f}" if rank in was else f"rank {rank} is dead"
+        for rank in before
+        if rank not in after
+    ]
+    words += [f"New there: {listed(joined)}."] if joined else []
+    return words + ([f"Gone from there: {listed(left)}."] if left else [])
+
+
+def _in_words(move: Move, topology: Topology) -> str:
+    rank_of_slot = topology.rank_of_slot
+    to = f"expert {move.expert} to rank {rank_of_slot[move.dst_slot]} (slot {move.dst_slot})"
+    if move.source in (Source.SAME_RANK, Source.PEER):
+        return f"{to} from rank {rank_of_slot[move.src_slot]} (slot {move.src_slot})"
+    return f"{to} from {move.source.name.lower()}"
+
+
+def _bytes(by_link: dict[str, int]) -> str:
+    """``; 44.0 MB over the network``, or nothing where there is nothing to say."""
+    names = {"same_rank": "within a rank", "node": "within a node", "network": "over the network"}
+    names |= {"host": "from the host"}
+    parts = [f"{size / 1e6:.1f} MB {names[link]}" for link, size in by_link.items() if size]
+    return f"; {listed(parts)}" if parts else ""
+
+
+def _of_the_layer(found: Explanation | LayerExplanation, before: float, after: float) -> str:
+    bound = f"no placement in these slots does better than {found.bound:.2f}"
+    if found.decision == "KEEP":
+        return (
+            f"Layer {found.layer}: imbalance {before:.2f}, and {bound}. "
+            f"The plan keeps what serves: {found.reason}."
+        )
+    return f"Layer {found.layer}: imbalance {before:.2f} -> {after:.2f}; {bound}."
+
+
+def listed(things: Sequence[object]) -> str:
+    """The first few of them in words, the others counted."""
+    if not things:
+        return "none"
+    words = ", ".join(str(thing) for thing in things[:MOST_LISTED])
+    rest = len(things) - MOST_LISTED
+    return f"{words} and {rest} more" if rest > 0 else words

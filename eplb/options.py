@@ -1,0 +1,250 @@
+"""What may be done: weights move, new shares are taken alone, or nothing; and which of them it is.
+
+Shares cost no bytes, so they come first: moving must be worth its bytes beside what new shares on
+the current placement bring.
+
+    what the policy proposes, with its best shares --+
+    what serves, with new shares --------------------+--> gate --> MOVE, RESPLIT or KEEP
+    what serves -------------------------------------+
+
+Shapes:  L MoE layers, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.balance import imbalance
+from eplb.gate import Decision, Outlook, decide
+from eplb.kernels import BoolArray, FloatArray
+from eplb.legal import complaints_of
+from eplb.noise import noise_under
+from eplb.placement import EMPTY, Placement
+from eplb.problem import Problem
+from eplb.resplit import best_shares, share_floor
+from eplb.timing import measured
+from eplb.topology import Topology
+from eplb.traffic import crossing, near_first
+
+SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
+
+
+class Option(NamedTuple):
+    """A placement and what each layer costs under it."""
+
+    placement: Placement
+    score: FloatArray  # [L] as ``score_of`` gives it
+
+
+class Choice(NamedTuple):
+    """What is to be done."""
+
+    decision: Decision
+    reason: str
+    option: Option
+
+
+def score_of(problem: Problem, placement: Placement) -> FloatArray:
+    """[L] what a plan is judged by: imbalance or time, and tokens that cross nodes by their price.
+
+    See ``eplb.timing.measured`` and ``CostModel.node_traffic``.
+    """
+    score = measured(problem, placement)
+    if problem.cost.node_traffic:
+        score = score + problem.cost.node_traffic * crossing(problem, placement)
+    return score
+
+
+def with_shares(problem: Problem, option: Option) -> Option:
+    """The same replicas with new shares in the layers that gain by them, and no others.
+
+    A layer at or under the target imbalance of the budget is left alone, and so is one that gains
+    less than ``min_share_gain``: on recorded routing that made the next window worse as often.
+    """
+    placement, balance = option.placement, option.score
+    if problem.cost.node_traffic:
+        balance = balance - problem.cost.node_traffic * crossing(problem, placement)
+    layers = np.flatnonzero(balance > problem.budget.target_imbalance)
+    if len(layers) and problem.objective == "tokens":
+        floor = share_floor(problem, placement, layers)
+        layers = layers[floor < balance[layers] * (1.0 - problem.cost.min_share_gain)]
+    if len(layers):
+        option = _better(problem, option, best_shares(problem, placement, layers))
+    if problem.cost.node_traffic:
+        near = near_first(problem, option.placement)
+        option = Option(near, score_of(problem, near))
+    return option
+
+
+def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
+    """``option`` with these shares where they gain."""
+    old = option.placement
+    new = Placement(old.slot_to_expert, old.num_experts, old.generation, share)
+    if problem.cost.node_traffic:
+        new = near_first(problem, new)
+    score = score_of(problem, new)
+    gains = np.flatnonzero(score < option.score * (1.0 - problem.cost.min_share_gain))
+    if not gains.size:
+        return option
+    taken = option.score.copy()
+    taken[gains] = score[gains]
+    return Option(old.with_layers(new, gains.tolist()), taken)
+
+
+def without_losses(
+    problem: Problem, serving: Option, proposed: Option, forced: BoolArray
+) -> Option:
+    """``proposed``, but layers of uneven shares that it does not improve stay as they are.
+
+    A search that reckons with equal split cannot see what uneven shares have mended already.
+
+    Args:
+        problem: what a move must gain.
+        serving: what serves now.
+        proposed: what is to replace it.
+        forced: [L] layers that cannot stay.
+    """
+    old, new = serving.placement, proposed.placement
+    moves = moved(old, new).sum(axis=1)
+    gain = serving.score - proposed.score
+    stays = uneven_layers(old) & ~forced & (gain <= problem.budget.min_gain_per_move * moves)
+    if not stays.any():
+        return proposed
+    kept = new.with_layers(old, np.flatnonzero(stays).tolist())
+    return Option(kept, np.where(stays, serving.score, proposed.score))
+
+
+def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
+    """A fresh plan, but ``plain`` in layers that it does not improve: replicas may only hurt.
+
+    So they do beside a fast rank that could carry its experts alone. Layers in which ``plain`` does
+    not keep to what is asked are planned all the same.
+    """
+    worse = proposed.score > plain.score
+    if problem.groups_stay or not worse.any():
+        return proposed
+    worse[list(complaints_of(problem, plain.placement))] = False
+    kept = proposed.placement.with_layers(plain.placement, np.flatnonzero(worse).tolist())
+    return Option(kept, np.where(worse, plain.score, proposed.score))
+
+
+def uneven_layers(placement: Placement) -> BoolArray:
+    """[L] layers in which some expert's replicas do not all get the same."""
+    held = np.maximum(placement.slot_to_expert, 0)
+    count = np.take_along_axis(placement.replica_count, held, axis=1)
+    equal = np.where(placement.slot_to_expert == EMPTY, 0.0, 1.0 / np.maximum(count, 1))
+    uneven: BoolArray = (placement.slot_share != equal).any(axis=1)
+    if placement.source_share is not None:
+        uneven |= (placement.source_share != equal).any(axis=(0, 2))
+    return uneven
+
+
+def choose(
+    problem: Problem, serving: Option, proposed: Option, why_not: str | None, splits: bool
+) -> Choice:
+    """Decide what is to be done.
+
+    Args:
+        problem: what a move costs and must earn.
+        serving: what serves now; what would, when nothing does.
+        proposed: what the policy aims at.
+        why_not: why what serves cannot go on; None if it can.
+        splits: whether new shares alone may be the answer.
+    """
+    received = _received(serving.placement, proposed.placement, problem.topology)
+    if problem.current is None and received.any():
+        change = f"{_words(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
+        return Choice(Decision.MOVE, f"no current placement: {change}", proposed)
+    if why_not is not None:
+        reason = f"the current placement cannot serve: {why_not}"
+        return Choice(Decision.MOVE, reason, proposed)
+    outlook = _outlook(problem, serving, proposed, received)
+    decision, reason = decide(outlook, problem.cost)
+    move = Choice(decision, reason, proposed)
+    is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
+    if not splits or decision is Decision.RESPLIT or is_noise:
+        return move
+    if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, proposed, outlook):
+        return move
+    alone = with_shares(problem, serving)
+    return _first_shares(problem, move, alone, outlook)
+
+
+def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
+    """New shares alone where they pay and moving too does not."""
+    after = float(alone.score.mean())
+    shares = replace(outlook, after=after, num_moves=0, busiest_moves=0)
+    decision, reason = decide(shares, problem.cost)
+    if decision is not Decision.RESPLIT:
+        return move
+    onward, why = decide(replace(outlook, before=after), problem.cost)
+    if onward is Decision.MOVE:
+        return move
+    if outlook.num_moves:
+        reason += f"; {outlook.num_moves} moves more do not pay: {why}"
+    return Choice(decision, reason, alone)
+
+
+def _moving_pays_anyway(
+    problem: Problem, serving: Option, proposed: Option, outlook: Outlook
+) -> bool:
+    """Whether moving pays beside shares alone, as a sample of layers has it.
+
+    Finding shares for all layers takes as long as finding moves, and they rarely come near.
+    """
+    num_layers = len(serving.score)
+    if num_layers <= SAMPLED or problem.objective != "tokens" or problem.cost.node_traffic:
+        return False
+    sample = np.arange(0, num_layers, num_layers // SAMPLED)
+    old = serving.placement
+    share = best_shares(problem, old, sample)[sample]
+    alone = Placement(old.slot_to_expert[sample], old.num_experts, old.generation, share)
+    score = imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0)
+    before = float(np.minimum(score, serving.score[sample]).mean())
+    after = float(proposed.score[sample].mean())
+    onward, _ = decide(replace(outlook, before=before, after=after), problem.cost)
+    return onward is Decision.MOVE
+
+
+def _outlook(
+    problem: Problem, serving: Option, proposed: Option, received: NDArray[np.int64]
+) -> Outlook:
+    # The base was not planned on these windows; the proposed placement was, and hides their noise.
+    noise = float(noise_under(problem, serving.placement).mean())
+    if problem.cost.node_traffic:  # no part of what chance makes
+        crosses = crossing(problem, proposed.placement).mean()
+        noise += problem.cost.node_traffic * float(crosses)
+    return Outlook(
+        float(serving.score.mean()),
+        float(proposed.score.mean()),
+        noise,
+        int(received.sum()),
+        int(received.max()),
+        _words(problem),
+    )
+
+
+def _words(problem: Problem) -> str:
+    what = "imbalance" if problem.objective == "tokens" else "time"
+    return f"{what} and traffic" if problem.cost.node_traffic else what
+
+
+def moved(base: Placement, target: Placement) -> BoolArray:
+    """[L, S] slots whose weights change."""
+    new: BoolArray = (base.slot_to_expert != target.slot_to_expert) & (
+        target.slot_to_expert != EMPTY
+    )
+    return new
+
+
+def _received(base: Placement, target: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[R] weights that each rank gets."""
+    per_slot = moved(base, target).sum(axis=0)
+    received: NDArray[np.int64] = np.bincount(
+        topology.rank_of_slot, per_slot, topology.num_ranks
+    ).astype(np.int64)
+    return received
