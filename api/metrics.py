@@ -143,7 +143,7 @@ def _rebalances(seen: Snapshot) -> Iterator[Metric]:
 
 def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
     by_source = {source: seen.bytes_by_source.get(source, 0) for source in SOURCES}
-    bytes_help = "Bytes of experts brought from each source; disk: into the host's memory."
+    bytes_help = "Bytes brought from each source; other_host and disk: into the host's memory."
     yield _counter("migrated_bytes", bytes_help, by_source, "source")
     yield _counter("migrated_experts", "Experts swapped into slots.", seen.experts_moved)
     failures_help = "Records whose bytes were not those of their expert, staged or live."

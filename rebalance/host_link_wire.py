@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from eplb.errors import MigrationError
 from rebalance.throttle import TokenBucket
@@ -33,6 +33,7 @@ MOST_MESSAGE_BYTES = 2**20  # what a stranger says is not taken for a length of 
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 class RefusedError(MigrationError):
@@ -175,6 +176,18 @@ def welcome(wire: Wire, secret: bytes, hello: Message) -> None:
 def _proof(secret: bytes, role: str, nonces: tuple[str, str]) -> str:
     """Bound to the role, so that nobody's proof can be handed back to it."""
     return hmac.new(secret, "|".join((PROTOCOL, role, *nonces)).encode(), "sha256").hexdigest()
+
+
+def field_of(message: Message, name: str, kind: type[T]) -> T:
+    """Take one field of what another host said.
+
+    Raises:
+        TypeError: it is missing, or of another kind.
+    """
+    found = message.get(name)
+    if not isinstance(found, kind):
+        raise TypeError(f"{name} is {found!r}, expected a {kind.__name__}")
+    return found
 
 
 class Budget:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections.abc import Callable
 
 from rebalance.host_link_settings import HostAddress
 from rebalance.transport import Record
@@ -21,15 +23,21 @@ class KnownHost:
     Args:
         address: where it listens.
         back_off_s: for so long it is left alone after failures, at most.
+        clock: which time passes for it.
     """
 
-    def __init__(self, address: HostAddress, back_off_s: float) -> None:
+    def __init__(
+        self,
+        address: HostAddress,
+        back_off_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.address, self._lock = address, threading.Lock()
         self.asking_book = threading.Lock()  # by one thread at a time
         self.wrong: set[Record] = set()  # that it gave with wrong bytes, once
-        self._most_back_off_s = back_off_s
-        self._back_off_s, self._until, self._why = 0.0, 0.0, ""
-        self._book, self._book_until = 0, 0.0
+        self._most_back_off_s, self._clock = back_off_s, clock
+        self._back_off_s, self._until, self._why = 0.0, -math.inf, ""
+        self._book, self._book_until = 0, -math.inf
 
     def __str__(self) -> str:
         return "host {} port {}".format(*self.address)
@@ -37,13 +45,13 @@ class KnownHost:
     def left_alone(self) -> str:
         """Say why it is not asked now; "" if it may be."""
         with self._lock:
-            left_s = self._until - time.monotonic()
+            left_s = self._until - self._clock()
             return f"left alone for {left_s:.1f} s more, because {self._why}" if left_s > 0 else ""
 
     def fails(self, why: str) -> None:
         """Leave it alone for a while, and longer after every failure that follows another."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if now < self._until:
                 return  # the same failure, seen by another thread
             doubled = max(FIRST_BACK_OFF_S, 2 * self._back_off_s)
@@ -59,15 +67,15 @@ class KnownHost:
     @property
     def has_book(self) -> bool:
         """Say whether it was ever asked what it holds."""
-        return self._book_until > 0
+        return self._book_until > -math.inf
 
     def is_book_old(self) -> bool:
         """Say whether it is to be asked what it holds."""
-        return time.monotonic() >= self._book_until
+        return self._clock() >= self._book_until
 
     def note_book(self, book: int) -> None:
         """Note what it holds: a bit for each record, by number."""
-        self._book, self._book_until = book, time.monotonic() + BOOK_AGE_S
+        self._book, self._book_until = book, self._clock() + BOOK_AGE_S
 
     def holds(self, number: int) -> bool:
         """Say whether it held a record when it was asked last."""

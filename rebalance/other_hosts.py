@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +23,20 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import CHUNK_BYTES, Budget, Message, RefusedError, Wire, greet
+from rebalance.host_link_wire import (
+    CHUNK_BYTES,
+    Budget,
+    Message,
+    RefusedError,
+    Wire,
+    field_of,
+    greet,
+)
 from rebalance.known_host import KnownHost
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_wire import Digest
 from rebalance.transport import Record
 from runtime.memory import RunningDigest
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +154,7 @@ class OtherHosts:
     def _ask_book(self, host: KnownHost) -> int:
         with self._call(host) as wire:
             wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
-            return int(_of(wire.receive(), "held", str), 16)
+            return int(field_of(wire.receive(), "held", str), 16)
 
     def _fetch(
         self,
@@ -177,7 +182,7 @@ class OtherHosts:
             answer = wire.receive(is_patient=from_disk)
             if "refused" in answer:
                 raise RefusedError(str(answer["refused"]))
-            plain, weighted = _of(answer, "digest", list)
+            plain, weighted = field_of(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
                 raise WrongBytesError(f"it declares digest {declared}, expected {expected}")
@@ -225,7 +230,7 @@ class OtherHosts:
             RefusedError: it has none yet, or of other weights.
             MigrationError: it has another checkpoint, model or layout.
         """
-        found = _of(hello, "origin", dict)
+        found = field_of(hello, "origin", dict)
         if not found.get("checkpoint"):
             raise RefusedError("it knows no checkpoint yet")
         version, own = hello["weights_version"], self._weights_version()
@@ -248,10 +253,3 @@ class OtherHosts:
                     end.shutdown(socket.SHUT_RDWR)
                 except OSError as exc:
                     log.debug("a host had hung up already: %s", exc)
-
-
-def _of(message: Message, name: str, kind: type[T]) -> T:
-    found = message.get(name)
-    if not isinstance(found, kind):
-        raise TypeError(f"{name} is {found!r}, expected a {kind.__name__}")
-    return found

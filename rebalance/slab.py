@@ -17,6 +17,7 @@ import logging
 import socket
 import threading
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -189,10 +190,7 @@ class HostSlab:
 
     def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
         assert self._writer is not None, "the caller has seen it"
-
-        def done() -> None:
-            self._cache.release(WRITER, [entry.record])
-
+        done = partial(self._cache.release, WRITER, [entry.record])
         if not self._writer.offer(Written(entry.record, data, digest, done)):
             done()
 

@@ -156,8 +156,8 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     outcomes = {("committed",): 1, ("aborted",): 0, ("rejected",): 0}
     assert found["eplb_rebalances_total"] == outcomes
     assert found["eplb_plans_total"] == {("MOVE", "auto"): 1}
-    sources = {("same_rank",): 0, ("peer",): 300, ("host",): 100, ("disk",): 0}
-    assert found["eplb_migrated_bytes_total"] == sources
+    sources = {"same_rank": 0, "peer": 300, "host": 100, "other_host": 0, "disk": 0}
+    assert found["eplb_migrated_bytes_total"] == {(name,): n for name, n in sources.items()}
     assert found["eplb_migrated_experts_total"] == {(): 4}
     assert found["eplb_digest_failures_total"] == {(): 1}
     assert found["eplb_mover_failures_total"] == {(): 1}
