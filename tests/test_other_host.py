@@ -706,3 +706,16 @@ def test_settings_that_cannot_be_used_are_refused(
     with pytest.raises(ConfigError, match="without a checkpoint has no disk to read"):
         RecordSources(None, small_model, small_schema, SlabSettings(), lambda: 0)
     assert "known" not in repr(links())
+
+
+@pytest.mark.slow
+def test_the_hosts_of_a_demo_give_each_other_what_they_hold(
+    start_demo: Callable[..., Any], tmp_path: Path
+) -> None:
+    demo = start_demo(tmp_path, other_hosts="before_disk", seconds=6)
+
+    assert demo.ends() == 0, demo.told()
+    summary = demo.summary()
+    assert summary["bytes_by_source"]["other_host"] > 0
+    assert "other host" in demo.told()
+    assert not demo.errors, demo.told()
