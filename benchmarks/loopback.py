@@ -57,7 +57,7 @@ def process(main: object, *args: object) -> Iterator[Connection]:
 
 def send_plainly(pipe: Connection, address: tuple[str, int], num_bytes: int) -> None:
     """Send so many bytes to every caller."""
-    data = memoryview(bytearray(os.urandom(2**20)) * (num_bytes // 2**20))
+    data = memoryview(bytes(range(256)) * (num_bytes // 256 + 1))[:num_bytes]
     with socket.create_server(address) as listening:
         pipe.send("ready")
         while True:
@@ -85,8 +85,12 @@ def plain_rate(address: tuple[str, int], num_bytes: int, num_streams: int) -> fl
 
 def _receive(address: tuple[str, int], into: memoryview) -> None:
     with socket.create_connection(address) as end:
+        end.settimeout(DEADLINE_S)
         while len(into):
-            into = into[end.recv_into(into) :]
+            count = end.recv_into(into)
+            if count == 0:
+                raise RankError(f"the sender hung up with {len(into)} bytes to go")
+            into = into[count:]
 
 
 # -- the other host
@@ -97,6 +101,7 @@ class OtherHost:
     """What both slabs hold, and how the other is reached."""
 
     weights: Path
+    record_file: Path  # complete
     model: ModelShape
     schema: ExpertSchema
     num_readers: int
@@ -104,7 +109,11 @@ class OtherHost:
 
     @staticmethod
     def on_loopback(
-        weights: Path, model: ModelShape, schema: ExpertSchema, num_readers: int
+        weights: Path,
+        record_file: Path,
+        model: ModelShape,
+        schema: ExpertSchema,
+        num_readers: int,
     ) -> OtherHost:
         """An address that nobody else has, and no budget."""
         door = (f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1", PORT)
@@ -115,7 +124,7 @@ class OtherHost:
             max_transfers=num_readers,
             deadline_s=DEADLINE_S,
         )
-        return OtherHost(weights, model, schema, num_readers, links)
+        return OtherHost(weights, record_file, model, schema, num_readers, links)
 
     def within(self, bytes_per_second: float) -> OtherHost:
         """The same with a budget, which the asker keeps."""
@@ -124,8 +133,8 @@ class OtherHost:
     def rate(self) -> float:
         """GB/s that a rank sees on a host without a disk.
 
-        Every record is asked for twice, into two entries fewer than there are: what is timed goes
-        into memory that was used before.
+        The first half of the records is not timed: the second goes where they were, into memory
+        that was used before.
         """
         num_experts, size = self.model.num_experts, self.schema.record_bytes
         address = SlabAddress(f"asks-{os.getpid()}-{next(numbers)}", os.urandom(16))
@@ -152,9 +161,9 @@ def hold_everything(pipe: Connection, host: OtherHost) -> None:
     links = replace(host.links, listen=host.links.hosts[0])
     address = SlabAddress(f"holds-{os.getpid()}", os.urandom(16))
     size, num_experts = host.schema.record_bytes, host.model.num_experts
-    slab = HostSlab(
-        address, Checkpoint(host.weights), host.model, host.schema, SlabSettings(links=links)
-    )
+    # From the record file: pages of weights that this process had mapped could not be dropped.
+    settings = SlabSettings(record_file=host.record_file, links=links)
+    slab = HostSlab(address, Checkpoint(host.weights), host.model, host.schema, settings)
     torch.set_num_threads(1)
     with closing(slab), closing(SlabReader(address, num_experts, size, deadline_s=60)) as reader:
         reader.load([(0, expert) for expert in range(num_experts)], deadline_s=DEADLINE_S)

@@ -12,6 +12,7 @@ as many bytes. Prints one table. Seeded.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import subprocess
@@ -153,7 +154,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
         ).rate,
         "preload by cooking": slab(record_file=None, num_entries=num_records // NUM_FILLS).rate,
     }
-    other = OtherHost.on_loopback(weights, model, schema, num_readers)
+    other = OtherHost.on_loopback(weights, records, model, schema, num_readers)
     plain_address = (other.links.hosts[0][0], other.links.hosts[0][1] + 1)
     to_send = num_records // NUM_FILLS * schema.record_bytes // num_readers
     plain_copy = f"plain TCP copy over loopback, {num_readers} streams"
@@ -168,6 +169,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
     with process(hold_everything, other), process(send_plainly, plain_address, to_send):
         for _ in range(num_runs):
             for name, way in ways.items():
+                gc.collect()  # pages that a closed slab still maps cannot be dropped
                 drop_cache(records)
                 drop_cache(shard)
                 rates[name].append(way())

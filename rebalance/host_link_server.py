@@ -25,6 +25,7 @@ from rebalance.transport import Record
 from runtime.memory import digest
 
 HANDSHAKE_DEADLINE_S = 5.0
+TURN_AWAY_S = 0.1
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
 
@@ -52,7 +53,7 @@ class HostLinkServer:
         self._outward = Budget(settings.bytes_per_second, self._is_closing)
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
         self._lock = threading.Lock()
-        self._callers: dict[socket.socket, threading.Thread] = {}
+        self._callers: dict[socket.socket, tuple[threading.Thread, int]] = {}  # and holder
         self.num_sent = 0  # records
         self._listening = _listen(*settings.listen)
         self._accepting = threading.Thread(target=self._accept, name="host-accept", daemon=True)
@@ -67,13 +68,14 @@ class HostLinkServer:
                     log.warning("another host could not be answered: %s", exc)
                     self._is_closing.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
                 continue
+            holder = next(self._holders)
             thread = threading.Thread(
-                target=self._meet, args=(caller, str(host)), name="host-caller", daemon=True
+                target=self._meet, args=(caller, str(host), holder), name="host-caller", daemon=True
             )
             with self._lock:
                 has_room = len(self._callers) < MOST_CALLERS
                 if has_room:
-                    self._callers[caller] = thread
+                    self._callers[caller] = thread, holder
             if has_room:
                 thread.start()
             else:
@@ -81,15 +83,15 @@ class HostLinkServer:
 
     def _turn_away(self, caller: socket.socket) -> None:
         with caller:
-            wire = Wire(caller, time.monotonic() + self._settings.silence_s, 0.1)
             try:
+                # Nothing was sent before, so there is room for this: it never waits.
+                wire = Wire(caller, time.monotonic() + self._settings.silence_s, TURN_AWAY_S)
                 wire.send({"refused": f"{MOST_CALLERS} other callers are connected"})
-            except MigrationError as exc:
+            except (MigrationError, OSError) as exc:
                 log.warning("a caller too many could not be told: %s", exc)
 
-    def _meet(self, caller: socket.socket, name: str) -> None:
+    def _meet(self, caller: socket.socket, name: str, holder: int) -> None:
         """Serve one caller, on a thread of its own."""
-        holder = next(self._holders)
         try:
             with caller:
                 deadline = time.monotonic() + HANDSHAKE_DEADLINE_S
@@ -100,7 +102,7 @@ class HostLinkServer:
                 }
                 welcome(wire, self._settings.secret, hello)
                 self._answer(wire, wire.receive(), holder)
-        except MigrationError as exc:
+        except (MigrationError, OSError) as exc:
             if not self._is_closing.is_set():
                 log.warning("host %s was not served: %s", name, exc)
         except (KeyError, TypeError, ValueError) as exc:
@@ -126,8 +128,11 @@ class HostLinkServer:
     def _book(self) -> str:
         """Which records are in memory: a bit each, in their order."""
         origin = self._parts.origin
-        bits = sum(1 << origin.number_of(record) for record in self._parts.cache.ready())
-        return f"{bits:x}"
+        bits = bytearray(-(-origin.num_records // 8))
+        for record in self._parts.cache.ready():
+            number = origin.number_of(record)
+            bits[number // 8] |= 1 << number % 8
+        return bits.hex()
 
     # -- records
 
@@ -139,16 +144,17 @@ class HostLinkServer:
             MigrationError: the other host is gone, or takes nothing in.
         """
         layer, expert = ask["record"]
-        found, place = self._lease(holder, (int(layer), int(expert)), ask)
-        until_answer_s = min(wire.left_s, float(ask["answer_s"]))
-        if not self._turns.acquire(timeout=until_answer_s):
+        answer_s = min(wire.left_s, float(ask["answer_s"]))
+        found, place = self._lease(holder, (int(layer), int(expert)), ask, answer_s)
+        if not self._turns.acquire(timeout=answer_s):
             num = self._settings.max_transfers
             raise RefusedError(f"{num} records are being sent, expected a turn in time")
         try:
             size = self._parts.origin.record_bytes
             wire.send({"digest": found, "num_bytes": size})
             self._send_record(wire, place * size, size)
-            self.num_sent += 1
+            with self._lock:
+                self.num_sent += 1
         finally:
             self._turns.release()
 
@@ -159,7 +165,9 @@ class HostLinkServer:
             self._outward.spend(len(chunk), wire.deadline)
             wire.send_bytes(chunk)
 
-    def _lease(self, holder: int, record: Record, ask: Message) -> tuple[Digest, int]:
+    def _lease(
+        self, holder: int, record: Record, ask: Message, answer_s: float
+    ) -> tuple[Digest, int]:
         """Have a record in memory for the time of this call; return its digest and place."""
         try:
             self._parts.origin.number_of(record)
@@ -167,14 +175,14 @@ class HostLinkServer:
             raise RefusedError(str(exc)) from exc
         cache, version = self._parts.cache, int(ask["weights_version"])
         ask_cache = cache.ask if ask["from_disk"] else cache.lease_ready
-        found, place = self._wait(ask_cache, holder, record, version, float(ask["answer_s"]))
+        found, place = self._wait(ask_cache, holder, record, version, answer_s)
         if not ask["is_suspect"]:
             return found, place
         size = self._parts.origin.record_bytes
         if digest(self._parts.arena.bytes[place * size : (place + 1) * size]) == found:
             return found, place
         log.error("layer %d expert %d has rotted in memory and is read again", *record)
-        return self._wait(cache.reload, holder, record, version, float(ask["answer_s"]))
+        return self._wait(cache.reload, holder, record, version, answer_s)
 
     def _wait(
         self,
@@ -203,7 +211,8 @@ class HostLinkServer:
         self._accepting.join(CLOSE_DEADLINE_S)
         with self._lock:
             callers = dict(self._callers)
-        for caller, thread in callers.items():
+        for caller, (thread, holder) in callers.items():
+            self._parts.cache.drop(holder)  # ends its wait for a record that is being read
             try:
                 caller.shutdown(socket.SHUT_RDWR)
             except OSError as exc:

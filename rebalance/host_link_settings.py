@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -47,11 +48,20 @@ class HostLinkSettings:
         for name in ("bytes_per_second", "silence_s", "deadline_s", "back_off_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
-        for host, port in [*self.hosts, *([self.listen] if self.listen else [])]:
-            if not 0 < port < 2**16:
-                raise ConfigError(f"port {port} of host {host}, expected 1..65535")
+        for address in [*self.hosts, *([self.listen] if self.listen else [])]:
+            _check(address)
 
     @property
     def others(self) -> tuple[HostAddress, ...]:
         """The hosts that are asked."""
         return tuple(host for host in self.hosts if host != self.listen)
+
+
+def _check(address: HostAddress) -> None:
+    host, port = address
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as exc:
+        raise ConfigError(f"host {host!r}, expected a numeric address") from exc
+    if not 0 < port < 2**16:
+        raise ConfigError(f"port {port} of host {host}, expected 1..65535")

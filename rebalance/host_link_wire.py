@@ -178,7 +178,7 @@ def _proof(secret: bytes, role: str, nonces: tuple[str, str]) -> str:
     return hmac.new(secret, "|".join((PROTOCOL, role, *nonces)).encode(), "sha256").hexdigest()
 
 
-def field_of(message: Message, name: str, kind: type[T]) -> T:
+def field(message: Message, name: str, kind: type[T]) -> T:
     """Take one field of what another host said.
 
     Raises:

@@ -23,15 +23,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import (
-    CHUNK_BYTES,
-    Budget,
-    Message,
-    RefusedError,
-    Wire,
-    field_of,
-    greet,
-)
+from rebalance.host_link_wire import CHUNK_BYTES, Budget, Message, RefusedError, Wire, field, greet
 from rebalance.known_host import KnownHost
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_wire import Digest
@@ -154,7 +146,7 @@ class OtherHosts:
     def _ask_book(self, host: KnownHost) -> int:
         with self._call(host) as wire:
             wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
-            return int(field_of(wire.receive(), "held", str), 16)
+            return int.from_bytes(bytes.fromhex(field(wire.receive(), "held", str)), "little")
 
     def _fetch(
         self,
@@ -182,7 +174,7 @@ class OtherHosts:
             answer = wire.receive(is_patient=from_disk)
             if "refused" in answer:
                 raise RefusedError(str(answer["refused"]))
-            plain, weighted = field_of(answer, "digest", list)
+            plain, weighted = field(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
                 raise WrongBytesError(f"it declares digest {declared}, expected {expected}")
@@ -219,6 +211,8 @@ class OtherHosts:
                 yield wire
             except (KeyError, TypeError, ValueError) as exc:
                 raise MigrationError(f"it says what is no answer: {exc!r}") from exc
+            except OSError as exc:
+                raise MigrationError(f"the connection broke: {exc}") from exc
             finally:
                 with self._lock:
                     self._open.discard(end)
@@ -230,7 +224,7 @@ class OtherHosts:
             RefusedError: it has none yet, or of other weights.
             MigrationError: it has another checkpoint, model or layout.
         """
-        found = field_of(hello, "origin", dict)
+        found = field(hello, "origin", dict)
         if not found.get("checkpoint"):
             raise RefusedError("it knows no checkpoint yet")
         version, own = hello["weights_version"], self._weights_version()

@@ -63,22 +63,24 @@ class RecordSources:
         on_disk = self.disk.num_damaged if self.disk is not None else 0
         return on_disk + (self.hosts.num_wrong if self.hosts is not None else 0)
 
-    def load(self, record: Record, into: torch.Tensor, *, is_for_host: bool = False) -> Loaded:
+    def load(
+        self, record: Record, into: torch.Tensor, *, is_for_host: Callable[[], bool]
+    ) -> Loaded:
         """Fill ``into`` [record_bytes], page-aligned, from the first source that has the record.
 
         Args:
             record: which.
             into: where to.
-            is_for_host: another host asks for it, so that no third is asked.
+            is_for_host: says whether none but another host asks, by now: then no third is asked.
 
         Raises:
             CheckpointError: the disk does not have it.
             MigrationError: other hosts do not have it, and there is no disk.
         """
-        if self.hosts is None or is_for_host:
+        if self.hosts is None:
             return self._read(record, into)
         # A slab without a disk asks memories first too: no host is to read what another holds.
-        if self._asks_hosts_first or self.disk is None:
+        if (self._asks_hosts_first or self.disk is None) and not is_for_host():
             try:
                 return self._bring(self.hosts, record, into, from_disk=False)
             except MigrationError as exc:
@@ -86,6 +88,8 @@ class RecordSources:
         try:
             return self._read(record, into)
         except (CheckpointError, OSError) as exc:
+            if is_for_host():
+                raise
             try:
                 return self._bring(self.hosts, record, into, from_disk=True)
             except MigrationError as none:

@@ -176,7 +176,7 @@ class HostSlab:
                 self._cache.out_of_memory(entry, str(exc))
                 return
         target = self._arena.bytes[start : start + self._record_bytes]
-        loaded = self._sources.load(entry.record, target, is_for_host=entry.is_for_host)
+        loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
         is_to_write = loaded.is_cooked and self._writer is not None
         self._cache.loaded(
             entry,

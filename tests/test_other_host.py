@@ -35,6 +35,8 @@ from rebalance.links import NoPeers, PullTransport, RankMemory, fill_bank
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.record_sources import RecordSources
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.slab_cache import SlabCache
+from rebalance.slab_requests import Request
 from rebalance.transport import LocalVotes
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.counters import SlotCounter
@@ -311,6 +313,25 @@ def test_more_askers_than_transfers_take_turns(
         torch.equal(record, cooked(*of)) for record, of in zip(found, everything, strict=True)
     )
     assert second.stats().host_failures == 0
+
+
+def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
+    cache, ended = SlabCache(2), threading.Event()
+    for_host = Request(5, 1, [(0, 0)], lambda _: ended.set(), is_for_host=True)
+    cache.lease_ready(for_host)
+    assert for_host.error == "layer 0 expert 0 is not in memory"
+
+    for_host = Request(5, 2, [(0, 0)], lambda _: ended.set(), is_for_host=True)
+    cache.ask(for_host)
+    entry = cache.take()
+    assert entry is not None
+    assert entry.is_for_host  # from disk or not at all: two hosts may not wait for each other
+    cache.ask(Request(6, 1, [(0, 0)], lambda _: None))
+    assert not entry.is_for_host
+
+    assert cache.ready() == []
+    cache.loaded(entry, (1, 2), is_cooked=False, is_from_host=True)
+    assert (cache.ready(), cache.counts["from_hosts"]) == ([(0, 0)], 1)
 
 
 # -- damage
@@ -701,6 +722,8 @@ def test_settings_that_cannot_be_used_are_refused(
         links(order="never")
     with pytest.raises(ConfigError, match=r"port 0 of host 127.0.0.1, expected 1..65535"):
         links(listen=("127.0.0.1", 0))
+    with pytest.raises(ConfigError, match="host 'node-7', expected a numeric address"):
+        links(("node-7", PORT))
     with pytest.raises(ConfigError, match="silence_s is 0, expected more than 0"):
         links(silence_s=0)
     with pytest.raises(ConfigError, match="without a checkpoint has no disk to read"):
