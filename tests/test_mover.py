@@ -88,7 +88,7 @@ class Simulated:
 
     def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
         self.preloaded.append(list(records))
-        return {}
+        return {"disk": 0}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
