@@ -93,14 +93,11 @@ class OtherHosts:
                 host.is_well()
                 host.wrong.discard(record)
                 return brought
-        layer, expert = record
-        raise MigrationError(
-            f"no other host gives layer {layer} expert {expert}: "
-            + ("; ".join(reasons) or "none is known")
-        )
+        name = "layer {} expert {}".format(*record)
+        raise MigrationError(f"no other host gives {name}: {'; '.join(reasons)}")
 
     def _in_turn(self, record: Record) -> list[KnownHost]:
-        """All hosts, another one first for every record, so that none is asked for all of them."""
+        """All hosts, another one first for every record: none is asked for all of them."""
         first = self.origin.number_of(record) % max(1, len(self._hosts))
         return self._hosts[first:] + self._hosts[:first]
 
@@ -187,7 +184,10 @@ class OtherHosts:
         running = RunningDigest()
         for first in range(0, len(data), CHUNK_BYTES):
             chunk = data[first : first + CHUNK_BYTES]
-            self._inward.spend(len(chunk), wire.deadline)
+            try:
+                self._inward.spend(len(chunk), wire.deadline)
+            except MigrationError as exc:
+                raise RefusedError(str(exc)) from exc  # the other host is not to blame
             wire.receive_bytes(chunk.data)
             running.add(chunk)
         if running.value != declared:
@@ -197,7 +197,6 @@ class OtherHosts:
     def _call(self, host: KnownHost) -> Iterator[Wire]:
         """Reach a host that proves to be of this deployment, and to have the same records."""
         settings = self._settings
-        deadline = time.monotonic() + settings.deadline_s
         try:
             end = socket.create_connection(host.address, timeout=settings.silence_s)
         except OSError as exc:
@@ -206,7 +205,7 @@ class OtherHosts:
             with self._lock:
                 self._open.add(end)
             try:
-                wire = Wire(end, deadline, settings.silence_s)
+                wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
                 self._check(greet(wire, settings.secret))
                 yield wire
             except (KeyError, TypeError, ValueError) as exc:
