@@ -26,6 +26,7 @@ from eplb.records import model_to_dict, topology_to_dict
 from eplb.spares import compact
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
+from rebalance.host_link_settings import HostLinkSettings
 from rebalance.record_file import record_file_beside
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
@@ -35,6 +36,7 @@ from telemetry.spool_drain import Tempo
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
+HOSTS_PORT = 23718  # below those that systems give to callers
 
 
 def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
@@ -170,7 +172,17 @@ def _slab(settings: DemoSettings, weights: Path, model: ModelShape) -> SlabSetti
         budget_bytes=records * model.expert_bytes if settings.slab_mode == "hot" else None,
         ring_records=records if settings.slab_mode == "ring" else None,
         record_file=record_file_beside(weights) if settings.record_file else None,
+        links=_links(settings),
     )
+
+
+def _links(settings: DemoSettings) -> HostLinkSettings | None:
+    """The demo's hosts are processes of one machine, each at a loopback address of its own."""
+    if settings.other_hosts == "off":
+        return None
+    block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
+    hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.nodes))
+    return HostLinkSettings(hosts, secrets.token_bytes(32), order=settings.other_hosts)
 
 
 def _pace(settings: DemoSettings) -> Pace:

@@ -19,7 +19,8 @@ from eplb.topology import Topology
 from telemetry.store import Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a rank at work
-SOURCES = ("same_rank", "peer", "host", "disk")  # cheapest first, as eplb.migration.Source
+# Cheapest first, as eplb.migration.Source. The last two fill the host's memory, not a slot.
+SOURCES = ("same_rank", "peer", "host", "other_host", "disk")
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _staged_part(states: Sequence[RankState], num_transactions: int) -> float:
 def bytes_by_source(states: Iterable[RankState]) -> dict[str, int]:
     """Sum the bytes that came from each source over all ranks, cheapest source first.
 
-    Ranks may count more than the four sources, e.g. bytes whose digest was wrong.
+    Ranks may count more than these sources, e.g. bytes whose digest was wrong.
     """
     total = Counter(dict.fromkeys(SOURCES, 0))
     for state in states:

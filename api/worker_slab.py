@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from api.processes import Parent
 from api.worker_plan import WorkerPlan
@@ -15,7 +16,11 @@ def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     checkpoint = Checkpoint(plan.weights)
-    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, plan.slab)
+    settings = plan.slab
+    if settings.links is not None:
+        links = replace(settings.links, listen=settings.links.hosts[host])
+        settings = replace(settings, links=links)
+    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
     parent.tell("ready")
     is_stopping.wait()
     slab.close()

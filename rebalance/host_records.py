@@ -40,7 +40,8 @@ class HostRecords:
         layer, expert = missing[0]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
-        self._meter.add_bytes("disk", self._transport.preload(missing, self._deadline_s))
+        for source, num_bytes in self._transport.preload(missing, self._deadline_s).items():
+            self._meter.add_bytes(source, num_bytes)
         self._held.update(missing)
 
     def reload(self, record: Record) -> bool:

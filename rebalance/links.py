@@ -115,15 +115,17 @@ class PullTransport:
             torch.cuda.set_stream(own)
             self._from_peers.back = self._from_host.back = own
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
-        """Have the host's slab hold these records; return the bytes that came from disk."""
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+        """Have the host's slab hold these records; return the bytes it took in for that."""
+        from_hosts = self._slab.bytes_from_other_hosts
         _, from_disk = self._slab.load(
             records, deadline_s=deadline_s, weights_version=self._weights_version
         )
         if self._is_cuda:
             # Here, not at the first pull: locking 44 MB takes longer than copying it.
             self._slab.prepare_for_gpu(records)
-        return from_disk
+        from_hosts = self._slab.bytes_from_other_hosts - from_hosts
+        return {"disk": from_disk, "other_host": from_hosts}
 
     @property
     def host_room(self) -> int:
@@ -188,7 +190,7 @@ class LocalTransport:
     def begin(self) -> None:
         """Nothing to do: a CPU thread has no device and no stream."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
         """Have the host hold these records; return the bytes that came from disk."""
         from_disk = 0
         for record in records:
@@ -201,7 +203,7 @@ class LocalTransport:
             if record not in self._on_host:
                 self._on_host[record] = self._on_disk[record]
                 from_disk += len(self._on_disk[record])
-        return from_disk
+        return {"disk": from_disk}
 
     def hint(self, records: Sequence[Record]) -> None:
         """Nothing to do: reading takes no time."""

@@ -1,8 +1,7 @@
 """Bring one expert's record from disk into memory: from the record file, else cooked.
 
-What is cooked is added to the record file. A record's digest is known from its first cooking on,
-and what comes later must digest to the same. Bytes of the record file that do not are cooked again,
-once, from the checkpoint.
+What is cooked is added to the record file. A record's digest is known from when it first came, and
+what comes later must digest to the same; bytes of the record file that do not are cooked again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class Loaded:
     """A record that is in memory now."""
 
     digest: Digest
-    is_cooked: bool  # else it came from the record file
+    is_cooked: bool = False  # else it came from the record file, or from another host
+    is_from_host: bool = False
 
 
 class RecordLoader:
@@ -99,6 +99,14 @@ class RecordLoader:
             )
         self._digests[record] = found
         return Loaded(found, is_cooked=True)
+
+    def digest_of(self, record: Record) -> Digest | None:
+        """Return the digest that a record must have; None of one that was never seen."""
+        return self._digests.get(record, self.file.digest_of(record) if self.file else None)
+
+    def learn(self, record: Record, digest: Digest) -> None:
+        """Note the digest of a record that came from elsewhere."""
+        self._digests[record] = digest
 
     def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:
         """Read from the record file; False when its bytes are not those that were written."""

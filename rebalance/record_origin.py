@@ -24,21 +24,21 @@ class RecordOrigin:
     """All that decides the bytes of records; JSON-ready."""
 
     schema: str  # hex digest of names, shapes, types and parts
-    checkpoint: str  # hex digest of the index and of every shard's name, size and time
+    checkpoint: str  # hex digest of the index and of every shard's name, size and time; or ""
     num_layers: int
     num_experts: int
     record_bytes: int
 
     @staticmethod
-    def of(checkpoint: Checkpoint, model: ModelShape, schema: ExpertSchema) -> RecordOrigin:
-        """Describe the records that ``checkpoint.cook`` gives.
+    def of(checkpoint: Checkpoint | None, model: ModelShape, schema: ExpertSchema) -> RecordOrigin:
+        """Describe the records that ``checkpoint.cook`` gives; those of any where there is none.
 
         Raises:
             CheckpointError: a weight file is missing.
         """
         return RecordOrigin(
             schema=_schema_digest(schema),
-            checkpoint=_checkpoint_digest(checkpoint.path),
+            checkpoint="" if checkpoint is None else _checkpoint_digest(checkpoint.path),
             num_layers=model.num_layers,
             num_experts=model.num_experts,
             record_bytes=schema.record_bytes,

@@ -4,9 +4,10 @@ The slab holds cooked records: an expert's tensors in kernel layout, page-aligne
 phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where each
 lies, and read them from the slab directly for as long as they hold a lease.
 
-    rank --ask--> SlabSession --> SlabCache --> reader threads: record file, else checkpoint
+    rank --ask--> SlabSession --> SlabCache --> reader threads: other hosts, record file, checkpoint
     rank <---- digests, places ----+                |
     rank reads the arena           WriteBehind <----+  adds what was cooked to the record file
+    other host --ask--> HostLinkServer --> SlabCache, and gets the bytes
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import logging
 import socket
 import threading
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
 from eplb.errors import EplbError, MigrationError
 from eplb.model import ModelShape
-from rebalance.preload import RecordLoader, WriteBehind, Written
+from rebalance.host_link_server import HostLinkServer
+from rebalance.preload import WriteBehind, Written
+from rebalance.record_sources import RecordSources
 from rebalance.slab_cache import WRITER, SlabCache
 from rebalance.slab_places import Entry
 from rebalance.slab_reader import SlabReader
 from rebalance.slab_session import SlabParts, SlabSession
 from rebalance.slab_settings import SlabSettings
 from rebalance.slab_stats import SlabStats
-from rebalance.slab_wire import Digest, SlabAddress
+from rebalance.slab_wire import Digest, SlabAddress, listen
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import PAGE_BYTES, SharedArena
@@ -46,15 +50,16 @@ class HostSlab:
     """The slab's owner: loads records on demand and answers ranks until ``close``.
 
     Raises:
-        MigrationError: another process listens under this name, or there is no memory.
+        MigrationError: another process listens under this name, or at the door for other hosts; or
+            there is no memory.
         CheckpointError: a weight file is missing.
-        ConfigError: the settings leave no room for a record.
+        ConfigError: the settings leave no room for a record, or no source of records.
     """
 
     def __init__(
         self,
         address: SlabAddress,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | None,
         model: ModelShape,
         schema: ExpertSchema,
         settings: SlabSettings | None = None,
@@ -65,20 +70,29 @@ class HostSlab:
             model.num_layers * model.num_experts, schema.record_bytes
         )
         # First: a second slab of this name must not touch the record file.
-        self._listening = _listen(address)
+        self._listening = listen(address)
+        self._door: HostLinkServer | None = None
+        self._holders = itertools.count(WRITER + 1)
         try:
             self._arena = SharedArena(
                 "eplb-slab",
                 self._num_entries * schema.record_bytes,
                 folder=settings.memory_folder,
             )
-            self._loader = RecordLoader(checkpoint, model, schema, settings.record_file)
+            self._cache = cache = SlabCache(self._num_entries)
+            self._sources = RecordSources(
+                checkpoint, model, schema, settings, lambda: cache.weights_version
+            )
+            origin = self._sources.origin()
+            self._parts = SlabParts(cache, self._arena, origin, lambda: asdict(self.stats()))
+            if settings.links is not None and settings.links.listen is not None:
+                self._door = HostLinkServer(
+                    settings.links, self._parts, self._sources.origin, self._holders
+                )
         except EplbError:
             self._listening.close()
             raise
-        self._cache = SlabCache(self._num_entries)
         self._writer = self._new_writer(settings)
-        self._parts = SlabParts(self._cache, self._arena, self._loader.origin, self._figures)
         self._is_closed = threading.Event()
         self._sessions: dict[SlabSession, threading.Thread] = {}
         self._readers = self._start_readers(settings.num_readers)
@@ -86,12 +100,12 @@ class HostSlab:
         self._accepting.start()
 
     def _new_writer(self, settings: SlabSettings) -> WriteBehind | None:
-        file = self._loader.file
-        if file is None or not file.may_write:
+        disk = self._sources.disk
+        if disk is None or disk.file is None or not disk.file.may_write:
             return None
         # What waits to be written keeps its entry: most of a small slab must stay for ranks.
         is_full = settings.mode == "full"
-        return WriteBehind(file, self._num_entries if is_full else -(-self._num_entries // 4))
+        return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
 
     def _start_readers(self, num_readers: int) -> list[threading.Thread]:
         # One thread first, alone: after a fork torch remakes its thread pool at a new thread's
@@ -110,7 +124,7 @@ class HostSlab:
     # -- ranks
 
     def _accept(self) -> None:
-        for holder in itertools.count(WRITER + 1):
+        for holder in self._holders:
             while True:
                 try:
                     caller, _ = self._listening.accept()
@@ -162,25 +176,25 @@ class HostSlab:
                 self._cache.out_of_memory(entry, str(exc))
                 return
         target = self._arena.bytes[start : start + self._record_bytes]
-        loaded = self._loader.load(entry.record, target)
+        loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
         is_to_write = loaded.is_cooked and self._writer is not None
-        self._cache.loaded(entry, loaded.digest, is_cooked=loaded.is_cooked, for_writer=is_to_write)
+        self._cache.loaded(
+            entry,
+            loaded.digest,
+            is_cooked=loaded.is_cooked,
+            is_from_host=loaded.is_from_host,
+            for_writer=is_to_write,
+        )
         if is_to_write:
             self._write_behind(entry, target, loaded.digest)
 
     def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
         assert self._writer is not None, "the caller has seen it"
-
-        def done() -> None:
-            self._cache.release(WRITER, [entry.record])
-
+        done = partial(self._cache.release, WRITER, [entry.record])
         if not self._writer.offer(Written(entry.record, data, digest, done)):
             done()
 
     # -- figures and end
-
-    def _figures(self) -> dict[str, int]:
-        return asdict(self.stats())
 
     def stats(self) -> SlabStats:
         """Count what was done so far, and what is held now."""
@@ -194,7 +208,10 @@ class HostSlab:
             hints_dropped=found.get("hints_dropped", 0),
             bytes_from_checkpoint=found.get("cooked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
-            damaged=self._loader.num_damaged,
+            bytes_from_other_hosts=found.get("from_hosts", 0) * size,
+            bytes_to_other_hosts=(self._door.num_sent if self._door else 0) * size,
+            host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
+            damaged=self._sources.num_damaged,
             not_written=self._writer.num_left_out if self._writer else 0,
             resident_bytes=found["resident"] * size,
             leased_bytes=found["leased"] * size,
@@ -214,6 +231,10 @@ class HostSlab:
         self._listening.close()
         self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
         self._cache.close()
+        if self._door is not None:
+            self._door.close()
+        if self._sources.hosts is not None:
+            self._sources.hosts.close()
         for session, thread in list(self._sessions.items()):
             session.stop()
             thread.join(CLOSE_DEADLINE_S)
@@ -224,18 +245,5 @@ class HostSlab:
         if any(reader.is_alive() for reader in self._readers):
             log.error("the disk does not answer: a reader is left behind")
             return
-        self._loader.close()
+        self._sources.close()
         self._arena.close()
-
-
-def _listen(address: SlabAddress) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(address.socket)
-        listening.listen(64)
-    except OSError as exc:
-        listening.close()
-        raise MigrationError(
-            f"the preload process of host {address.name} cannot listen: {exc}"
-        ) from exc
-    return listening

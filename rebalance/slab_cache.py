@@ -56,6 +56,24 @@ class SlabCache:
                         request, f"{no_room(request, self._places)}, and all who hold them wait too"
                     )
 
+    def lease_ready(self, request: Request) -> None:
+        """Lease a request's one record if it is in memory; nothing is loaded for it."""
+        with self._changed:
+            (record,) = request.records
+            entry = self._places.entries.get(record)
+            refusal = refusal_of(request, self._places, self.weights_version)
+            if refusal is None and (entry is None or entry.state is not State.READY):
+                refusal = f"layer {record[0]} expert {record[1]} is not in memory"
+            if entry is not None and refusal is None:
+                self._lease(request, entry)
+            self._end(request, refusal)
+
+    def ready(self) -> list[Record]:
+        """Name the records that are in memory."""
+        with self._changed:
+            entries = self._places.entries.items()
+            return [record for record, entry in entries if entry.state is State.READY]
+
     def release(self, holder: int, records: Collection[Record]) -> None:
         """End a rank's leases on records; those that it does not hold are no harm."""
         with self._changed:
@@ -113,7 +131,7 @@ class SlabCache:
                 return
             if held[0].state is State.READY:
                 held[0].state, self._queued[held[0]] = State.QUEUED, None
-            request.num_from_disk = 1
+            request.num_from_disk, request.fetched = 1, {record}
             self._await(request, held[0])
             self._changed.notify_all()
 
@@ -169,17 +187,27 @@ class SlabCache:
             return self._places.is_backed(entry)
 
     def loaded(
-        self, entry: Entry, digest: Digest, *, is_cooked: bool, for_writer: bool = False
+        self,
+        entry: Entry,
+        digest: Digest,
+        *,
+        is_cooked: bool,
+        is_from_host: bool = False,
+        for_writer: bool = False,
     ) -> None:
         """Hand a loaded entry out to all who wait for it, and keep it for the writer."""
         with self._changed:
-            self.counts["cooked" if is_cooked else "from_record_file"] += 1
+            from_disk = "cooked" if is_cooked else "from_record_file"
+            self.counts["from_hosts" if is_from_host else from_disk] += 1
             self._places.back(entry)
             entry.state, entry.digest = State.READY, digest
             if for_writer:
                 self._places.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
                 request.missing.discard(entry.record)
+                if is_from_host and entry.record in request.fetched:
+                    request.num_from_disk -= 1
+                    request.num_from_hosts += 1
                 request.found[entry.record] = digest, entry.place
                 if not request.missing and not request.is_ended:
                     self._end(request, None)
@@ -254,8 +282,10 @@ class SlabCache:
             if record not in self._places.entries:
                 entry = self._places.occupy(record)
                 self._queued[entry] = None
+                entry.is_for_host = request.is_for_host
                 self._lease(request, entry)
                 request.num_from_disk += 1
+                request.fetched.add(record)
         self.counts["hits"] += len(here)
         self.counts["misses"] += request.num_from_disk
         if not request.missing:
@@ -263,6 +293,7 @@ class SlabCache:
 
     def _lease(self, request: Request, entry: Entry) -> None:
         entry.hint = 0
+        entry.is_for_host &= request.is_for_host
         if self._places.lease(entry, request.holder):
             request.added.append(entry)
         if entry.state is State.READY:

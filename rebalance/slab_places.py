@@ -32,6 +32,7 @@ class Entry:
     state: State = State.QUEUED
     digest: Digest | None = None
     hint: int = 0  # which hint brought it; 0 once a rank has asked for it
+    is_for_host: bool = False  # only another host has asked for it: it comes from disk
     is_void: bool = False  # of older weights, or damaged: never handed out again
     holders: set[int] = field(default_factory=set)
 

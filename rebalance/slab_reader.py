@@ -51,6 +51,7 @@ class SlabReader:
             )
         self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=for_gpu)
         self._places: dict[Record, int] = {}  # of the records that are leased
+        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
         self._registered: set[int] = set()  # places; their addresses never change
 
     @property
@@ -87,6 +88,7 @@ class SlabReader:
         }
         answer = self._ask("load", f"{len(records)} records", deadline_s, message)
         self._places |= zip(records, answer["places"], strict=True)
+        self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
     def reload(self, record: Record, *, deadline_s: float) -> Digest:

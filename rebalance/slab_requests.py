@@ -19,7 +19,10 @@ class Request:
     records: Sequence[Record]
     ended: Callable[[Request], None]
     weights_version: int = 0
+    is_for_host: bool = False  # another host asks, not a rank: nothing is asked of a third
     num_from_disk: int = 0
+    num_from_hosts: int = 0
+    fetched: set[Record] = field(default_factory=set)  # read for this request, not for an earlier
     added: list[Entry] = field(default_factory=list)  # leases that this request brought
     missing: set[Record] = field(default_factory=set)
     found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place

@@ -169,6 +169,7 @@ class SlabSession:
             "digests": [digest for digest, _ in found],
             "places": [place for _, place in found],
             "from_disk": request.num_from_disk * self._parts.origin.record_bytes,
+            "from_other_hosts": request.num_from_hosts * self._parts.origin.record_bytes,
         }
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from eplb.errors import ConfigError
+from rebalance.host_link_settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
 # Disks want more than one request in flight, and each reader also digests: on a host of 64 cores
@@ -30,6 +31,7 @@ class SlabSettings:
     record_file: Path | None = None  # None: every record is cooked from the checkpoint
     memory_folder: Path | None = None  # of a tmpfs with a size limit; None: only memory limits
     num_readers: int = NUM_READERS
+    links: HostLinkSettings | None = None  # None: this host and its disk, and no other host
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -17,6 +17,9 @@ class SlabStats:
     hints_dropped: int
     bytes_from_checkpoint: int
     bytes_from_record_file: int
+    bytes_from_other_hosts: int
+    bytes_to_other_hosts: int
+    host_failures: int  # other hosts that were late, dead or wrong
     damaged: int  # read with another digest than before
     not_written: int  # cooked, but not added to the record file: its disk was too slow
     resident_bytes: int

@@ -8,6 +8,8 @@ import struct
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
+from eplb.errors import MigrationError
+
 HANDSHAKE_DEADLINE_S = 10.0
 MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
 Digest = tuple[int, int]
@@ -24,6 +26,24 @@ class SlabAddress:
     def socket(self) -> str:
         """Address in Linux's abstract namespace."""
         return f"\0eplb-slab-{self.name}"
+
+
+def listen(address: SlabAddress) -> socket.socket:
+    """Take the name of a slab, for as long as the socket is open.
+
+    Raises:
+        MigrationError: another process has it.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(address.socket)
+        listening.listen(64)
+    except OSError as exc:
+        listening.close()
+        raise MigrationError(
+            f"the preload process of host {address.name} cannot listen: {exc}"
+        ) from exc
+    return listening
 
 
 def call(address: SlabAddress, deadline_s: float) -> Connection:

@@ -1,9 +1,10 @@
 """Where a rank may take a record from, best first, and what it must not use again.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host's slab, which disk fills. A move that was planned from the host takes that first. A slot that
-gave wrong bytes is not used again by this rank in this run: memory that rots once rots again. A
-host's record is, after a while: its disk may be well by then, and bytes that are right lift it.
+host's slab, which other hosts and the disk fill. A move that was planned from the host takes that
+first. A slot that gave wrong bytes is not used again by this rank in this run: memory that rots
+once rots again. A host's record is, after a while: its disk may be well by then, and bytes that are
+right lift it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -55,11 +55,14 @@ class WeightTransport(Protocol):
     def begin(self) -> None:
         """Make the calling thread the mover's: its device, its stream."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
-        """Have the host hold these records until ``release``; return the bytes read for it.
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+        """Have the host hold these records until ``release``.
 
         The one call that may block, up to ``deadline_s``. Where time is simulated it answers at
         once.
+
+        Returns:
+            Bytes that were brought into the host's memory for it: "disk", "other_host".
 
         Raises:
             MigrationError: the host cannot, or not in time, or it has no records of these weights.

@@ -225,8 +225,8 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     asked = {(outcome, "request"): 0 for outcome, _ in ended}
     assert found["eplb_rebalances_total"] == ended | asked
     assert found["eplb_plans_total"] == {("MOVE", "auto"): 1}
-    links = {("same_rank",): 0, ("intra",): 300, ("host",): 100, ("disk",): 0}
-    assert found["eplb_migrated_bytes_total"] == links
+    links = {"same_rank": 0, "intra": 300, "host": 100, "inter": 0, "disk": 0}
+    assert found["eplb_migrated_bytes_total"] == {(name,): n for name, n in links.items()}
     assert found["eplb_migrated_experts_total"] == {(): 4}
     assert found["eplb_digest_failures_total"] == {(): 1}
     assert found["eplb_mover_failures_total"] == {(): 1}

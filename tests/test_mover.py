@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,9 +64,9 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
         self.preloaded.append(list(records))
-        return 0
+        return {"disk": 0}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass

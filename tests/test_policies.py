@@ -66,9 +66,7 @@ def test_random_differs_by_seed_and_repeats_for_one() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match="'gready', expected one of: auto, contiguous, exact"
-    ):
+    with pytest.raises(ConfigError, match="'gready', expected one of: auto, contiguous, exact"):
         policy_named("gready")
 
 

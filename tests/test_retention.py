@@ -266,7 +266,7 @@ def content(store: LoadStore) -> Any:
     return (
         [(s.run, s.rank, s.sequence) for run in ("run-1", "run-2") for _, s in store.samples(run)],
         [(vars(r)["run"], *summary(r)) for r in store.rollups(MINUTE) + store.rollups(HOUR)],
-        [event.id for event in store.events()],
+        [dict(event.detail) for event in store.events()],
     )
 
 

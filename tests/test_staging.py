@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -73,11 +73,11 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
         if not self.has_records:
             raise MigrationError("the host has no records of these weights")
         self.preloaded.append(list(records))
-        return SIZE * len(records)
+        return {"disk": SIZE * len(records)}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,14 +71,14 @@ class Transport:
     def begin(self) -> None:
         """No device to bind to."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> int:
+    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
         """Have the host hold records."""
         if self._faults.host_refuses:
             raise MigrationError("the host's disk is gone")
         if self._version and not self._has_new_weights:
             raise MigrationError(f"weights version {self._version} is not in the host's slab")
         self._held.update(records)
-        return RECORD_BYTES * len(records)
+        return {"disk": RECORD_BYTES * len(records)}
 
     def hint(self, records: Sequence[Record]) -> None:
         """Reading ahead takes no time."""

@@ -1,0 +1,67 @@
+"""How the slabs of several hosts find each other, and how much of the network they may take."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from eplb.errors import ConfigError
+
+Order = Literal["before_disk", "after_disk"]
+HostAddress = tuple[str, int]  # a numeric address, because looking a name up has no deadline
+
+LEAST_SECRET_BYTES = 16
+MOST_CALLERS = 64  # connections that a host holds open; a further caller is turned away in words
+# A tenth of a 100 Gbit/s link, which also carries requests and KV caches: 35 ms for 44 MB.
+SERVING_BYTES_PER_SECOND = 1.25e9
+
+
+@dataclass(frozen=True)
+class HostLinkSettings:
+    """Which other hosts a slab asks for records, and whether it gives them any.
+
+    ``hosts`` may be the same list on every host: a slab does not ask its own address. Off where a
+    slab has no such settings at all.
+    """
+
+    hosts: tuple[HostAddress, ...]
+    secret: bytes = field(repr=False)  # of the deployment; a stranger without it gets nothing
+    listen: HostAddress | None = None  # None: it asks, and gives nothing
+    order: Order = "before_disk"
+    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # inward, and as much outward
+    max_transfers: int = 4  # records on their way outward at a time; further ones take turns
+    silence_s: float = 2.0  # without a byte, after which a host counts as dead
+    deadline_s: float = 10.0  # for one record, a host's reading of its own disk included
+    back_off_s: float = 30.0  # at most; for so long a host that failed is left alone
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < LEAST_SECRET_BYTES:
+            raise ConfigError(
+                f"a secret of {len(self.secret)} bytes between hosts, "
+                f"expected {LEAST_SECRET_BYTES} or more"
+            )
+        if self.order not in get_args(Order):
+            raise ConfigError(f"order {self.order!r}, expected one of {', '.join(get_args(Order))}")
+        if self.max_transfers < 1:
+            raise ConfigError(f"max_transfers is {self.max_transfers}, expected 1 or more")
+        for name in ("bytes_per_second", "silence_s", "deadline_s", "back_off_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
+        for address in [*self.hosts, *([self.listen] if self.listen else [])]:
+            _check(address)
+
+    @property
+    def others(self) -> tuple[HostAddress, ...]:
+        """The hosts that are asked."""
+        return tuple(host for host in self.hosts if host != self.listen)
+
+
+def _check(address: HostAddress) -> None:
+    host, port = address
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as exc:
+        raise ConfigError(f"host {host!r}, expected a numeric address") from exc
+    if not 0 < port < 2**16:
+        raise ConfigError(f"port {port} of host {host}, expected 1..65535")

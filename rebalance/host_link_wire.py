@@ -1,0 +1,216 @@
+"""What the slabs of two hosts say to each other, and for how long either waits for the other.
+
+    asker                                    host that is asked
+      | <------ protocol, nonce ---------------- |   or why it takes no more callers
+      | ------- nonce, proof of the secret ----> |
+      | <------ proof, origin, version --------- |   or that the secret is another
+      | ------- what is asked -----------------> |
+      | <------ an answer, then a record's bytes |   or why not
+
+A connection carries one question: nothing of an earlier one can be taken for an answer, and its end
+frees whatever it held on the other host. Messages are JSON behind their length.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from eplb.errors import MigrationError
+from rebalance.throttle import TokenBucket
+
+PROTOCOL = "eplb-hosts-1"
+CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
+MOST_MESSAGE_BYTES = 2**20  # what a stranger says is not taken for a length of gigabytes
+_LENGTH = struct.Struct("!I")
+
+Message = dict[str, Any]
+T = TypeVar("T")
+
+
+class RefusedError(MigrationError):
+    """The other host is well, and says no."""
+
+
+class Wire:
+    """One end of a connection between two hosts; whatever goes wrong is told in words.
+
+    Args:
+        end: connected; closed by its owner.
+        deadline: for all that is said, by time.monotonic; may be set anew.
+        silence_s: for the next byte.
+    """
+
+    def __init__(self, end: socket.socket, deadline: float, silence_s: float) -> None:
+        self._end, self.deadline, self._silence_s = end, deadline, silence_s
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def left_s(self) -> float:
+        """Time until the deadline; none is 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def send(self, message: Message) -> None:
+        """Say something.
+
+        Raises:
+            MigrationError: the other side is gone, or takes nothing in.
+        """
+        text = json.dumps(message).encode()
+        self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
+
+    def receive(self, *, is_patient: bool = False) -> Message:
+        """Hear something; patient: up to the deadline, because the other side may be reading.
+
+        Raises:
+            MigrationError: the other side is gone, or silent, or does not speak as we do.
+        """
+        silence_s = self.left_s if is_patient else self._silence_s
+        head = self._read(_LENGTH.size, silence_s)
+        (length,) = _LENGTH.unpack(head)
+        if length > MOST_MESSAGE_BYTES:
+            raise MigrationError(f"it says {head!r}, expected a message of {PROTOCOL}")
+        text = self._read(length, self._silence_s)
+        try:
+            message = json.loads(text)
+        except ValueError as exc:
+            raise MigrationError(f"it says {text[:32]!r}, expected JSON") from exc
+        if not isinstance(message, dict):
+            raise MigrationError(f"it says {text[:32]!r}, expected a JSON object")
+        return message
+
+    def send_bytes(self, view: memoryview) -> None:
+        """Send all of it.
+
+        Raises:
+            MigrationError: the other side is gone, or takes nothing in.
+        """
+        # Copied, not sendfile: a place may hold another record before pages that are sent by
+        # reference have left the machine.
+        while len(view):
+            view = view[self._in_time(partial(self._end.send, view), self._silence_s) :]
+
+    def receive_bytes(self, into: memoryview) -> None:
+        """Fill ``into``.
+
+        Raises:
+            MigrationError: the other side is gone, or silent.
+        """
+        self._fill(into, self._silence_s)
+
+    def _read(self, num_bytes: int, silence_s: float) -> bytes:
+        found = bytearray(num_bytes)
+        self._fill(memoryview(found), silence_s)
+        return bytes(found)
+
+    def _fill(self, into: memoryview, silence_s: float) -> None:
+        done = 0
+        while done < len(into):
+            count = self._in_time(partial(self._end.recv_into, into[done:]), silence_s)
+            if count == 0:
+                raise MigrationError(f"it hung up after {done} of {len(into)} bytes")
+            done += count
+
+    def _in_time(self, step: Callable[[], int], silence_s: float) -> int:
+        left_s = min(self.left_s, silence_s)
+        if left_s <= 0:
+            raise MigrationError("it was late: the deadline of a record has passed")
+        try:
+            self._end.settimeout(left_s)
+            return step()
+        except TimeoutError as exc:
+            raise MigrationError(f"it moved no byte in {left_s:.3g} s") from exc
+        except OSError as exc:
+            raise MigrationError(f"the connection broke: {exc}") from exc
+
+
+def greet(wire: Wire, secret: bytes) -> Message:
+    """Prove to the host that is asked that this one knows the secret, and have it prove the same.
+
+    Returns:
+        What it says of itself: its origin, and the version of weights that it serves.
+
+    Raises:
+        RefusedError: it takes no more callers.
+        MigrationError: it knows another secret, or is no slab of this kind.
+    """
+    theirs = wire.receive()
+    if "refused" in theirs:
+        raise RefusedError(str(theirs["refused"]))
+    if theirs.get("protocol") != PROTOCOL:
+        raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {PROTOCOL!r}")
+    nonces = secrets.token_hex(16), str(theirs["nonce"])
+    wire.send({"nonce": nonces[0], "proof": _proof(secret, "asks", nonces)})
+    found = wire.receive()
+    if "error" in found:
+        raise MigrationError(str(found["error"]))
+    if not hmac.compare_digest(str(found.get("proof")), _proof(secret, "gives", nonces)):
+        raise MigrationError("it does not prove that it knows the deployment's secret")
+    return found
+
+
+def welcome(wire: Wire, secret: bytes, hello: Message) -> None:
+    """Have a caller prove that it knows the secret; only then say who we are.
+
+    Raises:
+        MigrationError: it does not know it.
+    """
+    own = secrets.token_hex(16)
+    wire.send({"protocol": PROTOCOL, "nonce": own})
+    found = wire.receive()
+    nonces = str(found.get("nonce")), own
+    if not hmac.compare_digest(str(found.get("proof")), _proof(secret, "asks", nonces)):
+        wire.send({"error": "it knows another secret than this host: one deployment has one"})
+        raise MigrationError("it does not know the deployment's secret")
+    wire.send({"proof": _proof(secret, "gives", nonces)} | hello)
+
+
+def _proof(secret: bytes, role: str, nonces: tuple[str, str]) -> str:
+    """Bound to the role, so that nobody's proof can be handed back to it."""
+    return hmac.new(secret, "|".join((PROTOCOL, role, *nonces)).encode(), "sha256").hexdigest()
+
+
+def field(message: Message, name: str, kind: type[T]) -> T:
+    """Take one field of what another host said.
+
+    Raises:
+        TypeError: it is missing, or of another kind.
+    """
+    found = message.get(name)
+    if not isinstance(found, kind):
+        raise TypeError(f"{name} is {found!r}, expected a {kind.__name__}")
+    return found
+
+
+class Budget:
+    """A budget of bytes a second for one direction, shared by threads. Each pays, then moves."""
+
+    def __init__(self, bytes_per_second: float, is_closing: threading.Event) -> None:
+        self._bucket = TokenBucket(bytes_per_second, CHUNK_BYTES, time.monotonic)
+        self._lock, self._is_closing = threading.Lock(), is_closing
+
+    def spend(self, num_bytes: int, deadline: float) -> None:
+        """Wait until ``num_bytes`` may go.
+
+        Raises:
+            MigrationError: not before the deadline, or this slab is closing.
+        """
+        while True:
+            now = time.monotonic()
+            with self._lock:
+                ready_at = self._bucket.ready_at(num_bytes)
+                if ready_at <= now:
+                    self._bucket.take(num_bytes)
+                    return
+            if ready_at >= deadline:
+                raise MigrationError("the budget between hosts has no room before the deadline")
+            if self._is_closing.wait(ready_at - now):
+                raise MigrationError("this slab is closing")

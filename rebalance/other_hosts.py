@@ -1,0 +1,248 @@
+"""The slabs of other hosts as a source of records: the hop between this host's memory and its disk.
+
+A pairwise TCP stream and nothing collective: a stream has a deadline of its own and a host's death
+breaks its own streams, where the members of a group would hang or abort together.
+
+What is brought is proven on the way in: its digest must be the one that the other host declares,
+and the one that this slab knows, if it knows one. A host that fails is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.errors import MigrationError
+from rebalance.host_link_settings import HostLinkSettings
+from rebalance.host_link_wire import CHUNK_BYTES, Budget, Message, RefusedError, Wire, field, greet
+from rebalance.known_host import KnownHost
+from rebalance.record_origin import RecordOrigin
+from rebalance.slab_wire import Digest
+from rebalance.transport import Record
+from runtime.memory import RunningDigest
+
+log = logging.getLogger(__name__)
+
+
+class WrongBytesError(MigrationError):
+    """What came does not digest to what was declared."""
+
+
+class OtherHosts:
+    """Asks other hosts for records; any thread may.
+
+    Args:
+        settings: who they are.
+        origin: what this slab's records are of. One without a checkpoint takes that of the first
+            host that gives it a record, and then sticks to it.
+        weights_version: of this slab, at any time.
+    """
+
+    def __init__(
+        self,
+        settings: HostLinkSettings,
+        origin: RecordOrigin,
+        weights_version: Callable[[], int],
+    ) -> None:
+        self._settings, self._weights_version = settings, weights_version
+        self.origin = origin
+        self._hosts = [KnownHost(address, settings.back_off_s) for address in settings.others]
+        self._is_closing = threading.Event()
+        self._inward = Budget(settings.bytes_per_second, self._is_closing)
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self.num_failures = 0  # hosts that were late, dead or wrong
+        self.num_wrong = 0  # of that: wrong bytes
+
+    def bring(
+        self, record: Record, into: torch.Tensor, expected: Digest | None, *, from_disk: bool
+    ) -> Digest:
+        """Fill ``into`` [record_bytes] with a record that another host has.
+
+        Args:
+            record: which.
+            into: what it held is lost in any case.
+            expected: its digest, if that is known.
+            from_disk: have other hosts read it from their disks, if none has it in memory.
+
+        Raises:
+            MigrationError: no other host gives it; with the reason of each.
+        """
+        reasons = []
+        for host in self._in_turn(record):
+            try:
+                if why := self._not_asked(host, record, from_disk=from_disk):
+                    reasons.append(f"{host}: {why}")
+                    continue
+                brought = self._fetch(host, record, into, expected, from_disk=from_disk)
+            except RefusedError as exc:
+                reasons.append(f"{host}: {exc}")
+            except MigrationError as exc:
+                self._note_failure(host, record, exc)
+                reasons.append(f"{host}: {exc}")
+            else:
+                host.is_well()
+                host.wrong.discard(record)
+                return brought
+        name = "layer {} expert {}".format(*record)
+        raise MigrationError(f"no other host gives {name}: {'; '.join(reasons)}")
+
+    def _in_turn(self, record: Record) -> list[KnownHost]:
+        """All hosts, another one first for every record: none is asked for all of them."""
+        first = self.origin.number_of(record) % max(1, len(self._hosts))
+        return self._hosts[first:] + self._hosts[:first]
+
+    def _not_asked(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
+        """Why a host is not asked for a record; "" if it is."""
+        if why := host.left_alone():
+            return why
+        if from_disk:
+            return ""
+        if record in host.wrong:
+            return "gave wrong bytes before"
+        self._renew_book(host)
+        return "" if host.holds(self.origin.number_of(record)) else "does not hold it in memory"
+
+    def _note_failure(self, host: KnownHost, record: Record, failure: MigrationError) -> None:
+        with self._lock:
+            self.num_failures += 1
+            self.num_wrong += isinstance(failure, WrongBytesError)
+        if isinstance(failure, WrongBytesError) and record not in host.wrong:
+            # The wire or its memory erred once: asked again, it looks at its own bytes first.
+            host.wrong.add(record)
+            log.warning("%s: %s", host, failure)
+            return
+        host.fails(str(failure))
+
+    # -- one question
+
+    def _renew_book(self, host: KnownHost) -> None:
+        """Ask a host what it holds, if that is not known; one thread asks."""
+        # Another thread waits for its answer only where there is no older one to go by.
+        patience_s = 0.0 if host.has_book else self._settings.silence_s
+        if not host.is_book_old() or not host.asking_book.acquire(timeout=patience_s):
+            return
+        try:
+            if host.is_book_old():
+                host.note_book(self._ask_book(host))
+        except MigrationError:
+            host.note_book(0)  # not again for a while
+            raise
+        finally:
+            host.asking_book.release()
+
+    def _ask_book(self, host: KnownHost) -> int:
+        with self._call(host) as wire:
+            wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
+            return int.from_bytes(bytes.fromhex(field(wire.receive(), "held", str)), "little")
+
+    def _fetch(
+        self,
+        host: KnownHost,
+        record: Record,
+        into: torch.Tensor,
+        expected: Digest | None,
+        *,
+        from_disk: bool,
+    ) -> Digest:
+        settings = self._settings
+        with self._call(host) as wire:
+            # It is to give up first, so that its reason arrives in time.
+            answer_s = 0.8 * wire.left_s if from_disk else 0.5 * settings.silence_s
+            ask = {
+                "ask": "record",
+                "record": record,
+                "from_disk": from_disk,
+                "is_suspect": record in host.wrong,
+                "weights_version": self._weights_version(),
+                "answer_s": answer_s,
+                "deadline_s": settings.deadline_s,
+            }
+            wire.send(ask)
+            answer = wire.receive(is_patient=from_disk)
+            if "refused" in answer:
+                raise RefusedError(str(answer["refused"]))
+            plain, weighted = field(answer, "digest", list)
+            declared = int(plain), int(weighted)
+            if expected not in (None, declared):
+                raise WrongBytesError(f"it declares digest {declared}, expected {expected}")
+            if answer["num_bytes"] != len(into):
+                raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+            self._receive(wire, into.numpy(), declared)
+            return declared
+
+    def _receive(self, wire: Wire, data: NDArray[np.uint8], declared: Digest) -> None:
+        running = RunningDigest()
+        for first in range(0, len(data), CHUNK_BYTES):
+            chunk = data[first : first + CHUNK_BYTES]
+            try:
+                self._inward.spend(len(chunk), wire.deadline)
+            except MigrationError as exc:
+                raise RefusedError(str(exc)) from exc  # the other host is not to blame
+            wire.receive_bytes(chunk.data)
+            running.add(chunk)
+        if running.value != declared:
+            raise WrongBytesError(f"its bytes have digest {running.value}, expected {declared}")
+
+    @contextmanager
+    def _call(self, host: KnownHost) -> Iterator[Wire]:
+        """Reach a host that proves to be of this deployment, and to have the same records."""
+        settings = self._settings
+        try:
+            end = socket.create_connection(host.address, timeout=settings.silence_s)
+        except OSError as exc:
+            raise MigrationError(f"it cannot be reached: {exc}") from exc
+        with end:
+            with self._lock:
+                self._open.add(end)
+            try:
+                wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
+                self._check(greet(wire, settings.secret))
+                yield wire
+            except (KeyError, TypeError, ValueError) as exc:
+                raise MigrationError(f"it says what is no answer: {exc!r}") from exc
+            except OSError as exc:
+                raise MigrationError(f"the connection broke: {exc}") from exc
+            finally:
+                with self._lock:
+                    self._open.discard(end)
+
+    def _check(self, hello: Message) -> None:
+        """Refuse a host whose records are others than this one's.
+
+        Raises:
+            RefusedError: it has none yet, or of other weights.
+            MigrationError: it has another checkpoint, model or layout.
+        """
+        found = field(hello, "origin", dict)
+        if not found.get("checkpoint"):
+            raise RefusedError("it knows no checkpoint yet")
+        version, own = hello["weights_version"], self._weights_version()
+        if version != own:
+            raise RefusedError(f"it serves weights version {version}, expected {own}")
+        with self._lock:
+            whole = self.origin
+            if not whole.checkpoint:
+                whole = replace(whole, checkpoint=str(found["checkpoint"]))
+            if asdict(whole) != found:
+                raise MigrationError(f"it has other records: {whole.difference(found)}")
+            self.origin = whole
+
+    def close(self) -> None:
+        """Break off whatever is under way."""
+        self._is_closing.set()
+        with self._lock:
+            for end in self._open:
+                try:
+                    end.shutdown(socket.SHUT_RDWR)
+                except OSError as exc:
+                    log.debug("a host had hung up already: %s", exc)

@@ -1,0 +1,744 @@
+"""Another host as a source: slabs that share only a secret and a network, hurt on purpose."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.errors import ConfigError, MigrationError
+from eplb.migration import Pace, build_migration
+from eplb.model import ModelShape
+from eplb.placement import Placement
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.host_link_settings import MOST_CALLERS, HostLinkSettings
+from rebalance.host_link_wire import CHUNK_BYTES, Budget
+from rebalance.known_host import KnownHost
+from rebalance.links import NoPeers, PullTransport, RankMemory, fill_bank
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.record_sources import RecordSources
+from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.slab_cache import SlabCache
+from rebalance.slab_requests import Request
+from rebalance.transport import LocalVotes
+from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.memory import COMPILED_FROM_BYTES, digest
+from runtime.routing import RoutingTable
+from telemetry.memory import MemoryStore
+from telemetry.store import RankState
+
+DEADLINE_S = 30.0
+SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer
+SECRET = b"known to the hosts of one deployment"
+FORK = multiprocessing.get_context("fork")
+PORT = 23717
+BIG = ModelShape((0,), 2, 1, hidden=1024, intermediate=768)  # records larger than socket buffers
+BIG_SCHEMA = ExpertSchema.swiglu(1024, 768)
+numbers = itertools.count(1)
+
+Address = tuple[str, int]
+
+
+def new_address() -> Address:
+    """An address of this machine that nobody else has: all of 127/8 is."""
+    pid, number = os.getpid(), next(numbers)
+    return f"127.{1 + pid % 250}.{1 + pid // 250 % 250}.{number}", PORT
+
+
+def links(*hosts: Address, **more: Any) -> HostLinkSettings:
+    given = {"secret": SECRET, "silence_s": DEADLINE_S, "deadline_s": DEADLINE_S} | more
+    return HostLinkSettings(hosts, **given)
+
+
+@dataclass
+class Host:
+    """A slab in a process of its own, and a rank's way to it."""
+
+    address: SlabAddress
+    process: BaseProcess
+    reader: SlabReader
+
+    def load(self, *records: tuple[int, int]) -> list[torch.Tensor]:
+        """Have records in memory, and read them."""
+        self.reader.load(records, deadline_s=DEADLINE_S)
+        size = self.reader._record_bytes
+        found = [torch.zeros(size, dtype=torch.uint8) for _ in records]
+        for record, into in zip(records, found, strict=True):
+            self.reader.read(record, into)
+        return found
+
+    def stats(self) -> Any:
+        return self.reader.stats(deadline_s=DEADLINE_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Return once every thread stands still."""
+        self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid or 0, os.WSTOPPED | os.WNOWAIT)
+
+
+StartHost = Callable[..., Host]
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("weights") / "big"
+    write_random_checkpoint(path, BIG, BIG_SCHEMA, vocabulary=8, seed=2)
+    digest(torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8))  # slabs are forked: compiled once
+    return Checkpoint(path)
+
+
+@pytest.fixture
+def weights(small_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
+    """A copy that keeps the files' times, as hosts have them that hold one checkpoint each."""
+    return Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
+
+
+@pytest.fixture
+def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[StartHost]:
+    """Start a slab: ``start_host(checkpoint or None, links)``."""
+    with ExitStack() as stack:
+
+        def start(
+            checkpoint: Checkpoint | None,
+            settings: HostLinkSettings,
+            *,
+            model: ModelShape = small_model,
+            schema: ExpertSchema = small_schema,
+            num_readers: int = 2,
+        ) -> Host:
+            address = SlabAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
+            ours, theirs = FORK.Pipe(duplex=False)
+
+            def run() -> None:
+                threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
+                slab_settings = SlabSettings(links=settings, num_readers=num_readers)
+                slab = HostSlab(address, checkpoint, model, schema, slab_settings)
+                theirs.send("ready")
+                signal.pause()
+                slab.close()
+
+            process = FORK.Process(target=run, daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            assert ours.poll(DEADLINE_S), "a slab did not start"
+            assert ours.recv() == "ready"
+            reader = SlabReader(
+                address, model.num_experts, schema.record_bytes, deadline_s=DEADLINE_S
+            )
+            stack.callback(reader.close)
+            return Host(address, process, reader)
+
+        yield start
+
+
+@pytest.fixture
+def cooked(weights: Checkpoint, small_schema: ExpertSchema) -> Callable[..., torch.Tensor]:
+    def cook(layer: int, expert: int) -> torch.Tensor:
+        record = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
+        weights.cook(layer, expert, small_schema, record)
+        return record
+
+    return cook
+
+
+class Proxy:
+    """Stands between two hosts, and lets ``harm`` do what it likes to a record on the way.
+
+    ``harm(host, asker, size)`` moves a record's bytes; all that is said before passes unharmed.
+    """
+
+    def __init__(
+        self, to: Address, harm: Callable[[socket.socket, socket.socket, int], None]
+    ) -> None:
+        self.address, self._to, self._harm = new_address(), to, harm
+        self._listening = socket.create_server(self.address)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                asker, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._relay, args=(asker,), daemon=True).start()
+
+    def _relay(self, asker: socket.socket) -> None:
+        with asker, socket.create_connection(self._to) as host:
+            threading.Thread(target=pump, args=(asker, host), daemon=True).start()
+            try:
+                while head := receive(host, 4):
+                    said = receive(host, int.from_bytes(head, "big"))
+                    asker.sendall(head + said)
+                    if (message := json.loads(said)).get("digest"):
+                        self._harm(host, asker, message["num_bytes"])
+            except OSError:
+                pass  # one of the two has hung up: so does this
+            for end in (asker, host):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+def pump(asker: socket.socket, host: socket.socket) -> None:
+    with suppress(OSError):
+        while said := asker.recv(2**16):
+            host.sendall(said)
+
+
+def receive(end: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (part := end.recv(min(2**20, size - len(found)))):
+        found += part
+    return found
+
+
+def flips(*which: int) -> Callable[[socket.socket, socket.socket, int], None]:
+    """Flip a byte of the first, second, ... record that passes."""
+    passed = itertools.count(1)
+
+    def harm(host: socket.socket, asker: socket.socket, size: int) -> None:
+        record = bytearray(receive(host, size))
+        if next(passed) in which:
+            record[17] ^= 255
+        asker.sendall(record)
+
+    return harm
+
+
+# -- from another host
+
+
+def test_a_rank_gets_a_record_that_only_another_host_has(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door = new_address()
+    has_it = start_host(weights, links(listen=door))
+    without_disk = start_host(None, links(door))
+
+    found = without_disk.load((1, 5), (0, 2))
+
+    assert torch.equal(found[0], cooked(1, 5))
+    assert torch.equal(found[1], cooked(0, 2))
+    assert without_disk.reader.bytes_from_other_hosts == 2 * 4096
+    assert without_disk.reader.load([(1, 5)], deadline_s=DEADLINE_S)[1] == 0
+    assert without_disk.stats().bytes_from_other_hosts == 2 * 4096
+    assert has_it.stats().bytes_to_other_hosts == 2 * 4096
+
+
+def test_a_record_comes_from_another_host_s_memory_before_the_own_disk(
+    start_host: StartHost, weights: Checkpoint
+) -> None:
+    door = new_address()
+    first = start_host(weights, links(listen=door))
+    first.load((0, 0), (0, 1))
+    second = start_host(weights, links(door))
+
+    second.load((0, 0), (0, 1), (1, 7))
+
+    found = second.stats()
+    assert (found.bytes_from_other_hosts, found.bytes_from_checkpoint) == (2 * 4096, 4096)
+    assert first.stats().bytes_from_checkpoint == 2 * 4096  # nothing was read for the other
+
+
+def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
+    start_host: StartHost,
+    weights: Checkpoint,
+    tmp_path: Path,
+    cooked: Callable[..., torch.Tensor],
+) -> None:
+    door = new_address()
+    start_host(weights, links(listen=door)).load((0, 0))
+    own = Checkpoint(shutil.copytree(weights.path, tmp_path / "own"))
+    second = start_host(own, links(door, order="after_disk"))
+    second.load((0, 0))
+    assert second.stats().bytes_from_checkpoint == 4096
+
+    for shard in own.path.glob("*.safetensors"):
+        os.truncate(shard, 10)
+
+    assert torch.equal(second.load((1, 3))[0], cooked(1, 3))
+    assert second.stats().bytes_from_other_hosts == 4096
+
+
+def test_a_record_of_several_chunks_is_brought_whole(
+    start_host: StartHost, big: Checkpoint
+) -> None:
+    door, record = new_address(), torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
+    big.cook(0, 1, BIG_SCHEMA, record)
+    start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
+    second = start_host(None, links(door), model=BIG, schema=BIG_SCHEMA)
+
+    assert len(record) > CHUNK_BYTES
+    assert torch.equal(second.load((0, 1))[0], record)
+
+
+def test_more_askers_than_transfers_take_turns(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door, everything = new_address(), [(layer, expert) for layer in (0, 1) for expert in range(8)]
+    start_host(weights, links(listen=door, max_transfers=1)).load(*everything)
+    second = start_host(None, links(door), num_readers=8)
+
+    found = second.load(*everything)
+
+    assert all(
+        torch.equal(record, cooked(*of)) for record, of in zip(found, everything, strict=True)
+    )
+    assert second.stats().host_failures == 0
+
+
+def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
+    cache, ended = SlabCache(2), threading.Event()
+    for_host = Request(5, 1, [(0, 0)], lambda _: ended.set(), is_for_host=True)
+    cache.lease_ready(for_host)
+    assert for_host.error == "layer 0 expert 0 is not in memory"
+
+    for_host = Request(5, 2, [(0, 0)], lambda _: ended.set(), is_for_host=True)
+    cache.ask(for_host)
+    entry = cache.take()
+    assert entry is not None
+    assert entry.is_for_host  # from disk or not at all: two hosts may not wait for each other
+    cache.ask(Request(6, 1, [(0, 0)], lambda _: None))
+    assert not entry.is_for_host
+
+    assert cache.ready() == []
+    cache.loaded(entry, (1, 2), is_cooked=False, is_from_host=True)
+    assert (cache.ready(), cache.counts["from_hosts"]) == ([(0, 0)], 1)
+
+
+# -- damage
+
+
+def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door, own = new_address(), new_address()
+    start_host(weights, links(listen=door)).load((0, 0))
+    with closing(Proxy(door, flips(1))) as proxy:
+        second = start_host(weights, links(proxy.address, own, listen=own))
+
+        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+
+    found = second.stats()
+    assert (found.bytes_from_other_hosts, found.bytes_from_checkpoint) == (0, 4096)
+    assert (found.damaged, found.host_failures) == (1, 1)
+
+
+def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door = new_address()
+    start_host(weights, links(listen=door)).load((0, 0), (0, 1))
+    with closing(Proxy(door, flips(1, 3, 4))) as proxy:
+        second = start_host(None, links(proxy.address))
+
+        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        with pytest.raises(MigrationError, match=r"its bytes have digest .* expected"):
+            second.load((0, 1))
+        with pytest.raises(
+            MigrationError, match=r"left alone for .* because its bytes have digest"
+        ):
+            second.load((0, 2))
+
+
+def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
+    weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    door, addresses = new_address(), [SlabAddress(f"rot-{os.getpid()}-{n}", b"key") for n in (1, 2)]
+    first = HostSlab(
+        addresses[0], weights, small_model, small_schema, SlabSettings(links=links(listen=door))
+    )
+    second = HostSlab(
+        addresses[1], None, small_model, small_schema, SlabSettings(links=links(door))
+    )
+    with (
+        closing(first),
+        closing(second),
+        closing(SlabReader(addresses[0], 8, 4096, deadline_s=DEADLINE_S)) as at_first,
+        closing(SlabReader(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
+    ):
+        expected, _ = at_first.load([(1, 2)], deadline_s=DEADLINE_S)
+        first._arena.bytes[17] ^= 255
+
+        assert at_second.load([(1, 2)], deadline_s=DEADLINE_S)[0] == expected
+        assert digest(first._arena.bytes[:4096]) == expected[0]
+
+
+def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
+    start_host: StartHost,
+    weights: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
+) -> None:
+    """Two checkpoints that look the same from outside: only an expert's bytes differ."""
+    other = Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
+    for shard in other.path.glob("*.safetensors"):
+        found = shard.stat()
+        with shard.open("r+b") as file:
+            file.seek(8 + int.from_bytes(file.read(8), "little"))
+            file.write(bytes(found.st_size - file.tell()))
+        os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
+    door, address = new_address(), SlabAddress(f"known-{os.getpid()}", b"key")
+    start_host(other, links(listen=door)).load((0, 0))
+    settings = SlabSettings(links=links(door, order="after_disk"))
+    with (
+        closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab,
+        closing(SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)) as reader,
+    ):
+        reader.load([(0, 0)], deadline_s=DEADLINE_S)
+        for shard in weights.path.glob("*.safetensors"):
+            os.truncate(shard, 10)
+        slab._arena.bytes[17] ^= 255
+
+        with pytest.raises(MigrationError, match=r"is truncated.* it declares digest .* expected"):
+            reader.reload((0, 0), deadline_s=DEADLINE_S)
+
+
+# -- death and silence
+
+
+class HalfWay:
+    """Lets the first part of a record pass, and no more while the host lives."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.is_over = threading.Event(), threading.Event()
+
+    def __call__(self, host: socket.socket, asker: socket.socket, size: int) -> None:
+        asker.sendall(receive(host, size // 8))
+        self.is_reached.set()
+        self.is_over.wait(DEADLINE_S)
+        raise OSError("the host is gone")
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_a_host_killed_in_mid_record_is_told_at_once(
+    start_host: StartHost, big: Checkpoint, has_disk: bool
+) -> None:
+    door, half_way = new_address(), HalfWay()
+    first = start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
+    first.load((0, 0))
+    with closing(Proxy(door, half_way)) as proxy:
+        of = links(proxy.address)
+        second = start_host(big if has_disk else None, of, model=BIG, schema=BIG_SCHEMA)
+
+        def kill() -> None:
+            assert half_way.is_reached.wait(DEADLINE_S)
+            first.process.kill()
+            first.process.join()
+            half_way.is_over.set()
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        if has_disk:
+            record = torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
+            big.cook(0, 0, BIG_SCHEMA, record)
+            assert torch.equal(second.load((0, 0))[0], record)
+        else:
+            with pytest.raises(MigrationError, match=r"left alone for .* it hung up after"):
+                second.load((0, 0))
+        killing.join(DEADLINE_S)
+
+
+def test_a_host_that_stands_still_costs_its_silence_once(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door = new_address()
+    first = start_host(weights, links(listen=door))
+    first.load((0, 0))
+    second = start_host(weights, links(door, silence_s=SHORT_S))
+    without_disk = start_host(None, links(door, silence_s=SHORT_S, deadline_s=2 * SHORT_S))
+    without_disk.load((0, 1))
+    first.stop()
+
+    started = time.monotonic()
+    assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+    taken_s = time.monotonic() - started
+    with pytest.raises(MigrationError, match=r"it (moved no byte|was late)"):
+        without_disk.load((0, 2))
+
+    assert SHORT_S <= taken_s < DEADLINE_S
+    assert second.stats().host_failures == 1
+    first.signal(signal.SIGCONT)
+
+
+def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
+    now = 100.0
+    host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
+    left_alone = []
+    for _ in range(3):
+        host.fails("it is dead")
+        host.fails("it is dead")  # the same, as another thread has seen it
+        began = now
+        while host.left_alone():
+            now += 0.5
+        left_alone.append(now - began)
+    host.is_well()
+    host.fails("it is dead again")
+
+    assert left_alone == [1.0, 2.0, 3.0]
+    assert host.left_alone() == "left alone for 1.0 s more, because it is dead again"
+
+
+def test_a_host_that_comes_late_is_found(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door = new_address()
+    without_disk = start_host(None, links(door, back_off_s=0.01))
+    with pytest.raises(MigrationError, match=r"no checkpoint; .* it cannot be reached: "):
+        without_disk.load((0, 0))
+
+    start_host(weights, links(listen=door))
+
+    assert torch.equal(without_disk.load((0, 0))[0], cooked(0, 0))
+
+
+# -- strangers, and hosts of something else
+
+
+def test_a_host_with_another_secret_gets_nothing_and_is_told(
+    start_host: StartHost, weights: Checkpoint
+) -> None:
+    door = new_address()
+    first = start_host(weights, links(listen=door))
+    stranger = start_host(None, links(door, secret=b"found on a street corner"))
+
+    with pytest.raises(MigrationError, match="it knows another secret than this host"):
+        stranger.load((0, 0))
+
+    assert first.stats().bytes_to_other_hosts == 0
+
+
+def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
+    start_host: StartHost, weights: Checkpoint
+) -> None:
+    door = new_address()
+    start_host(weights, links(listen=door, silence_s=SHORT_S))
+    with socket.create_connection(door) as silent, socket.create_connection(door) as babbling:
+        babbling.sendall(b"GET /record HTTP/1.1\r\n\r\n")
+        babbling.settimeout(DEADLINE_S)
+        greeting = receive(babbling, int.from_bytes(receive(babbling, 4), "big"))
+
+        assert json.loads(greeting).keys() == {"protocol", "nonce"}
+        with suppress(ConnectionResetError):
+            assert babbling.recv(1) == b""
+        silent.settimeout(DEADLINE_S)
+        assert len(silent.recv(1000)) == 4 + len(greeting)
+        assert silent.recv(1) == b""  # hung up on when its silence had been long enough
+
+    start_host(None, links(door)).load((0, 0))
+
+
+def test_callers_beyond_the_most_are_turned_away_in_words(
+    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+) -> None:
+    door = new_address()
+    start_host(weights, links(listen=door)).load((0, 0))
+    second = start_host(weights, links(door))
+    without_disk = start_host(None, links(door))
+    with ExitStack() as stack:
+        for _ in range(MOST_CALLERS):
+            silent = stack.enter_context(socket.create_connection(door))
+            assert receive(silent, 4), "it was not greeted"
+
+        with pytest.raises(MigrationError, match=f"{MOST_CALLERS} other callers are connected"):
+            without_disk.load((0, 0))
+        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+
+    assert second.stats().host_failures == 0
+
+
+def test_a_host_with_another_checkpoint_is_refused_in_words(
+    start_host: StartHost, weights: Checkpoint, tmp_path: Path
+) -> None:
+    door, other = new_address(), Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
+    next(iter(other.path.glob("*.safetensors"))).touch()
+    start_host(other, links(listen=door)).load((0, 0))
+    second = start_host(weights, links(door))
+    for shard in weights.path.glob("*.safetensors"):
+        os.truncate(shard, 10)
+
+    with pytest.raises(MigrationError, match=r"it has other records: checkpoint '.*', expected"):
+        second.load((0, 0))
+
+
+def test_a_host_that_serves_updated_weights_gives_none_of_the_old(
+    start_host: StartHost, weights: Checkpoint
+) -> None:
+    door = new_address()
+    first = start_host(weights, links(listen=door))
+    first.load((0, 0))
+    first.reader.invalidate(3, deadline_s=DEADLINE_S)
+
+    with pytest.raises(MigrationError, match="it serves weights version 3, expected 0"):
+        start_host(None, links(door)).load((0, 0))
+
+
+# -- a migration across hosts
+
+TWO_HOSTS = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=4)
+START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7], (2, 1)), num_experts=8)
+SWAPPED = Placement(np.tile([7, 1, 2, 3, 4, 5, 6, 0], (2, 1)), num_experts=8)
+
+
+class Clockwork:
+    """A dispatcher's step counter without a dispatcher."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Sink:
+    """Keeps how the rank stands; samples are nobody's here."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def offer(self, sample: object) -> bool:
+        return True
+
+    def state(self, state: RankState) -> None:
+        self._store.report(state)
+
+
+@dataclass
+class Ranks:
+    """One rank on each of two hosts, each with the slab of its own host."""
+
+    store: MemoryStore
+    banks: list[ExpertBank]
+    agents: list[RankAgent]
+    clocks: list[Clockwork]
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, [a.describe() for a in self.agents]
+            for agent, clock in zip(self.agents, self.clocks, strict=True):
+                agent.step()
+                clock.steps += 1
+
+
+def start_ranks(hosts: list[Host], schema: ExpertSchema) -> Ranks:
+    ranks, votes = Ranks(MemoryStore("test"), [], [], []), LocalVotes(2)
+    ranks.store.commit(START, expected=None, reason="start")
+    digests = torch.zeros((2, 8, 2), dtype=torch.int64)
+    for rank, host in enumerate(hosts):
+        bank = ExpertBank(schema, 2, 4, num_staging=4)
+        held = START.slot_to_expert[:, TWO_HOSTS.slots_on(rank)].tolist()
+        filled = fill_bank(bank, held, host.reader, deadline_s=DEADLINE_S)
+        for (layer, expert), found in filled.items():
+            digests[layer, expert] = torch.tensor(found)
+        ranks.banks.append(bank)
+    settings = AgentSettings("test", "run", TWO_HOSTS, sample_steps=4, vote_deadline_s=DEADLINE_S)
+    for rank, (host, bank) in enumerate(zip(hosts, ranks.banks, strict=True)):
+        clock, table = Clockwork(), RoutingTable(START, max_replicas=2)
+        parts = RankParts(rank, bank, table, SlotCounter(2, 4), clock, digests)
+        transport = PullTransport(RankMemory(rank, bank, host.reader), NoPeers())
+        wires = Links(votes.member(rank), transport, ranks.store, Sink(ranks.store))
+        ranks.agents.append(RankAgent(settings, parts, wires, START))
+        ranks.clocks.append(clock)
+        ranks.agents[-1].start()
+    return ranks
+
+
+def test_experts_move_between_hosts_of_which_one_has_no_disk(
+    start_host: StartHost,
+    weights: Checkpoint,
+    small_schema: ExpertSchema,
+    cooked: Callable[..., torch.Tensor],
+) -> None:
+    door = new_address()
+    hosts = [start_host(weights, links(listen=door)), start_host(None, links(door))]
+    ranks = start_ranks(hosts, small_schema)
+    migration = build_migration(
+        START, SWAPPED, TWO_HOSTS, plan_id=ranks.store.next_plan_id(), pace=Pace(staging_experts=4)
+    )
+    ranks.store.publish(migration)
+
+    ranks.step_until(lambda: ranks.agents[0].placement.slot_to_expert[1, 0] == 7)
+    ranks.step_until(lambda: ranks.agents[1].placement.slot_to_expert[1, 7] == 0)
+
+    for layer in (0, 1):
+        assert torch.equal(ranks.banks[0].live(layer, 0), cooked(layer, 7))
+        assert torch.equal(ranks.banks[1].live(layer, 3), cooked(layer, 0))
+    brought = [agent.describe().detail["bytes_by_source"] for agent in ranks.agents]
+    # The first host had read expert 7 for the other already, when that was filled.
+    assert brought[0] == {"disk": 0, "host": 2 * 4096, "other_host": 0}
+    assert brought[1] == {"disk": 0, "host": 2 * 4096, "other_host": 2 * 4096}
+    for agent in ranks.agents:
+        agent.close()
+
+
+# -- budgets and settings
+
+
+def test_a_budget_lets_so_many_bytes_go_and_no_more_before_the_deadline() -> None:
+    budget = Budget(1e6, threading.Event())
+    now = time.monotonic()
+
+    budget.spend(CHUNK_BYTES, now)  # what a time of silence has saved up
+    budget.spend(20_000, now + 5.0)
+    assert time.monotonic() - now >= 0.02
+
+    with pytest.raises(MigrationError, match="no room before the deadline"):
+        budget.spend(CHUNK_BYTES, time.monotonic() + 1.0)
+
+
+def test_settings_that_cannot_be_used_are_refused(
+    small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    with pytest.raises(ConfigError, match=r"a secret of 5 bytes .* expected 16 or more"):
+        links(secret=b"short")
+    with pytest.raises(ConfigError, match="order 'never', expected one of before_disk, after_disk"):
+        links(order="never")
+    with pytest.raises(ConfigError, match=r"port 0 of host 127.0.0.1, expected 1..65535"):
+        links(listen=("127.0.0.1", 0))
+    with pytest.raises(ConfigError, match="host 'node-7', expected a numeric address"):
+        links(("node-7", PORT))
+    with pytest.raises(ConfigError, match="silence_s is 0, expected more than 0"):
+        links(silence_s=0)
+    with pytest.raises(ConfigError, match="without a checkpoint has no disk to read"):
+        RecordSources(None, small_model, small_schema, SlabSettings(), lambda: 0)
+    assert "known" not in repr(links())
+
+
+@pytest.mark.slow
+def test_the_hosts_of_a_demo_give_each_other_what_they_hold(
+    start_demo: Callable[..., Any], tmp_path: Path
+) -> None:
+    demo = start_demo(tmp_path, other_hosts="before_disk", seconds=6)
+
+    assert demo.ends() == 0, demo.told()
+    summary = demo.summary()
+    assert summary["bytes_by_source"]["other_host"] > 0
+    assert "other host" in demo.told()
+    assert not demo.errors, demo.told()
