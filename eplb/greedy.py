@@ -36,7 +36,7 @@ from eplb.search import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules, improve
 from eplb.shake import Shaking, shake
 from eplb.topology import Topology
 
-GOOD_ENOUGH = 1.005  # swaps stop here: more costs time, and the next window differs by more
+GOOD_ENOUGH = 1.0025  # swaps stop here: more costs time, and the next window differs by more
 REFINED = 1.0005
 FINEST_GAIN = 1e-5  # score that a change of the search must gain
 WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise

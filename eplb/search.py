@@ -96,6 +96,9 @@ def improve(
             )
         if not is_busy(demand, number):
             continue
+        start[number] = score[row, 0] = score_at_once(demand, held, ranks, number)
+        if start[number] <= rules.target[number]:
+            continue
         layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
         search = priced_search(layer, bonds, number, fee, homes if thrifty else homes[:0])
         # What a layer leaves of its part, later layers may use.
@@ -105,6 +108,27 @@ def improve(
         start[number] = score[row, 0]
         left -= made
     return Steps(start, slots, experts, score, moves, taken)
+
+
+@jit
+def score_at_once(demand: Demand, held: IntArray, ranks: Ranks, number: int) -> float:
+    """A layer's score without opening it, where that is simple: one window, no curve. Else inf."""
+    if len(demand.weight) > 1 or len(demand.curve_tokens) > 0:
+        return np.inf
+    replicas = np.zeros(demand.tokens.shape[1], dtype=np.int64)
+    for slot in range(held.shape[1]):
+        if held[number, slot] >= 0:
+            replicas[held[number, slot]] += 1
+    rate, busiest = demand.rate[number, 0], 0.0
+    for rank in range(len(ranks.zone)):
+        time = demand.extra[number, 0]
+        for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
+            expert = held[number, slot]
+            if expert >= 0:
+                time += rate * (demand.tokens[number, expert, 0] / replicas[expert])
+        if ranks.zone[rank] >= 0:
+            busiest = max(busiest, time * ranks.slowness[rank])
+    return busiest
 
 
 @jit
