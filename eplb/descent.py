@@ -13,11 +13,13 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from eplb.changes import Change, Search, best_swap, outline
+from eplb.bonds import Search
+from eplb.changes import Change, best_swap, outline
 from eplb.copies import best_copy, best_drop
 from eplb.jit import jit
 from eplb.kernels import FloatArray, IntArray
-from eplb.layer import Layer, measure, put, trade
+from eplb.layer import Layer, put, trade
+from eplb.score import measure
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
 PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck

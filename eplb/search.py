@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.changes import Search, priced_search
+from eplb.bonds import Search, priced_search
 from eplb.descent import PATIENCE, Rules, descend
 from eplb.jit import jit
 from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.changes import Search, may_leave
+from eplb.bonds import Search, may_leave
 from eplb.descent import QUICK, Rules, copy_into, descend
 from eplb.jit import jit
 from eplb.kernels import NONE, FloatArray, IntArray
-from eplb.layer import measure, put, take_stock, trade
+from eplb.layer import put, take_stock, trade
+from eplb.score import measure
 
 CHANGES = 2  # made at random before each search
 TRIES = 20  # draws for a change that is allowed

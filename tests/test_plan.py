@@ -214,9 +214,7 @@ def test_too_few_slots_are_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown policy 'best'.*auto, contiguous, exact, gree"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown policy 'best'.*auto, contiguous, exact, gree"):
         plan(HOT_FIRST, TWO_RANKS, policy="best")
 
 
