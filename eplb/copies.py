@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.changes import FREE, Change, Outline, Search, may_leave
+from eplb.bonds import Search, may_leave
+from eplb.changes import FREE, Change, Outline
 from eplb.jit import jit
 from eplb.kernels import NONE, IntArray
 from eplb.layer import Layer, replica_time

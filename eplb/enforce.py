@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.changes import Search, free_search, may_leave, standing
+from eplb.bonds import Search, free_search, may_leave, standing
 from eplb.jit import jit
 from eplb.kernels import NONE, Bonds, BoolArray, Demand, IntArray, Ranks
 from eplb.layer import Layer, open_layer, put, trade

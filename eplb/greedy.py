@@ -25,6 +25,7 @@ from eplb.demand import (
     summed,
     time_of,
 )
+from eplb.descent import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules
 from eplb.enforce import enforce
 from eplb.errors import PlacementError
 from eplb.hierarchical import Zones, zone_bound, zones_for
@@ -32,11 +33,11 @@ from eplb.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, rep
 from eplb.noise import sampling_noise
 from eplb.packing import pack
 from eplb.problem import Problem
-from eplb.search import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules, improve
-from eplb.shake import Shaking, shake
+from eplb.search import improve
+from eplb.shake import NO_SHAKING, Shaking
 from eplb.topology import Topology
 
-GOOD_ENOUGH = 1.005  # swaps stop here: more costs time, and the next window differs by more
+GOOD_ENOUGH = 1.0025  # swaps stop here: more costs time, and the next window differs by more
 REFINED = 1.0005
 FINEST_GAIN = 1e-5  # score that a change of the search must gain
 WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise
@@ -80,10 +81,9 @@ def refined(problem: Problem) -> IntArray:
         return held
     bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
     rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
-    left = rules.all_steps - descend(frame, demand, held, rules)
-    stuck = Rules(STUCK * bound, FINEST_GAIN, COPIES_ALWAYS, rules.max_steps, max(left, 0), 1.0)
     patience = PATIENT if problem.budget.time_ms is None else NO_END
-    shake(demand, held, frame.zones.ranks, frame.bonds, stuck, Shaking(patience, problem.seed))
+    shaking = Shaking(patience, problem.seed, STUCK * bound, COPIES_ALWAYS)
+    descend(frame, demand, held, rules, shaking)
     return held
 
 
@@ -107,11 +107,12 @@ def rules_for(
     return Rules(target, min_gain, copies, most, every, problem.cost.far_moves)
 
 
-def descend(frame: Frame, demand: Demand, held: IntArray, rules: Rules) -> int:
-    """Improve ``held`` in place, moves being free; how many steps it took."""
+def descend(
+    frame: Frame, demand: Demand, held: IntArray, rules: Rules, shaking: Shaking = NO_SHAKING
+) -> None:
+    """Improve ``held`` in place, moves being free."""
     free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    steps = improve(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules)
-    return int(steps.taken.sum())
+    improve(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules, shaking)
 
 
 def packed_by_time(problem: Problem) -> IntArray:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.demand import demand_of, demand_of_sum, summed
+from eplb.descent import COPIES_ALWAYS
 from eplb.enforce import clean
 from eplb.frontier import Curve, buy, curve_of, frontier_of
 from eplb.greedy import Frame, enforced, frame_of, history_noise, in_place, refined, rules_for
@@ -22,7 +23,8 @@ from eplb.hierarchical import nodes_of_groups, zones_for
 from eplb.kernels import BoolArray, Demand, FloatArray, IntArray
 from eplb.placement import Placement
 from eplb.problem import Problem
-from eplb.search import COPIES_ALWAYS, Steps, improve
+from eplb.search import Steps, improve
+from eplb.shake import NO_SHAKING
 
 
 class Improved(NamedTuple):
@@ -62,8 +64,8 @@ def _searched(
     # Below the noise a search would only fit the windows that it sees.
     target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
     rules = rules_for(problem, demand, target, problem.budget.min_gain_per_move, COPIES_ALWAYS)
-    zones = frame.zones
-    return improve(demand, start.copy(), base, zones.ranks, frame.node, frame.bonds, rules)
+    ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
+    return improve(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
 
 
 def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
@@ -106,6 +108,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
         frame.node,
         frame.bonds,
         rules._replace(max_steps=0, all_steps=0),
+        NO_SHAKING,
     )
     return steps.start
 

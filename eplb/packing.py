@@ -24,7 +24,8 @@ class Filling:
     load: FloatArray  # [R]
     last: IntArray  # [R] a replica's expert: those of one expert are placed in a row
     ends: FloatArray  # [R + 1] load of ranks that may take the next replica, else infinite
-    winner: IntArray  # a tree of matches between two ranks, its root at 1; see ``_match``
+    winner: IntArray  # a tree of matches between two ranks, its root at 1; see ``_decide``
+    taken: IntArray  # [R] ranks that have replicas of the expert being placed
 
 
 new_filling = by_reference(Filling)
@@ -67,6 +68,7 @@ def _pack(
             np.full(num_ranks, -1, dtype=np.int64),
             np.full(num_ranks + 1, np.inf),
             np.full(2 * width, num_ranks, dtype=np.int64),  # none: infinitely busy
+            np.empty(num_ranks, dtype=np.int64),
         )
         for zone in range(num_zones):
             _enter(filling, zone)
@@ -144,10 +146,11 @@ def _fill(filling: Filling, expert: int, count: int) -> int:
         rank = filling.winner[1]
         _place(filling, rank, expert)
         _rematch(filling, rank, np.inf)  # no second one here
+        filling.taken[placed] = rank
         placed += 1
-    for rank in range(len(filling.last)):
-        if filling.last[rank] == expert:
-            _rematch(filling, rank, _end(filling, rank))
+    for place in range(placed):
+        rank = filling.taken[place]
+        _rematch(filling, rank, _end(filling, rank))
     return placed
 
 

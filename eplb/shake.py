@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.changes import Search, free_search, may_leave
+from eplb.bonds import Search, may_leave
+from eplb.descent import QUICK, Rules, copy_into, descend
 from eplb.jit import jit
-from eplb.kernels import NONE, Bonds, Demand, IntArray, Ranks
-from eplb.layer import measure, open_layer, put, take_stock, trade
-from eplb.search import QUICK, Rules, copy_into, descend, is_busy
+from eplb.kernels import NONE, FloatArray, IntArray
+from eplb.layer import put, take_stock, trade
+from eplb.score import measure
 
 CHANGES = 2  # made at random before each search
 TRIES = 20  # draws for a change that is allowed
@@ -26,63 +27,32 @@ TRIES = 20  # draws for a change that is allowed
 class Shaking(NamedTuple):
     """How long a layer is shaken, and which draws."""
 
-    patience: int  # rounds without anything better
+    patience: int  # rounds without anything better; 0: layers are not shaken
     seed: int
+    target: FloatArray  # [L] score above which a layer is stuck
+    copies: int  # as in Rules
+
+
+NO_SHAKING = Shaking(0, 0, np.zeros(0), 0)
 
 
 @jit
-def shake(
-    demand: Demand,
-    held: IntArray,
-    ranks: Ranks,
-    bonds: Bonds,
-    rules: Rules,
-    shaking: Shaking,
-) -> None:
-    """Improve ``held`` [L, S] in place where a layer is above its target; moves are free.
-
-    Args:
-        demand: the load.
-        held: experts by slot, legal.
-        ranks: where slots are.
-        bonds: what to keep to.
-        rules: as for ``improve``; ``all_steps`` limits all layers together.
-        shaking: how long, and which draws.
-    """
-    num_layers, num_slots = held.shape
-    most_replicas = num_slots - demand.tokens.shape[1] + 1
-    left = rules.all_steps
-    num_stuck = 0
-    stuck = np.zeros(num_layers, dtype=np.bool_)
-    for number in range(num_layers):
-        if is_busy(demand, number):
-            layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
-            stuck[number] = measure(layer) > rules.target[number]
-            num_stuck += stuck[number]
-    for number in range(num_layers):
-        if stuck[number]:
-            layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, most_replicas)
-            search = free_search(layer, bonds, number)
-            left -= _shake_layer(search, rules, left // num_stuck, shaking)
-            num_stuck -= 1
-
-
-@jit
-def _shake_layer(search: Search, rules: Rules, most: int, shaking: Shaking) -> int:
+def shake_layer(search: Search, shaking: Shaking, most: int, rules: Rules) -> int:
     """Shake a layer for about so many steps, leave the best state; how many there were."""
-    layer, target = search.layer, rules.target[search.number]
+    layer, target = search.layer, shaking.target[search.number]
     state = np.array([(shaking.seed + 1) * 7919 + search.number * 104729], dtype=np.int64)
     best_held, best = layer.held.copy(), measure(layer)
     slots = np.empty((rules.max_steps, 2), dtype=np.int64)
     moves, score = np.zeros(rules.max_steps + 1, dtype=np.int64), np.empty(rules.max_steps + 1)
     record = (slots, slots.copy(), score, moves)
+    inner = Rules(shaking.target, rules.min_gain, shaking.copies, rules.max_steps, most, rules.far)
     spent, turn, last_gain = 0, 1, 0
     while turn - last_gain <= shaking.patience and best > target and spent < most:
         copy_into(layer.held, best_held)
         take_stock(layer)
         for _ in range(CHANGES):
             _change_at_random(search, state)
-        made, taken = descend(search, rules, (rules.max_steps, QUICK), record)
+        made, taken = descend(search, inner, (rules.max_steps, QUICK), record)
         spent += made + 1  # a round counts, whatever it finds
         if score[taken] < best - 1e-12:
             copy_into(best_held, layer.held)

@@ -14,12 +14,12 @@ import numpy as np
 
 from eplb.balance import imbalance, rank_sum, slot_load
 from eplb.demand import demand_of, time_of
+from eplb.descent import COPIES_ALWAYS
 from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
 from eplb.incremental import Improved, incremental, score_of
 from eplb.kernels import FloatArray, IntArray
 from eplb.placement import Placement
 from eplb.problem import Problem
-from eplb.search import COPIES_ALWAYS
 
 FINEST_GAIN = 1e-4
 

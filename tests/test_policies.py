@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from eplb import Placement, Problem, Topology, reference
 from eplb.changes import FREE
 from eplb.demand import demand_of
+from eplb.descent import COPIES_ALWAYS, COPIES_NEVER, Rules
 from eplb.errors import ConfigError
 from eplb.greedy import frame_of
 from eplb.hierarchical import keeps_groups, nodes_of_groups, zones_for
@@ -17,7 +18,8 @@ from eplb.kernels import Ranks, keep_in_place, replicate
 from eplb.load import as_history
 from eplb.packing import pack
 from eplb.policies import POLICIES, policy_named
-from eplb.search import COPIES_ALWAYS, COPIES_NEVER, Rules, improve
+from eplb.search import improve
+from eplb.shake import NO_SHAKING
 
 
 def one_zone(slots_of_rank: list[int], speed: list[float]) -> Ranks:
@@ -125,7 +127,8 @@ def test_each_step_of_the_search_is_the_best_there_is(seed: int, copies: int) ->
     held, frame, demand = start.copy(), frame_of(problem), demand_of(problem)
     rules = Rules(np.ones(1), 1e-9, copies, 40, 40, 1.0)
 
-    steps = improve(demand, held, start, frame.zones.ranks, frame.node, frame.bonds, rules)
+    ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
+    steps = improve(demand, held, start, ranks, node, bonds, rules, NO_SHAKING)
 
     base = by_rank(start[0], slots)
     now, loads = base, problem.scaled[0, 0].tolist()
