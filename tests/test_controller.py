@@ -186,7 +186,7 @@ def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -
     deployment.store.append([deployment.sample(rank, START, START.slot_share) for rank in (0, 1)])
     controller.turn()
 
-    assert [event.kind for event in store.events()] == ["run"]
+    assert [event.kind for event in store.events()] == ["run", "lease"]
 
 
 def test_a_keep_says_why_and_is_written_once_in_a_while(deployment: Deployment) -> None:
@@ -386,10 +386,10 @@ def test_a_controller_started_anew_does_not_plan_over_an_open_migration(
     deployment: Deployment,
 ) -> None:
     deployment.serve(SKEWED)
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
 
     assert deployment.published().plan_id == 1
     assert len(events(deployment.store, "plan")) == 1
@@ -480,18 +480,21 @@ def test_a_new_run_starts_the_windows_over(store: MemoryStore) -> None:
     assert second.published().base.generation == 0
 
 
-def test_samples_older_than_an_hour_are_pruned_every_five_minutes(deployment: Deployment) -> None:
+def test_samples_older_than_an_hour_are_rolled_up_once_a_minute(deployment: Deployment) -> None:
     clock = Clock()
     controller = Controller(deployment.store, SETTINGS, clock=clock)
-    deployment.serve(EVEN, windows=3)  # taken at 0, 4 and 8 s, by two ranks
+    deployment.serve(EVEN, windows=16)  # taken at 0, 4, 8, .. 60 s, by two ranks
 
     def turn_at(now: float) -> int:
         clock.now = now
         controller.turn()
         return len(deployment.store.samples("run-1"))
 
-    assert [turn_at(now) for now in (1299.0, 1300.0, 3604.0, 3903.0, 3904.0)] == [6, 6, 4, 4, 0]
-    assert deployment.store.sample_counts("run-1") == {0: 3, 1: 3}
+    # Whole minutes alone: the one that ends at 60 s is an hour old at 3660 s.
+    assert [turn_at(now) for now in (1060.0, 3659.0, 3718.0, 3719.0)] == [32, 32, 32, 2]
+    (minute,) = deployment.store.rollups(60)
+    assert (minute.num_samples, minute.tokens.sum()) == (30, 15 * sum(EVEN))
+    assert deployment.store.sample_counts("run-1") == {0: 16, 1: 16}
 
 
 # -- what cannot be planned on
@@ -504,8 +507,8 @@ def test_a_bad_sample_is_told_and_left_out_by_this_controller_and_the_next(
     deployment.store.append([bad])
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
 
     assert deployment.published().base.generation == 0
     told = events(deployment.store, "error")[0].detail
@@ -540,7 +543,7 @@ def test_an_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> Non
 
 def worked_off(deployment: Deployment, kind: str = "rebalance", **request: object) -> Task:
     task = deployment.store.submit(kind, request)
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
     ended = deployment.store.task(task.id)
     assert ended is not None
     return ended
@@ -636,7 +639,7 @@ def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment)
     task = deployment.store.submit("rebalance", {})
     deployment.store.claim()
 
-    Controller(deployment.store, SETTINGS)
+    Controller(deployment.store, SETTINGS).turn()
 
     ended = deployment.store.task(task.id)
     assert ended is not None
