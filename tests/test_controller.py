@@ -507,7 +507,7 @@ def test_samples_left_out_are_counted_and_told_once_a_minute_at_most(
 
     def malformed(sequence: int) -> LoadSample:
         share = START.slot_share
-        return deployment.sample(0, START, share, sequence=sequence, last_step=WINDOW_STEPS)
+        return deployment.sample(0, START, share, sequence=sequence, last_step=9)
 
     def told_at(now: float, *samples: LoadSample) -> list[dict[str, int]]:
         clock.now = now
