@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from api.cli import app
 from telemetry import open_store
+from telemetry.sqlite_schema import SCHEMA_VERSION
 from telemetry.store import LoadStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,7 +223,8 @@ def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path
     before = (tmp_path / "store.sqlite").read_bytes()
 
     sentence = refusal(tmp_path)
-    assert "has schema version 99, expected 3: it was written by another version" in sentence
+    expected = f"expected {SCHEMA_VERSION}: it was written by another version"
+    assert f"has schema version 99, {expected}" in sentence
     assert (tmp_path / "store.sqlite").read_bytes() == before
 
 
