@@ -18,9 +18,9 @@ from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
 from api.store_commands import app as store_commands
+from api.store_place import DEFAULT_STORE, StoreUrl, open_existing
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
-from telemetry import open_store
 from telemetry.store import Control
 
 BAD_INPUT = 2
@@ -38,7 +38,6 @@ app.command()(observability)
 app.add_typer(store_commands, name="store")
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
-StoreFile = Annotated[Path, typer.Option(help="The store's file.")]
 Deployment = Annotated[str, typer.Option(help="Whose switches.")]
 Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
 
@@ -66,6 +65,7 @@ def demo(
     resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
+    store: Annotated[str | None, typer.Option(help="URL of the store; none: a file.")] = None,
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     metrics_level: Annotated[str | None, typer.Option(help="layer or rank: more series.")] = None,
@@ -98,7 +98,7 @@ def demo(
 
 @app.command()
 def pause(
-    store: StoreFile = Path(".eplb/store.sqlite"),
+    store: StoreUrl = DEFAULT_STORE,
     deployment: Deployment = "demo",
     reason: Reason = "paused from the command line",
 ) -> None:
@@ -108,7 +108,7 @@ def pause(
 
 @app.command()
 def resume(
-    store: StoreFile = Path(".eplb/store.sqlite"),
+    store: StoreUrl = DEFAULT_STORE,
     deployment: Deployment = "demo",
     reason: Reason = "resumed from the command line",
 ) -> None:
@@ -128,13 +128,10 @@ def _more_settings(pairs: list[str]) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, _, value in split}
 
 
-def _switch(path: Path, deployment: str, *, movement: bool, reason: str) -> None:
+def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
     try:
-        if not path.is_file():
-            raise EplbError(f"there is no store at {path}, expected the file of a deployment")
-        with closing(open_store(path, deployment)) as store:
-            if store.current_run() is None:  # a misspelt name must not pass for a stop
-                raise EplbError(f"deployment {deployment!r} has no run in {path}, expected one")
+        # One that never ran is refused: a misspelt name must not pass for a stop.
+        with closing(open_existing(url, deployment)) as store:
             before = store.control()
             store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
     except EplbError as exc:

@@ -17,7 +17,7 @@ from rich.console import Console
 from api.app import create_app
 from api.demo_crew import Crew, DeadRank
 from api.demo_settings import DemoSettings
-from api.demo_setup import begin, begin_again, prepare
+from api.demo_setup import begin, begin_again, give_up_lease, prepare
 from api.demo_summary import render_summary, summarise
 from api.live import LiveView
 from api.monitor import Monitor
@@ -52,6 +52,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         plan = prepare(settings, state)
         console.print(f"eplb demo: {service.url}", highlight=False)
         demo = Demo(settings, plan, store, console)
+        stack.callback(give_up_lease, plan, store)
         stack.callback(demo.end)
         begin(settings, plan, store)
         demo.start()

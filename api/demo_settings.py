@@ -18,6 +18,8 @@ from pydantic import (
     field_validator,
 )
 
+from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
+
 DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
 
 View = Literal["auto", "live", "plain", "off"]
@@ -97,6 +99,25 @@ class DemoSettings(BaseModel):
     store_interval: Number = Field(
         0.0, ge=0, description="least seconds between two writes of a rank to the store"
     )
+    sample_version: Whole = Field(
+        SAMPLE_VERSION, description="in which ranks write samples; an older one in an upgrade"
+    )
+    window_seconds: Number = Field(
+        0.0, ge=0, description="seconds of a load window; 0: as many steps as window_tokens take"
+    )
+    keep_samples_s: Number = Field(
+        3600.0, gt=0, description="seconds that samples are kept; then a minute is one roll-up"
+    )
+    keep_minutes_s: Number = Field(
+        86_400.0, gt=0, description="seconds that roll-ups of a minute are kept; then of an hour"
+    )
+    keep_hours_s: Number = Field(
+        2_592_000.0, gt=0, description="seconds that roll-ups of an hour are kept"
+    )
+    keep_events: Whole = Field(100_000, ge=0, description="events that are kept, the latest")
+    lease_ttl_s: Number = Field(
+        10.0, gt=0, description="seconds that the controller's lease lasts; more than a plan takes"
+    )
     min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
     plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
@@ -173,6 +194,13 @@ class DemoSettings(BaseModel):
         if store == "memory:":
             raise ValueError("expected a store that several processes can share")
         return store
+
+    @field_validator("sample_version")
+    @classmethod
+    def _version_is_known(cls, version: int) -> int:
+        if version not in READABLE_VERSIONS:
+            raise ValueError(f"expected one of {', '.join(map(str, READABLE_VERSIONS))}")
+        return version
 
     @field_validator("trace")
     @classmethod

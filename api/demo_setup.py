@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import secrets
 import time
@@ -15,7 +16,7 @@ from api.demo_settings import DemoSettings
 from api.demo_text import VOCABULARY, domains_of, standard_domains
 from api.state_dir import StateDir
 from api.worker_plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, StoreError
 from eplb.gate import CostModel
 from eplb.migration import Pace
 from eplb.model import ModelShape
@@ -26,17 +27,21 @@ from eplb.records import model_to_dict, topology_to_dict
 from eplb.spares import compact
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
+from rebalance.controller_lease import new_holder
 from rebalance.host_link_settings import HostLinkSettings
 from rebalance.record_file import record_file_beside
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
+from telemetry.retention import Retention
 from telemetry.spool_drain import Tempo
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # below those that systems give to callers
+
+log = logging.getLogger(__name__)
 
 
 def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
@@ -73,6 +78,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         rendezvous_port=0,  # known once the demo listens
         tokens_per_rank=settings.tokens_per_rank,
         window_steps=window_steps,
+        window_seconds=settings.window_seconds,
         sample_steps=sample_steps,
         check_every=settings.check_every,
         drift_period_s=settings.seconds,
@@ -87,12 +93,21 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             cost=CostModel(min_gain=settings.min_gain),
             pace=pace,
             seed=settings.seed,
+            retention=Retention(
+                settings.keep_samples_s,
+                settings.keep_minutes_s,
+                settings.keep_hours_s,
+                settings.keep_events,
+            ),
+            lease_ttl_s=settings.lease_ttl_s,
         ),
+        holder=new_holder(),
         slab=_slab(settings, weights, model),
         reporting=Reporting(
             settings.spool_dir or state.path / "spool",
             settings.spool_mb * 1_000_000,
             Tempo(write_s=settings.store_interval),
+            settings.sample_version,
         ),
         scrub_every_steps=settings.scrub_every_steps,
         plan_deadline_s=settings.plan_deadline_s,
@@ -112,12 +127,12 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
     )
     if settings.resume:
         if committed is None:
-            raise ConfigError(f"{plan.store} holds no placement to resume from, expected one")
+            raise ConfigError(f"{plan.store_shown} holds no placement to resume from, expected one")
         start = committed.placement
         found = (start.num_layers, start.num_experts)
         if found != (plan.model.num_layers, plan.model.num_experts):
             raise ConfigError(
-                f"the placement in {plan.store} has {found[0]} layers x {found[1]} experts, "
+                f"the placement in {plan.store_shown} has {found[0]} layers x {found[1]} experts, "
                 f"expected {plan.model.num_layers} x {plan.model.num_experts} to resume"
             )
         check_fits(start, plan.topology)
@@ -142,6 +157,16 @@ def begin_again(plan: WorkerPlan, store: LoadStore) -> WorkerPlan:
     return plan
 
 
+def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
+    """Let whoever comes next lead at once, now that this demo's controller has ended."""
+    try:
+        lease = store.lease()
+        if lease is not None and lease.holder == plan.holder:
+            store.release_lease(lease)
+    except StoreError as exc:  # the demo has served all the same, and the lease runs out
+        log.warning("the lease was not given up: %s", exc)
+
+
 def new_run_name() -> str:
     """Name a start of the serving processes; sorts by time."""
     return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
@@ -160,6 +185,7 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
             model_to_dict(plan.model),
             topology_to_dict(plan.topology),
             plan.window_steps,
+            plan.window_seconds,
         )
     )
 

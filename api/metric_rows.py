@@ -164,8 +164,11 @@ def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
 
 def _telemetry(scrape: Scrape) -> Iterator[Metric]:
     lost = scrape.seen.samples_lost
-    samples = {"stored": scrape.samples_stored, "dropped": lost}
-    yield _counter("telemetry_samples", "Load samples of the ranks.", samples, "result")
+    samples = {"stored": scrape.samples_stored, "dropped": lost} | dict(
+        scrape.seen.samples_left_out
+    )
+    samples_help = "Load samples: stored, dropped by ranks, and left out by the controller, by why."
+    yield _counter("telemetry_samples", samples_help, samples, "result")
     dropped_help = "Samples that ranks dropped because the store was slow or gone."
     yield _counter("telemetry_dropped", dropped_help, lost)
     lag_help = "Age of the newest sample of the rank that is furthest behind."

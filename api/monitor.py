@@ -1,7 +1,8 @@
 """The one reader behind every view: it follows a store and gives a Snapshot.
 
-It reads only what is new (samples and events past its cursors) and folds samples with the same
-``WindowFolder`` as the controller, so a viewer sees the windows that plans are made on.
+It reads only what is new (samples and events past its cursors) and takes samples through the same
+door into the same windows as the controller, so a viewer sees what plans are made on. A sample that
+does not fit ends no refresh; the controller says what was wrong with it.
 
     LoadStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
 """
@@ -35,8 +36,10 @@ from api.snapshot import (
 from api.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
 from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
+from telemetry.intake import Intake
+from telemetry.run_windows import folder_of
 from telemetry.store import Event, LoadStore, RankState, RunInfo
-from telemetry.windows import Window, WindowFolder
+from telemetry.windows import Window
 
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
@@ -84,12 +87,8 @@ class Monitor:
             return
         self._topology = topology_from_dict(dict(info.topology))
         self._model = model_from_dict(dict(info.model))
-        self._folder = WindowFolder(
-            num_ranks=self._topology.num_ranks,
-            num_experts=self._model.num_experts,
-            window_steps=info.window_steps,
-            keep=KEPT_WINDOWS,
-        )
+        self._folder = folder_of(info, self._model, self._topology, keep=KEPT_WINDOWS)
+        self._intake = Intake(self._folder, (self._store.deployment, info.run))
 
     def refresh(self) -> None:
         """Read what is new in the store.
@@ -130,19 +129,17 @@ class Monitor:
     def _read_samples(self, run: str) -> None:
         while True:
             rows = self._store.samples(run, after=self._cursor, limit=SAMPLES_PER_READ)
-            for cursor, sample in rows:
-                self._cursor = cursor
-                self._fold(sample)
-            if len(rows) < SAMPLES_PER_READ:
+            if not rows:
                 break
+            self._intake.take([sample for _, sample in rows], self._clock(), self._note_sample)
+            self._samples_read += len(rows)
+            self._cursor = rows[-1][0]
         self._score_windows()
 
-    def _fold(self, sample: LoadSample) -> None:
-        self._samples_read += 1
+    def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
         self._samples.note(sample)
-        self._folder.add(sample)
 
     def _score_windows(self) -> None:
         """Score what is new or changed; a late sample changes an old window."""

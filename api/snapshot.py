@@ -137,6 +137,7 @@ class Snapshot:
     mover_failures: int = 0
     rebalances: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # (trigger, outcome)
     anomalies: Mapping[str, int] = field(default_factory=dict)  # of this run, by type
+    samples_left_out: Mapping[str, int] = field(default_factory=dict)  # by what is wrong with them
     plan_s: Durations = field(default_factory=Durations)
     rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
     store_errors: int = 0  # failed attempts of ranks to write to the store

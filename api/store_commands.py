@@ -1,4 +1,4 @@
-"""``eplb store``: copies of a store's file, and forgetting what is old."""
+"""``eplb store``: a copy of a store's file, and forgetting what is old in any store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.store_place import DEFAULT_STORE, StoreUrl, file_at, open_existing
 from eplb.errors import ConfigError, EplbError
-from telemetry import open_store
 from telemetry.rollup import HOUR, MINUTE
 from telemetry.sqlite_backup import backup as copy_store
 from telemetry.sqlite_backup import shrink as shrink_file
@@ -21,23 +21,22 @@ from telemetry.sqlite_backup import shrink as shrink_file
 BAD_INPUT = 2
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
-app = typer.Typer(help="Copy and clean up the file of a store.", no_args_is_help=True)
+app = typer.Typer(help="Copy and clean up a store.", no_args_is_help=True)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
-
-StoreFile = Annotated[Path, typer.Option(help="The store's file.")]
 
 
 @app.command()
 def backup(
     target: Annotated[Path, typer.Argument(help="A new file for the copy.")],
-    store: StoreFile = Path(".eplb/store.sqlite"),
+    store: StoreUrl = DEFAULT_STORE,
 ) -> None:
-    """Copy a store while it is in use, all deployments in it, as it is at one moment."""
+    """Copy a store's file while it is in use, all deployments in it, as it is at one moment."""
     try:
-        num_bytes = copy_store(store, target)
+        path = file_at(store, "a copy")
+        num_bytes = copy_store(path, target)
     except EplbError as exc:
         raise _refusal(exc) from exc
-    typer.echo(f"{store} copied to {target}: {num_bytes:,} bytes")
+    typer.echo(f"{path} copied to {target}: {num_bytes:,} bytes")
 
 
 @app.command()
@@ -45,7 +44,7 @@ def purge(
     before: Annotated[
         str, typer.Option(help="A time, as 2026-03-01T12:00 (UTC), or an age: 90m, 12h, 7d.")
     ],
-    store: StoreFile = Path(".eplb/store.sqlite"),
+    store: StoreUrl = DEFAULT_STORE,
     deployment: Annotated[str, typer.Option(help="Whose load.")] = "demo",
     shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
 ) -> None:
@@ -55,15 +54,13 @@ def purge(
     """
     try:
         before_time = _time_of(before, now=time.time())
-        if not store.is_file():
-            raise EplbError(f"there is no store at {store}, expected the file of a deployment")
-        with closing(open_store(store, deployment)) as opened:
-            if not opened.runs():  # a misspelt name must not pass for an empty store
-                raise EplbError(f"deployment {deployment!r} has no run in {store}, expected one")
+        path = file_at(store, "--shrink") if shrink else None
+        # One that never ran is refused: a misspelt name must not pass for an empty store.
+        with closing(open_existing(store, deployment)) as opened:
             samples = opened.prune(before_time)
             minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))
-        if shrink:
-            shrink_file(store)
+        if path is not None:
+            shrink_file(path)
     except EplbError as exc:
         raise _refusal(exc) from exc
     typer.echo(

@@ -24,6 +24,8 @@ TRIGGERS = ("load", "request")  # the controller's own, after a window; asked fo
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "other")
+# What the controller makes of samples that it does not count as load; telemetry.intake.OUTCOMES.
+LEFT_OUT = ("repeated", "late", "future", "stale", "malformed", "unreadable")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -51,6 +53,7 @@ class RunTally:
             {(trigger, outcome): 0 for trigger in TRIGGERS for outcome in self.ended_plans}
         )
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
+        self.left_out = dict.fromkeys(LEFT_OUT, 0)  # samples, as the controller said last
         self.plan_s = Durations()
         self.rebalance_s = Durations()  # from offered to committed
         self._trigger = UNTOLD  # of the plan noted last
@@ -59,6 +62,8 @@ class RunTally:
     def note(self, event: Event) -> None:
         """Count one more event."""
         detail = event.detail
+        if "samples" in detail:
+            self.left_out = {name: int(detail["samples"].get(name, 0)) for name in LEFT_OUT}
         if event.kind == "plan":
             self.decided[str(detail.get("policy", "")), str(detail.get("decision", ""))] += 1
             self._trigger = str(detail.get("trigger", UNTOLD))
@@ -82,6 +87,7 @@ class RunTally:
             "decided": dict(self.decided),
             "rebalances": dict(self.rebalances),
             "anomalies": dict(self.anomalies),
+            "samples_left_out": dict(self.left_out),
             "plan_s": self.plan_s,
             "rebalance_s": self.rebalance_s,
         }

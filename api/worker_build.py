@@ -88,7 +88,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
         MigrationError: ranks hold different bytes of one expert.
     """
     place, topology = device_of(plan, rank), plan.topology
-    store = open_store(plan.store, DEPLOYMENT)
+    store = open_store(plan.store, DEPLOYMENT, sample_version=plan.reporting.sample_version)
     committed = store.committed()
     if committed is None:
         raise StoreError("the store holds no committed placement, expected the demo's first one")

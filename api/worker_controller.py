@@ -25,10 +25,11 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)
     warm_up(plan.controller.policy)
+    controller = Controller(store, plan.controller, holder=plan.holder)
     parent.tell("ready")
     while not is_stopping.is_set():
         try:
-            Controller(store, plan.controller).run(is_stopping.is_set)
+            controller.run(is_stopping.is_set)
         except StoreError as exc:
             parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)

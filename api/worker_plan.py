@@ -12,6 +12,8 @@ from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.experts import ExpertSchema
+from telemetry.codec import SAMPLE_VERSION
+from telemetry.redis_address import without_password
 from telemetry.spool import DEFAULT_BYTES, Spool
 from telemetry.spool_drain import AT_ONCE, Tempo
 
@@ -32,6 +34,7 @@ class Reporting:
     spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
     spool_bytes: int = DEFAULT_BYTES  # of each rank
     tempo: Tempo = AT_ONCE
+    sample_version: int = SAMPLE_VERSION
 
     def spool_of(self, rank: int) -> Spool | None:
         """Open a rank's spool; with what an earlier process of that rank left in it.
@@ -68,11 +71,19 @@ class WorkerPlan:
     precision: str  # float32, bfloat16 or fp8
     dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
+    # Of the controller's lease: it is started again only once it is dead, so one name will do.
+    holder: str | None = None
+    window_seconds: float = 0.0  # 0: windows are of window_steps
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
     scrub_every_steps: int = 64
     plan_deadline_s: float = 30.0
     vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
+
+    @property
+    def store_shown(self) -> str:
+        """Where the store is, as people may see it."""
+        return without_password(str(self.store))
 
     @property
     def state_dir(self) -> Path:

@@ -3,6 +3,9 @@
 It runs in a process of its own and remembers nothing that the store does not: killed at any moment
 and started again, it folds the samples anew and goes on. It never speaks to a rank, and it commits
 nothing: what serves is written by the ranks, after the swap.
+
+There may be several, of which one leads: the holder of the lease. The others fold samples too, so
+that the next one can plan at once.
 """
 
 from __future__ import annotations
@@ -13,24 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eplb.errors import EplbError, HistoryError, StaleGeneration, StoreError
+from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
 from eplb.gate import CostModel, Decision
-from eplb.load import LoadHistory
+from eplb.load import LoadHistory, Phase
 from eplb.migration import Migration, Pace, build_migration
-from eplb.model import ModelShape
 from eplb.placement import Placement
 from eplb.plan import Plan, plan
 from eplb.policies import policy_named
 from eplb.problem import Budget
-from eplb.records import model_from_dict, topology_from_dict
 from eplb.spares import compact, expand
-from eplb.topology import Topology
+from rebalance.arrivals import Arrivals, Group
+from rebalance.controller_lease import ControllerLease, new_holder
 from rebalance.open_plan import OpenPlan
 from telemetry.drift import LOOK_BACK, planning_history
-from telemetry.store import LoadStore, RunInfo, Task
-from telemetry.windows import Window, WindowFolder, history
+from telemetry.retention import Keeper, Retention
+from telemetry.store import LoadStore, Task
+from telemetry.windows import Window, history
 
-PRUNE_EVERY_S = 300.0
+KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,9 @@ class ControllerSettings:
     pace: Pace = field(default_factory=Pace)
     seed: int = 0
     migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
-    keep_samples_s: float = 3600.0  # older ones are pruned; plans look back minutes at most
+    phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
+    retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
+    lease_ttl_s: float = 10.0  # longer than a plan takes; so long may nobody lead after a death
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
 
     @property
@@ -55,22 +60,13 @@ class ControllerSettings:
         return self.pace.spare_slots
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks that serve now, and their load as far as it was folded."""
-
-    run: RunInfo
-    model: ModelShape
-    topology: Topology
-    folder: WindowFolder
-
-    def complete_windows(self) -> list[Window]:
-        """Return the windows that every rank reported, oldest first."""
-        return [window for window in self.folder.windows() if window.is_complete]
-
-
 class Controller:
     """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever.
+
+    Args:
+        holder: under which it holds the lease. Whoever starts a controller again after a death
+            that it has seen may give the same name, and need not wait for the lease to run out.
+        clock: seconds since the epoch.
 
     Raises:
         ConfigError: the settings name a policy that is not there.
@@ -81,73 +77,75 @@ class Controller:
         store: LoadStore,
         settings: ControllerSettings,
         *,
+        holder: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         policy_named(settings.policy)
         self._store, self._settings, self._clock = store, settings, clock
+        self._lease = ControllerLease(store, holder or new_holder(), settings.lease_ttl_s)
+        self._arrivals = Arrivals(store, settings.phase, clock)
         self._group: Group | None = None
-        self._cursor = 0
         self._planned_window = -1  # newest window that was planned on
         self._noted_window = -1  # newest window whose KEEP was written down
         self._noted_decision = ""
         self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
         self._open = OpenPlan(store, settings.migration_deadline_s, clock)
         self._noted_errors: set[str] = set()
-        self._pruned_at = clock()
-        self._end_abandoned_tasks()
+        self._keeper, self._kept_at = Keeper(store, settings.retention), clock()
 
     def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
-        """Work until ``is_stopping``."""
+        """Work until ``is_stopping``, then let another lead.
+
+        Raises:
+            StoreError: the store failed; ``run`` may be called again.
+        """
         version = -1
         while not is_stopping():
             version = self._store.wait(version, poll_s)
             self.turn()
+        self.close()
+
+    def close(self) -> None:
+        """Give up the lease, so that nobody has to wait for it to run out."""
+        self._lease.give_up()
 
     def turn(self) -> None:
-        """Do what is due now: fold samples, watch a migration, work off tasks, plan, prune."""
-        group = self._follow_run()
+        """Do what is due now: fold samples and, if this one leads, all that a controller does."""
+        group = self._arrivals.follow()
         if group is None:
             return
-        self._fold(group)
+        if group is not self._group:
+            self._group, self._planned_window, self._noted_window = group, -1, -1
+            self._noted_errors.clear()
+        try:
+            if self._lease.is_held():
+                self._lead(group)
+        except FencedOut as exc:
+            self._lease.lose(str(exc))
+
+    def _lead(self, group: Group) -> None:
+        """Watch a migration, work off tasks, plan, and keep what is old."""
+        self._arrivals.tell()
         open_migration = self._store.published()
         if open_migration is not None:
             states = self._store.rank_states(group.run.run)
-            self._open.watch(open_migration, states, self._served_weights())
+            served = self._served_weights()
+            self._open.watch(open_migration, states, served, fence=self._lease.token)
         self._work_off_tasks(group)
         # Asked again: a task may have published meanwhile, and a second MOVE would be noted.
         if open_migration is None and self._store.published() is None:
             self._plan_if_due(group)
-        self._prune_if_due()
+        self._keep_if_due()
 
-    # -- load in
-
-    def _follow_run(self) -> Group | None:
-        info = self._store.current_run()
-        if info is None or (self._group is not None and self._group.run.run == info.run):
-            return self._group
-        topology = topology_from_dict(dict(info.topology))
-        model = model_from_dict(dict(info.model))
-        folder = WindowFolder(info.window_steps, topology.num_ranks, model.num_experts)
-        self._group = Group(info, model, topology, folder)
-        self._cursor, self._planned_window, self._noted_window = 0, -1, -1
-        self._noted_errors.clear()
-        return self._group
-
-    def _fold(self, group: Group) -> None:
-        while arrived := self._store.samples(group.run.run, after=self._cursor):
-            for self._cursor, sample in arrived:
-                try:
-                    group.folder.add(sample)
-                except HistoryError as exc:
-                    # Its window stays incomplete. Were it to end this process, so it would the
-                    # next one, which folds the same samples.
-                    self._note_error("load", exc)
-
-    def _prune_if_due(self) -> None:
+    def _keep_if_due(self) -> None:
+        """Roll up and forget old load."""
         now = self._clock()
-        if now - self._pruned_at >= PRUNE_EVERY_S:
-            self._pruned_at = now
-            self._store.prune(now - self._settings.keep_samples_s)
+        if now - self._kept_at < KEEP_EVERY_S:
+            return
+        self._kept_at = now
+        done = self._keeper.turn(now)
+        if done.left_out:
+            log.warning("%d samples are in no roll-up: %s", done.left_out, done.reason)
 
     def _note_error(self, where: str, exc: EplbError) -> None:
         """Log it, and make the first of its kind in a run an event."""
@@ -166,9 +164,11 @@ class Controller:
     # -- plans
 
     def _plan_if_due(self, group: Group) -> None:
+        before = self._planned_window
         try:
             self._plan_on_new_window(group)
         except StoreError:
+            self._planned_window = before  # by nobody: this window is still to be planned on
             raise
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
@@ -210,6 +210,7 @@ class Controller:
         )
         took_s = round(time.perf_counter() - begun, 4)
         self._how = {"plan_seconds": took_s, "windows": past.num_windows}
+        self._lease.check()  # a plan may take long, and what comes next is written down
         return proposal
 
     def _publish(self, group: Group, proposal: Plan, current: Placement) -> Migration | None:
@@ -232,7 +233,7 @@ class Controller:
             weights_version=served,
         )
         try:
-            self._store.publish(migration)
+            self._store.publish(migration, fence=self._lease.token)
         except StaleGeneration as exc:
             log.info("plan_id=%d not published: %s", migration.plan_id, exc)
             return None
@@ -261,20 +262,27 @@ class Controller:
 
     # -- tasks
 
-    def _end_abandoned_tasks(self) -> None:
-        """Fail what an earlier controller was at when it died: it may be what killed it."""
-        for task in self._store.running():
-            reason = "the controller ended while it worked on this, expected it to be asked again"
-            self._store.finish(task.id, "failed", {"error": reason})
-
     def _work_off_tasks(self, group: Group) -> None:
-        while (task := self._store.claim()) is not None:
+        self._end_abandoned_tasks()
+        fence = self._lease.token
+        while (task := self._store.claim(fence=fence)) is not None:
             try:
                 result = self._work_off(group, task)
+            except FencedOut:
+                raise  # whoever leads now ends it
             except EplbError as exc:
-                self._store.finish(task.id, "failed", {"error": str(exc)})
+                self._store.finish(task.id, "failed", {"error": str(exc)}, fence=fence)
             else:
-                self._store.finish(task.id, "done", result)
+                self._store.finish(task.id, "done", result, fence=fence)
+
+    def _end_abandoned_tasks(self) -> None:
+        """Fail what an earlier controller was at when it died: it may be what killed it.
+
+        This one ends each task in the turn that claims it, unless the store fails.
+        """
+        for task in self._store.running():
+            reason = "the controller ended while it worked on this, expected it to be asked again"
+            self._store.finish(task.id, "failed", {"error": reason}, fence=self._lease.token)
 
     def _work_off(self, group: Group, task: Task) -> Mapping[str, Any]:
         if task.kind not in ("rebalance", "explain"):

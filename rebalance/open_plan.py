@@ -29,7 +29,12 @@ class OpenPlan:
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
 
     def watch(
-        self, migration: Migration, states: Sequence[RankState], served_weights: int | None
+        self,
+        migration: Migration,
+        states: Sequence[RankState],
+        served_weights: int | None,
+        *,
+        fence: int,
     ) -> None:
         """Withdraw it if that is due.
 
@@ -37,12 +42,16 @@ class OpenPlan:
             migration: the one that the store says is open.
             states: what the ranks that serve now have reported last.
             served_weights: version of the weights on all of them; None while they differ.
+            fence: the token of the controller's lease.
+
+        Raises:
+            FencedOut: another controller holds the lease now.
         """
         objection = self._objection(migration, states, served_weights)
         if objection is None:
             return
         outcome, reason = objection
-        if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason):
+        if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason, fence=fence):
             log.warning("plan_id=%d withdrawn: %s", migration.plan_id, reason)
 
     def _objection(

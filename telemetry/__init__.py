@@ -12,7 +12,15 @@ from telemetry.redis_store import RedisStore
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
 
-__all__ = ["open_store"]
+__all__ = ["file_of", "open_store"]
+
+
+def file_of(url: str | Path) -> Path | None:
+    """Give the file that a store's URL names; None where it names no file."""
+    scheme, colon, rest = str(url).partition(":")
+    if isinstance(url, Path) or not colon or "/" in scheme:
+        return Path(url)
+    return Path(rest) if scheme == "sqlite" and rest else None
 
 
 def open_store(
@@ -39,11 +47,11 @@ def open_store(
         )
     if url == "memory:":
         return MemoryStore(deployment)
-    scheme, colon, rest = str(url).partition(":")
-    if isinstance(url, Path) or not colon or "/" in scheme:
-        return SqliteStore(url, deployment, sample_version=sample_version)
-    if scheme == "sqlite" and rest:
-        return SqliteStore(rest, deployment, sample_version=sample_version)
+    path = file_of(url)
+    if path is not None:
+        return SqliteStore(path, deployment, sample_version=sample_version)
+    url = str(url)
+    scheme, _, rest = url.partition(":")
     if scheme in redis_address.SCHEMES and rest.startswith("//"):
         return RedisStore(url, deployment, sample_version=sample_version)
     raise ConfigError(

@@ -7,7 +7,7 @@ goes on: what cannot be counted as load is counted here, by what is wrong with i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Literal, Protocol
 
@@ -59,11 +59,17 @@ class Intake:
         self._serves_since: dict[int, tuple[int, int]] = {}  # rank -> generation, its first step
         self._highest = -1  # generation of any rank
 
-    def take(self, samples: Iterable[LoadSample], now: float) -> Counter[Outcome]:
+    def take(
+        self,
+        samples: Iterable[LoadSample],
+        now: float,
+        note: Callable[[LoadSample], None] | None = None,
+    ) -> Counter[Outcome]:
         """Fold samples and return what became of them.
 
         Args:
             now: the reader's clock, in seconds since the epoch.
+            note: called with each sample that is accepted.
         """
         news: Counter[Outcome] = Counter()
         fitting = []
@@ -83,6 +89,9 @@ class Intake:
         )
         if taken.refused:
             self._reasons["malformed"] = taken.refused[-1]
+        if note is not None:
+            for sample in taken.samples:
+                note(sample)
         self._counts.update(news)
         return news
 

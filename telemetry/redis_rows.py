@@ -14,9 +14,10 @@ Entry = tuple[bytes, Mapping[bytes, bytes]]  # of a stream: id, fields
 
 def run_to_text(info: RunInfo) -> str:
     """Give a start as JSON text."""
-    return details_to_text(
-        vars(info) | {"model": dict(info.model), "topology": dict(info.topology)}
-    )
+    detail = vars(info) | {"model": dict(info.model), "topology": dict(info.topology)}
+    if not info.window_seconds:  # so that programs that do not know it yet can read all others
+        del detail["window_seconds"]
+    return details_to_text(detail)
 
 
 def run_from_text(text: bytes | str) -> RunInfo:

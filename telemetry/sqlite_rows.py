@@ -17,11 +17,9 @@ from telemetry.store import CommittedPlacement, Event, Lease, RankState, RunInfo
 
 Row = tuple[Any, ...]
 
-RUN = "SELECT run, time, window_steps, model, topology FROM run WHERE deployment = ?"
-INSERT_RUN = (
-    "INSERT INTO run (deployment, run, time, window_steps, model, topology) "
-    "VALUES (?, ?, ?, ?, ?, ?)"
-)
+_OF_RUN = "run, time, window_steps, model, topology, window_seconds"
+RUN = f"SELECT {_OF_RUN} FROM run WHERE deployment = ?"
+INSERT_RUN = f"INSERT INTO run (deployment, {_OF_RUN}) VALUES (?, ?, ?, ?, ?, ?, ?)"
 RANK_STATES = (
     "SELECT run, rank, time, step, generation, phase, plan_id, applied, sequence, detail "
     "FROM rank_state WHERE deployment = ? AND run = ? ORDER BY rank"
@@ -96,15 +94,14 @@ RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
 def run_row(info: RunInfo) -> Row:
     """Give a run as the values of RUN."""
     model, topology = details_to_text(info.model), details_to_text(info.topology)
-    return info.run, info.time, info.window_steps, model, topology
+    return info.run, info.time, info.window_steps, model, topology, info.window_seconds
 
 
 def run_of(row: Row) -> RunInfo:
     """Make a run of a row of RUN."""
-    run, started, window_steps, model, topology = row
-    return RunInfo(
-        run, started, details_from_text(model), details_from_text(topology), window_steps
-    )
+    run, started, window_steps, model, topology, window_seconds = row
+    details = details_from_text(model), details_from_text(topology)
+    return RunInfo(run, started, *details, window_steps, window_seconds)
 
 
 def rank_state_row(state: RankState) -> Row:

@@ -35,6 +35,7 @@ class RunInfo:
     model: Details  # eplb.records.model_to_dict
     topology: Details  # eplb.records.topology_to_dict
     window_steps: int
+    window_seconds: float = 0.0  # 0: windows are of steps
 
 
 @dataclass(frozen=True)

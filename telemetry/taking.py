@@ -26,6 +26,7 @@ class Taken:
     accepted: int = 0
     repeated: int = 0  # known before
     late: int = 0  # of a window that is held no more
+    samples: list[LoadSample] = field(default_factory=list)  # those accepted
     refused: list[str] = field(default_factory=list)  # for each that does not fit, why
 
 
@@ -75,6 +76,7 @@ def _take_alike(samples: list[LoadSample], fit: Fit, place: Place, taken: Taken)
         if isinstance(found, Filling):
             fit.follow(sample)
             taken.accepted += 1
+            taken.samples.append(sample)
             counts = found.note(sample)
             _, numbers, ranks = to_count.setdefault(id(counts), (counts, [], []))
             numbers.append(number)

@@ -339,6 +339,7 @@ SMALL_DEMO = {
     "window_tokens": 1024,
     "seconds": 2,
     "min_gain": 0.0,
+    "lease_ttl_s": 2,  # whoever follows a demo that was killed waits for so long
     "port": 0,
     "view": "plain",
 }

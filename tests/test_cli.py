@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from api.cli import app
 from telemetry import open_store
+from telemetry.redis_process import RedisProcess
 from telemetry.store import Control, RunInfo
 
 EPLB = Path(sys.executable).with_name("eplb")
@@ -123,6 +124,54 @@ def test_a_deployment_that_never_ran_cannot_be_paused(tmp_path: Path) -> None:
             f"eplb: deployment 'dmeo' has no run in {path}, expected one\n",
         )
         assert store.control() == Control()
+
+
+def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
+    redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    url = f"{redis_server.url}?prefix={tmp_path.name}"
+    with closing(open_store(url, "demo")) as store:
+        store.begin_run(RUN)
+
+        assert run("pause", "--store", url) == (0, "", "")
+        assert store.control() == Control(movement=False)
+        status, output, _ = run("store", "purge", "--store", url, "--before", "1h")
+        assert (status, output.startswith("demo: forgot 0 samples")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["pause"], "redis://ops@127.0.0.1:1/0 cannot be reached"),
+        (["store", "purge", "--before", "1h"], "redis://ops@127.0.0.1:1/0 cannot be reached"),
+        (["store", "purge", "--before", "1h", "--shrink"], "--shrink needs the file of a store"),
+        (["store", "backup", "copy"], "a copy needs the file of a store, found 'redis://ops@127"),
+        (["demo", "--port", "0", "--state-dir", "{folder}"], "redis://ops@127.0.0.1:1/0 cannot"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_told_without_its_password(
+    words: list[str], found: str, tmp_path: Path
+) -> None:
+    url = "redis://ops:open-sesame@127.0.0.1:1?deadline_s=0.1"
+    words = [word.format(folder=tmp_path) for word in words]
+
+    status, output, errors = run(*words, "--store", url)
+
+    assert status == 2
+    assert found in errors
+    assert errors.count("\n") == 1
+    assert "open-sesame" not in output + errors
+
+
+def test_a_deployment_that_never_ran_on_a_server_is_told_without_its_password(
+    redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    url = f"{redis_server.url}?prefix={tmp_path.name}".replace("//", "//default:@")
+
+    status, _, errors = run("pause", "--store", url)
+
+    shown = redis_server.url.replace("//", "//default@")
+    assert (status, errors) == (2, f"eplb: deployment 'demo' has no run in {shown}, expected one\n")
 
 
 def test_a_store_of_another_program_is_refused_in_words(tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ class Clock:
 class Deployment:
     """What the ranks would do to the store."""
 
-    def __init__(self, store: MemoryStore, run: str = "run-1") -> None:
+    def __init__(self, store: MemoryStore, run: str = "run-1", window_seconds: float = 0.0) -> None:
         self.store, self.run, self.next_window = store, run, 0
-        info = RunInfo(run, 1.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), WINDOW_STEPS)
-        store.begin_run(info)
+        described = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+        store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
 
     def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
         """Report windows in which each expert got ``load`` tokens; a silent rank reports none."""
@@ -186,7 +186,7 @@ def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -
     deployment.store.append([deployment.sample(rank, START, START.slot_share) for rank in (0, 1)])
     controller.turn()
 
-    assert [event.kind for event in store.events()] == ["run"]
+    assert [event.kind for event in store.events()] == ["run", "lease"]
 
 
 def test_a_keep_says_why_and_is_written_once_in_a_while(deployment: Deployment) -> None:
@@ -347,23 +347,6 @@ class Interrupted(MemoryStore):
         return super().next_plan_id()
 
 
-def test_of_two_controllers_one_publishes_and_the_other_goes_on() -> None:
-    store = Interrupted()
-    store.commit(START, expected=None, reason="start")
-    deployment = Deployment(store)
-    deployment.serve(SKEWED)
-    first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
-    store.meanwhile = first.turn
-
-    second.turn()
-
-    assert [event.detail["plan_id"] for event in events(store, "publish")] == [1]
-    deployment.swap()
-    deployment.serve(list(reversed(SKEWED)), windows=4)
-    second.turn()
-    assert deployment.published().base.generation == 1
-
-
 def test_a_plan_overtaken_by_a_commit_is_dropped_and_made_anew() -> None:
     store = Interrupted()
     store.commit(START, expected=None, reason="start")
@@ -386,10 +369,10 @@ def test_a_controller_started_anew_does_not_plan_over_an_open_migration(
     deployment: Deployment,
 ) -> None:
     deployment.serve(SKEWED)
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
 
     assert deployment.published().plan_id == 1
     assert len(events(deployment.store, "plan")) == 1
@@ -480,18 +463,21 @@ def test_a_new_run_starts_the_windows_over(store: MemoryStore) -> None:
     assert second.published().base.generation == 0
 
 
-def test_samples_older_than_an_hour_are_pruned_every_five_minutes(deployment: Deployment) -> None:
+def test_samples_older_than_an_hour_are_rolled_up_once_a_minute(deployment: Deployment) -> None:
     clock = Clock()
     controller = Controller(deployment.store, SETTINGS, clock=clock)
-    deployment.serve(EVEN, windows=3)  # taken at 0, 4 and 8 s, by two ranks
+    deployment.serve(EVEN, windows=16)  # taken at 0, 4, 8, .. 60 s, by two ranks
 
     def turn_at(now: float) -> int:
         clock.now = now
         controller.turn()
         return len(deployment.store.samples("run-1"))
 
-    assert [turn_at(now) for now in (1299.0, 1300.0, 3604.0, 3903.0, 3904.0)] == [6, 6, 4, 4, 0]
-    assert deployment.store.sample_counts("run-1") == {0: 3, 1: 3}
+    # Whole minutes alone: the one that ends at 60 s is an hour old at 3660 s.
+    assert [turn_at(now) for now in (1060.0, 3659.0, 3718.0, 3719.0)] == [32, 32, 32, 2]
+    (minute,) = deployment.store.rollups(60)
+    assert (minute.num_samples, minute.tokens.sum()) == (30, 15 * sum(EVEN))
+    assert deployment.store.sample_counts("run-1") == {0: 16, 1: 16}
 
 
 # -- what cannot be planned on
@@ -504,13 +490,82 @@ def test_a_bad_sample_is_told_and_left_out_by_this_controller_and_the_next(
     deployment.store.append([bad])
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
 
     assert deployment.published().base.generation == 0
     told = events(deployment.store, "error")[0].detail
     assert told["where"] == "load"
     assert "sample 99 of rank 0 covers steps 0..4, expected no step past 3" in told["message"]
+
+
+def test_samples_left_out_are_counted_and_told_once_a_minute_at_most(
+    deployment: Deployment,
+) -> None:
+    clock, store = Clock(), deployment.store
+    controller = Controller(store, SETTINGS, clock=clock)
+
+    def malformed(sequence: int) -> LoadSample:
+        share = START.slot_share
+        return deployment.sample(0, START, share, sequence=sequence, last_step=9)
+
+    def told_at(now: float, *samples: LoadSample) -> list[dict[str, int]]:
+        clock.now = now
+        store.append(samples)
+        controller.turn()
+        return [event.detail["samples"] for event in events(store, "error")]
+
+    deployment.serve(EVEN)
+    assert told_at(1000.0) == []
+    assert [told["malformed"] for told in told_at(1001.0, malformed(90))] == [1]
+    assert [told["malformed"] for told in told_at(1060.9, malformed(91), malformed(92))] == [1]
+    told = told_at(1061.0, replace(malformed(93), time=5000.0))
+
+    assert [(one["malformed"], one["future"], one["accepted"]) for one in told] == [
+        (1, 0, 2),
+        (3, 1, 2),
+    ]
+    message = events(store, "error")[-1].detail["message"]
+    assert message.startswith("1 future: sample 93 of rank 0 was taken at 5000.000")
+    assert "; 2 malformed: sample 92 of rank 0 covers steps" in message
+
+
+def test_late_and_repeated_samples_are_told_and_no_error(deployment: Deployment) -> None:
+    deployment.next_window = 300  # more than are held
+    deployment.serve(EVEN, windows=256)
+    deployment.next_window = 0
+    deployment.serve(EVEN)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    (told,) = events(deployment.store, "samples")
+    assert (told.detail["samples"]["late"], told.detail["samples"]["accepted"]) == (2, 512)
+    assert events(deployment.store, "error") == []
+
+
+def test_a_phase_is_planned_on_alone_when_asked(deployment: Deployment) -> None:
+    tokens = np.array(SKEWED)[np.maximum(START.slot_to_expert, 0)] * START.slot_share
+    for window, phase in enumerate(("prefill", "decode", "prefill")):
+        deployment.next_window = window
+        load = tokens if phase == "decode" else np.full_like(tokens, 25_000)
+        samples = [deployment.sample(rank, START, load) for rank in range(2)]
+        deployment.store.append([replace(sample, phase=phase) for sample in samples])
+
+    Controller(deployment.store, replace(SETTINGS, phase="decode")).turn()
+
+    (event,) = events(deployment.store, "plan")
+    assert (event.detail["window"], event.detail["decision"]) == (1, "MOVE")
+
+
+def test_windows_are_of_seconds_where_the_run_says_so(store: MemoryStore) -> None:
+    deployment = Deployment(store, window_seconds=4.0)  # each sample is of 4 s
+    deployment.serve(SKEWED, windows=3)
+
+    Controller(store, SETTINGS).turn()
+
+    # The last window may still get samples.
+    assert events(store, "plan")[0].detail["window"] == 1
+    assert deployment.published().base.generation == 0
 
 
 def test_load_that_no_plan_fits_is_told_once_and_the_controller_goes_on(
@@ -540,7 +595,7 @@ def test_an_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> Non
 
 def worked_off(deployment: Deployment, kind: str = "rebalance", **request: object) -> Task:
     task = deployment.store.submit(kind, request)
-    Controller(deployment.store, SETTINGS).turn()
+    Controller(deployment.store, SETTINGS, holder="one").turn()
     ended = deployment.store.task(task.id)
     assert ended is not None
     return ended
@@ -656,7 +711,7 @@ def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment)
     task = deployment.store.submit("rebalance", {})
     deployment.store.claim()
 
-    Controller(deployment.store, SETTINGS)
+    Controller(deployment.store, SETTINGS).turn()
 
     ended = deployment.store.task(task.id)
     assert ended is not None

@@ -16,6 +16,7 @@ import pytest
 
 from eplb.placement import EMPTY
 from telemetry import open_store
+from telemetry.redis_process import RedisProcess
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,34 @@ def test_the_imbalance_is_the_median_of_the_last_windows_of_the_series(served: S
     assert served["imbalance_initial"] == pytest.approx(
         median(s["contiguous"] for s in last), abs=1e-4
     )
+
+
+@pytest.mark.slow
+def test_a_demo_whose_store_is_redis_rebalances_and_loses_nothing(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    with RedisProcess(tmp_path / "redis", {"requirepass": "open-sesame"}) as server:
+        url = server.url.replace("//", "//:open-sesame@")
+        demo = start_demo(tmp_path, "--store", url, "--serve", *TEXT, sample_version=1)
+        demo.hears(" ranks, ")
+        page = demo.hears("eplb demo: http").split()[-1]
+        with closing(open_store(url, "demo")) as store:
+            demo.hears(" commit plan=2")
+            lease = store.lease()
+            metrics = httpx.get(f"{page}/metrics", timeout=DEADLINE_S, trust_env=False).text
+            summary = summary_after_interrupt(demo)
+            run = events(store, "run")[-1].detail["run"]
+            stored = sum(store.sample_counts(run).values())
+            released = store.lease()
+
+    assert lease is not None
+    assert (lease.token, released) == (1, None)
+    assert 'eplb_store_errors_total{backend="redis",deployment="demo"} 0.0' in metrics
+    assert summary["rebalances"] >= 2
+    assert (summary["samples_written"], summary["samples_lost"]) == (stored, 0)
+    assert (summary["reference_failures"], summary["controller_restarts"]) == (0, 0)
+    assert not (demo.state_dir / "store.sqlite").exists()
+    assert "open-sesame" not in demo.told()
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,11 @@ RULES = {
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
     "runtime": rule("eplb", "numpy torch safetensors deep_ep triton"),
-    # The controller folds windows and sees changes of load; the agent is handed what it reads of
-    # the runtime.
+    # The controller folds windows, sees changes of load and keeps what is old; the agent is handed
+    # what it reads of the runtime.
     "rebalance": rule(
-        "eplb telemetry.store telemetry.windows telemetry.drift "
+        "eplb telemetry.store telemetry.windows telemetry.run_windows telemetry.intake "
+        "telemetry.retention telemetry.drift "
         "runtime.experts runtime.routing runtime.memory runtime.checkpoint runtime.counters "
         "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement",
         "numpy torch",

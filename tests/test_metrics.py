@@ -65,6 +65,9 @@ TYPES = {
     "eplb_telemetry_samples": "counter",
 }
 
+OUTCOMES = ("repeated", "late", "future", "stale", "malformed", "unreadable")
+LEFT_OUT = {(outcome,): 0 for outcome in OUTCOMES}
+
 Figures = dict[str, dict[tuple[str, ...], float]]
 
 
@@ -232,10 +235,32 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     assert found["eplb_mover_failures_total"] == {(): 1}
     scrubbed = {("clean",): 7, ("damaged",): 1, ("repaired",): 1, ("lost",): 0}
     assert found["eplb_scrubbed_slots_total"] == scrubbed
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 4, ("dropped",): 1}
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 4, ("dropped",): 1} | LEFT_OUT
     assert found["eplb_telemetry_dropped_total"] == {(): 1}
     assert found["eplb_store_errors_total"] == {("memory",): 2}
     assert set(found["eplb_anomalies_total"].values()) == {0}
+
+
+def test_samples_that_the_controller_left_out_are_counted_as_it_said_last(
+    store: MemoryStore,
+) -> None:
+    for late, malformed in ((1, 0), (2, 3)):
+        counts = {"accepted": 9, "late": late, "malformed": malformed}
+        store.add_event("samples", {"samples": counts})
+    found = figures_in(text_of(store))["eplb_telemetry_samples_total"]
+
+    wrong = {("late",): 2, ("malformed",): 3}
+    assert found == {("stored",): 4, ("dropped",): 1} | LEFT_OUT | wrong
+
+
+def test_a_sample_that_does_not_fit_ends_no_scrape(store: MemoryStore) -> None:
+    held, tokens = np.array([[0, 1, 2]]), np.array([[1, 2, 3]])  # one layer; the model has two
+    steps = (4, 5, "mixed", 2, held, tokens)
+    store.append([LoadSample("d", "a", 0, 9, NOW, *steps)])
+    found = figures_in(text_of(store))
+
+    assert found["eplb_telemetry_samples_total"]["stored",] == 5
+    assert found["eplb_telemetry_lag_seconds"] == {(): 5}  # that of the samples that fit
 
 
 def test_plans_and_rebalances_are_timed(store: MemoryStore) -> None:
@@ -328,7 +353,7 @@ def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
     found = figures_in(text_of(store))
 
     assert set(found["eplb_rebalances_total"].values()) == {0}
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0}
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0} | LEFT_OUT
 
 
 def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_them(

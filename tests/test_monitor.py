@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,31 @@ def test_a_window_that_stays_incomplete_is_scored_as_such(store: MemoryStore) ->
 
     assert [score.is_complete for score in seen.series] == [True, True, False]
     assert seen.last_score.index == 1
+
+
+def test_samples_that_do_not_fit_end_no_refresh(store: MemoryStore) -> None:
+    good = sample(0, 2, [1, 1], SECOND)
+    wrong = [replace(good, sequence=7, last_step=9), replace(good, sequence=8, time=NOW + 1e6)]
+    store.append([*wrong, good, sample(1, 2, [1, 1], SECOND)])
+
+    seen = seen_by(store)
+
+    assert [score.index for score in seen.series] == [0, 1, 2]
+    assert (seen.samples_stored, seen.sample_age_s) == (8, 0.0)
+
+
+def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    store.begin_run(RunInfo("a", NOW, model, topology, window_steps=2, window_seconds=10.0))
+    for window in range(3):
+        both = [sample(0, window, [60, 20]), sample(1, window, [20, 0])]
+        store.append([replace(one, time=NOW - 25 + 10 * window) for one in both])
+
+    first, second = seen_by(store).series
+
+    assert (first.index, second.index) == (97, 98)  # seconds 970 to 990; the last may get more
+    assert (first.measured, second.measured) == (1.6, 1.6)
 
 
 def test_what_is_read_once_is_not_read_again(store: MemoryStore) -> None:

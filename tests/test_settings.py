@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from api.demo_settings import DemoSettings
-from api.demo_setup import prepare
+from api.demo_setup import begin, prepare
 from api.settings import load_settings
 from api.state_dir import StateDir
 from api.worker_build import agent_settings
 from eplb.errors import ConfigError
 from rebalance.stage_settings import StageSettings
+from telemetry import open_store
+from telemetry.retention import Retention
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -67,7 +69,32 @@ def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: P
     assert told.membership == 4
 
 
-@pytest.mark.parametrize("name", ["plan_deadline_s", "vote_deadline_s"])
+def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
+    small = {"layers": 1, "experts": 8, "top_k": 2, "hidden": 8, "intermediate": 8, "text": [text]}
+    environ = {"EPLB_KEEP_SAMPLES_S": "60", "EPLB_KEEP_MINUTES_S": "120", "EPLB_KEEP_EVENTS": "9"}
+    environ |= {"EPLB_KEEP_HOURS_S": "240", "EPLB_LEASE_TTL_S": "3", "EPLB_SAMPLE_VERSION": "1"}
+    settings = load_settings(small | {"window_seconds": 0.5}, config=None, environ=environ)
+
+    with closing(StateDir(tmp_path / "state")) as state:
+        plan = prepare(settings, state)
+        with closing(open_store(state.store, "demo")) as store:
+            begin(settings, plan, store)
+            run = store.current_run()
+
+    assert plan.controller.retention == Retention(60.0, 120.0, 240.0, events=9)
+    assert (plan.controller.lease_ttl_s, plan.reporting.sample_version) == (3.0, 1)
+    assert run is not None
+    assert run.window_seconds == 0.5
+
+
+def test_a_sample_version_that_nobody_reads_is_refused() -> None:
+    words = "sample_version is 3 in flag --sample-version, expected one of 1, 2"
+    assert refusal({"sample_version": 3}) == words
+
+
+@pytest.mark.parametrize("name", ["plan_deadline_s", "vote_deadline_s", "lease_ttl_s"])
 def test_a_deadline_is_more_than_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is '0' in --setting {name}, expected more than"):
         load_settings({}, config=None, environ={}, named={name: "0"})

@@ -60,10 +60,13 @@ def test_the_latest_run_is_the_current_one(store: LoadStore) -> None:
     assert store.runs() == []
 
     store.begin_run(make_run("run-1"))
-    store.begin_run(make_run("run-2", window_steps=20))
+    store.begin_run(make_run("run-2", window_steps=20, window_seconds=2.5))
 
-    assert store.current_run() == make_run("run-2", window_steps=20)
-    assert store.runs() == [make_run("run-1"), make_run("run-2", window_steps=20)]
+    assert store.current_run() == make_run("run-2", window_steps=20, window_seconds=2.5)
+    assert store.runs() == [
+        make_run("run-1"),
+        make_run("run-2", window_steps=20, window_seconds=2.5),
+    ]
     assert kinds(store) == ["run", "run"]
     assert store.events()[0].detail == {"run": "run-1", "window_steps": 10}
 

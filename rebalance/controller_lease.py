@@ -1,0 +1,132 @@
+"""The right to act as a deployment's controller, kept for as long as one is at work.
+
+              another holds it              asked, and it is free
+    STANDS BY <--------------- (asks) -----------------------------> LEADS
+        ^                                                               |
+        +------- another has it, or it was not renewed in time ---------+
+
+Each turn of the controller asks. Whoever leads renews at a third of the time to live, and not in a
+thread of its own: a controller that hangs must lose the lease. Whatever it writes carries the
+lease's token, and the store refuses all but the newest; so one that slept through the end of its
+lease can do no harm, even before it knows.
+
+A plan that takes longer than the time to live is lost to whoever stands by: give it more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from eplb.errors import FencedOut, StoreError
+from telemetry.store import Lease, LoadStore
+
+RENEWALS = 3  # within one time to live
+
+log = logging.getLogger(__name__)
+
+
+def new_holder() -> str:
+    """Name a process: by its host and number for people, and as nobody else."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+
+
+class ControllerLease:
+    """One controller's hold on the lease.
+
+    Args:
+        holder: no two living processes share one.
+        ttl_s: how long it holds without being renewed.
+        clock: of seconds, which never jumps.
+    """
+
+    def __init__(
+        self,
+        store: LoadStore,
+        holder: str,
+        ttl_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self.holder, self._ttl_s, self._clock = store, holder, ttl_s, clock
+        self._lease: Lease | None = None
+        self._asked_at = 0.0  # when the store was last asked for the lease that is held
+        self._untold = ""  # how the last one was lost, until the store has it as an event
+        self._is_standing_by = False
+
+    @property
+    def token(self) -> int:
+        """The fencing token, for whoever leads."""
+        assert self._lease is not None, "only who leads writes"
+        return self._lease.token
+
+    def is_held(self) -> bool:
+        """Take the lease or renew it, if that is due, and say whether this controller leads.
+
+        Raises:
+            StoreError: the store failed; nobody may act until it answers.
+        """
+        now = self._clock()
+        if self._lease is not None and now < self._asked_at + self._ttl_s / RENEWALS:
+            return True
+        try:
+            found = self._store.acquire_lease(self.holder, self._ttl_s)
+        except StoreError as exc:
+            if self._lease is not None and now >= self._asked_at + self._ttl_s:
+                self.lose(f"it was not renewed within {self._ttl_s:g} s: {exc}")
+            raise
+        if found is None:
+            self._stand_by()
+        else:
+            self._lead(found, now)
+        return found is not None
+
+    def check(self) -> None:
+        """Make sure of the lease after something that took long.
+
+        Raises:
+            FencedOut: another holds it by now.
+        """
+        if not self.is_held():
+            raise FencedOut(f"{self.holder!r} held the lease, found that another holds it now")
+
+    def lose(self, reason: str) -> None:
+        """Stop acting. Said at once, and to the store as soon as it answers again."""
+        if self._lease is not None:
+            self._untold = reason
+            log.warning("token=%d the lease is lost: %s", self._lease.token, reason)
+        self._lease = None
+
+    def give_up(self) -> None:
+        """Let another have it at once."""
+        if self._lease is not None:
+            self._store.release_lease(self._lease)
+        self._lease = None
+
+    def _lead(self, lease: Lease, now: float) -> None:
+        is_news = self._lease is None or self._lease.token != lease.token
+        self._lease, self._asked_at, self._is_standing_by = lease, now, False
+        self._tell_loss()
+        if is_news:
+            log.info("token=%d %s leads", lease.token, self.holder)
+            self._tell("leads", token=lease.token)
+
+    def _stand_by(self) -> None:
+        if self._lease is not None:
+            self.lose("another holds it")
+        self._tell_loss()
+        if not self._is_standing_by:
+            self._is_standing_by = True
+            log.info("%s stands by: another controller holds the lease", self.holder)
+
+    def _tell_loss(self) -> None:
+        if self._untold:
+            reason, self._untold = self._untold, ""
+            self._tell("lost", reason=reason)
+
+    def _tell(self, state: str, **more: object) -> None:
+        self._store.add_event("lease", {"state": state, "holder": self.holder} | more)

@@ -1,0 +1,388 @@
+"""Several controllers on one store: one leads, the others stand by, and none acts on what is over.
+
+The processes at the end are real: one is killed and the other must lead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb.errors import FencedOut, StoreError
+from eplb.load import LoadSample
+from eplb.migration import Migration
+from eplb.model import ModelShape
+from eplb.placement import EMPTY, Placement
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from rebalance.controller import Controller, ControllerSettings
+from rebalance.controller_lease import ControllerLease
+from telemetry import open_store
+from telemetry.memory import MemoryStore
+from telemetry.redis_process import RedisProcess
+from telemetry.sqlite import SqliteStore
+from telemetry.store import Lease, LoadStore, RunInfo
+
+# One layer of four experts over two ranks of three slots: one spare slot each.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+MODEL = ModelShape((0,), 4, 2, hidden=16, intermediate=8)
+START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
+SKEWED = [60_000, 20_000, 10_000, 10_000]  # rank 0 gets 80 %: imbalance 1.6
+TTL_S = 9.0
+SETTINGS = ControllerSettings(lease_ttl_s=TTL_S)
+DEADLINE_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asked:
+    """A store that counts how often it was asked for the lease, and can fail or be interrupted."""
+
+    num_asked, is_down = 0, False
+    meanwhile: Callable[[], object] = int  # happens once, as a plan is about to be offered
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+        self.num_asked += 1
+        if self.is_down:
+            raise StoreError("the store is down, expected it up")
+        return super().acquire_lease(holder, ttl_s)
+
+    def next_plan_id(self) -> int:
+        meanwhile, self.meanwhile = self.meanwhile, int
+        meanwhile()
+        return super().next_plan_id()
+
+
+class AskedMemory(Asked, MemoryStore):
+    pass
+
+
+class AskedSqlite(Asked, SqliteStore):
+    pass
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Asked]:
+    path = tmp_path / "store.sqlite"
+    in_memory = request.param == "memory"
+    opened = (
+        AskedMemory("test", clock=clock) if in_memory else AskedSqlite(path, "test", clock=clock)
+    )
+    yield opened
+    opened.close()
+
+
+def begin(store: LoadStore) -> None:
+    store.commit(START, expected=None, reason="start")
+    info = RunInfo("run-1", 1.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), window_steps=4)
+    store.begin_run(info)
+
+
+def serve(store: LoadStore, window: int, load: list[int]) -> None:
+    """Both ranks report a window in which each expert got ``load`` tokens."""
+    committed = store.committed()
+    assert committed is not None
+    held, share = committed.placement.slot_to_expert, committed.placement.slot_share
+    tokens = (np.array(load)[np.maximum(held, 0)] * share).astype(np.int64)
+    steps = (4 * window, 4 * window + 3, "mixed", committed.placement.generation)
+    for rank in range(2):
+        here = TOPOLOGY.slots_on(rank)
+        first = ("test", "run-1", rank, window, 4.0 * window)
+        store.append([LoadSample(*first, *steps, held[:, here], tokens[:, here])])
+
+
+def swap(store: LoadStore) -> Migration:
+    """Commit the open migration as the ranks do after their swap."""
+    found = store.published()
+    assert found is not None
+    base = found.base.generation
+    store.commit(found.target, expected=base, plan_id=found.plan_id, reason="swapped")
+    return found
+
+
+def details(store: LoadStore, kind: str) -> list[dict[str, Any]]:
+    return [dict(event.detail) for event in store.events() if event.kind == kind]
+
+
+def lease_states(store: LoadStore) -> list[tuple[str, str]]:
+    return [(detail["holder"], detail["state"]) for detail in details(store, "lease")]
+
+
+# -- the hold on the lease
+
+
+def test_the_lease_is_renewed_at_a_third_of_its_time_and_not_before(
+    store: Asked, clock: Clock
+) -> None:
+    lease = ControllerLease(store, "one", TTL_S, clock=clock)
+    asked = []
+    for now in (1000.0, 1002.9, 1003.0, 1005.9, 1006.0):
+        clock.now = now
+        assert lease.is_held()
+        asked.append(store.num_asked)
+
+    assert asked == [1, 1, 2, 2, 3]
+    assert (lease.token, lease_states(store)) == (1, [("one", "leads")])
+
+
+def test_who_stands_by_leads_when_the_lease_has_run_out(store: Asked, clock: Clock) -> None:
+    one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
+    assert (one.is_held(), two.is_held()) == (True, False)
+
+    clock.now += TTL_S
+    assert two.is_held()
+
+    assert two.token == 2
+    assert not one.is_held()
+    assert not one.is_held()
+    assert lease_states(store) == [("one", "leads"), ("two", "leads"), ("one", "lost")]
+
+
+def test_a_lease_that_is_given_up_is_another_s_at_once(store: Asked, clock: Clock) -> None:
+    one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
+    assert (one.is_held(), two.is_held()) == (True, False)
+
+    one.give_up()
+
+    assert two.is_held()
+
+
+def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
+    store: Asked, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = ControllerLease(store, "one", TTL_S, clock=clock)
+    assert lease.is_held()
+    store.is_down = True
+    for seconds in (TTL_S / 2, TTL_S / 2):
+        clock.now += seconds
+        with pytest.raises(StoreError, match="the store is down"):
+            lease.is_held()
+    assert "token=1 the lease is lost: it was not renewed within 9 s" in caplog.text
+    store.is_down = False
+
+    assert lease.is_held()
+
+    assert lease.token == 1  # nobody had it meanwhile
+    assert lease_states(store) == [("one", "leads"), ("one", "lost"), ("one", "leads")]
+    assert details(store, "lease")[1]["reason"].startswith("it was not renewed within 9 s: ")
+
+
+def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, clock: Clock) -> None:
+    one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
+    assert one.is_held()
+    clock.now += TTL_S
+    one.check()  # nobody took it
+
+    clock.now += TTL_S
+    assert two.is_held()
+    with pytest.raises(FencedOut, match="'one' held the lease, found that another holds it now"):
+        one.check()
+
+
+# -- two controllers
+
+
+def test_who_stands_by_writes_nothing_and_works_off_nothing(store: Asked) -> None:
+    begin(store)
+    first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
+    first.turn()
+    serve(store, 0, SKEWED)
+    task = store.submit("rebalance", {})
+    before = len(store.events())
+
+    second.turn()
+
+    assert (store.published(), store.task(task.id)) == (None, task)
+    assert len(store.events()) == before
+
+
+def test_a_controller_that_ends_makes_way_for_the_next(store: Asked) -> None:
+    begin(store)
+    serve(store, 0, SKEWED)
+    first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
+    first.run(lambda: store.published() is not None)
+    assert store.lease() is None
+
+    swap(store)
+    for window in range(1, 5):
+        serve(store, window, SKEWED[::-1])
+    second.turn()
+
+    assert [detail["generation"] for detail in details(store, "publish")] == [1, 2]
+
+
+def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
+    store: Asked, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(store)
+    serve(store, 0, SKEWED)
+    sleeper, other = Controller(store, SETTINGS), Controller(store, SETTINGS)
+
+    def meanwhile() -> None:
+        clock.now += TTL_S  # the sleeper's own clock says nothing of it
+        other.turn()
+        swap(store)
+
+    store.meanwhile = meanwhile
+    sleeper.turn()
+
+    (publish,) = details(store, "publish")
+    assert publish["generation"] == 1
+    assert store.published() is None
+    assert (
+        "token=1 the lease is lost: a controller writes with fencing token 1, found 2"
+        in caplog.text
+    )
+    sleeper.turn()  # stands by from now on
+    assert [state for _, state in lease_states(store)] == ["leads", "leads", "lost"]
+
+
+def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
+    store: Asked, clock: Clock
+) -> None:
+    begin(store)
+    serve(store, 0, SKEWED)
+    sleeper, other = Controller(store, SETTINGS), Controller(store, SETTINGS)
+    task = store.submit("rebalance", {"dry_run": False})
+
+    def meanwhile() -> None:
+        clock.now += TTL_S
+        other.turn()
+
+    store.meanwhile = meanwhile
+    sleeper.turn()
+
+    ended = store.task(task.id)
+    assert ended is not None
+    assert ended.state == "failed"
+    assert ended.result["error"].startswith("the controller ended while it worked on this")
+    assert len(details(store, "publish")) == 1  # the other's own, for the same load
+
+
+def test_an_open_migration_is_watched_by_whoever_leads(store: Asked, clock: Clock) -> None:
+    begin(store)
+    serve(store, 0, SKEWED)
+    settings = ControllerSettings(lease_ttl_s=TTL_S, migration_deadline_s=30.0)
+    Controller(store, settings, clock=clock).turn()
+    clock.now += TTL_S
+    other = Controller(store, settings, clock=clock)
+    other.turn()
+
+    clock.now += 30.1
+    other.turn()
+
+    assert store.published() is None
+    assert details(store, "abort")[0]["reason"] == "not finished in 30 s"
+
+
+# -- two real processes
+
+
+def control_until_killed(pipe: Connection, url: str, holder: str, ttl_s: float) -> None:
+    """A controller's process. It begins when it is told to."""
+    pipe.recv()
+    pipe.send(os.getpid())
+    with closing(open_store(url, "test")) as store:
+        settings = ControllerSettings(lease_ttl_s=ttl_s)
+        Controller(store, settings, holder=holder).run(lambda: False, poll_s=0.05)
+
+
+def wait_for(store: LoadStore, what: str, look: Callable[[], Any]) -> Any:
+    """Look at the store with each of its changes, until something is found."""
+    deadline, version = time.monotonic() + DEADLINE_S, -1
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S:g} s"
+        version = store.wait(version, 0.2)
+    return found
+
+
+def leaders(store: LoadStore) -> list[str]:
+    return [holder for holder, state in lease_states(store) if state == "leads"]
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path / 'store.sqlite'}"
+    server: RedisProcess = request.getfixturevalue("redis_server")
+    return f"{server.url}?prefix={tmp_path.name}"
+
+
+def test_when_the_first_controller_is_killed_the_second_leads_in_time(
+    url: str, fork: Callable[..., Any]
+) -> None:
+    ttl_s = 1.0
+    crew = {name: fork(control_until_killed, url, name, ttl_s) for name in ("one", "two")}
+    with closing(open_store(url, "test")) as store:
+        begin(store)
+        for controller in crew.values():
+            controller.tells("begin")
+        (first,) = wait_for(store, "leader", lambda: leaders(store))
+        serve(store, 0, SKEWED)
+        wait_for(store, "plan of the first", store.published)
+        swap(store)
+
+        crew[first].kill()
+        killed_at = time.monotonic()
+        _, second = wait_for(store, "second leader", lambda: leaders(store)[1:] and leaders(store))
+        took_s = time.monotonic() - killed_at
+        for window in range(1, 5):
+            serve(store, window, SKEWED[::-1])
+        wait_for(store, "plan of the second", store.published)
+
+        assert took_s < ttl_s + 1.0  # a busy machine may come late to look
+        assert {first, second} == {"one", "two"}
+        assert [detail["token"] for detail in details(store, "lease")] == [1, 2]
+        assert [detail["base_generation"] for detail in details(store, "publish")] == [0, 1]
+
+
+# Not over SQLite, whose lock a process that is stopped in the middle of a write would keep.
+def test_controllers_that_are_put_to_sleep_in_turn_publish_each_plan_once(
+    redis_server: RedisProcess, tmp_path: Path, fork: Callable[..., Any]
+) -> None:
+    url = f"{redis_server.url}?prefix={tmp_path.name}"
+    ttl_s, num_rounds = 0.3, 4
+    crew = {name: fork(control_until_killed, url, name, ttl_s) for name in ("one", "two")}
+    with closing(open_store(url, "test")) as store:
+        begin(store)
+        pids = {}
+        for name, controller in crew.items():
+            controller.tells("begin")
+            pids[name] = controller.hears()
+        wait_for(store, "leader", lambda: leaders(store))
+        for number in range(num_rounds):
+            sleeper = leaders(store)[-1]
+            os.kill(pids[sleeper], signal.SIGSTOP)
+            for window in range(5 * number, 5 * number + 5):
+                serve(store, window, SKEWED[:: (-1) ** number])
+            wait_for(store, f"plan {number}", store.published)
+            os.kill(pids[sleeper], signal.SIGCONT)
+            swap(store)
+            lost = (sleeper, "lost")
+            wait_for(
+                store, "word of the sleeper", lambda lost=lost: lease_states(store)[-1] == lost
+            )
+
+        bases = [detail["base_generation"] for detail in details(store, "publish")]
+        assert bases == [*range(num_rounds)]
+        assert leaders(store)[1:] == leaders(store)[:-1][::-1]  # in turn
