@@ -115,6 +115,7 @@ def _agree(
     survivor: Survivor, store: LoadStore, words: LastWords, num_ranks: int, deadline: float
 ) -> Recovery:
     """Return another survivor's record, or write one once all who live have spoken."""
+    overtaken_by: int | None = None
     while True:
         version, standing = store.version(), store.recovery()
         if standing is not None and standing.membership > words.membership:
@@ -124,7 +125,19 @@ def _agree(
         left_s = deadline - time.monotonic()
         if not silent or left_s <= 0:
             record = decide(said, survivor.dead(), silent, _written_end(survivor, store, words))
-            return store.recover(record, expected_membership=words.membership)
+            written = store.recover(record, expected_membership=words.membership)
+            if written is not None:
+                return written
+            # A dead rank's last commit came in between: it is looked at once more.
+            found = store.committed()
+            assert found is not None, "a generation is newer than the record's"
+            if found.placement.generation == overtaken_by:
+                raise RankError(
+                    f"rank {words.rank}: generation {overtaken_by} is committed, and survivors "
+                    f"can reach generation {record.generation} of plan {record.plan_id} alone"
+                )
+            overtaken_by = found.placement.generation
+            continue
         # A moment at most: that a rank is dead is told by its lifeline, not by the store.
         store.wait(version, min(left_s, RETRY_S))
 

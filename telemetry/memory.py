@@ -182,7 +182,7 @@ class MemoryStore:
         """Make ``placement`` the committed one; see LoadStore.commit."""
         with self._use():
             line = CommittedPlacement(placement, self._clock(), plan_id, reason)
-            if not self._placements.add(line, expected):
+            if not self._placements.add(line, expected, self._recovery):
                 return False
             generation, closing = placement.generation, self._placements.open
             self._placements.open = None
@@ -222,10 +222,13 @@ class MemoryStore:
             closing = self._placements.open
             if closing is None or closing.plan_id != plan_id:
                 return False
-            self._placements.open = None
-            detail = rules.close_detail(plan_id, closing.base.generation, reason)
-            self._event(rules.EVENT_OF_OUTCOME[outcome], detail)
+            self._drop(closing, outcome, reason)
             return True
+
+    def _drop(self, closing: Migration, outcome: Outcome, reason: str) -> None:
+        self._placements.open = None
+        detail = rules.close_detail(closing.plan_id, closing.base.generation, reason)
+        self._event(rules.EVENT_OF_OUTCOME[outcome], detail)
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
@@ -239,16 +242,22 @@ class MemoryStore:
             found = [said for key, said in self._words.items() if key[:2] == (run, membership)]
         return sorted(found, key=lambda said: said.rank)
 
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
-        """Write a record unless one stands; return the one that stands."""
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
+        """Write a record unless one stands; see LoadStore.recover."""
         with self._use():
             standing = rules.standing_record(
                 record, expected_membership=expected_membership, latest=self._recovery
             )
-            if standing is None:
-                standing = self._recovery = record
-                self._event("recovery", vars(record))
-            return standing
+            if standing is not None:
+                return standing
+            latest, opened = self._placements.latest(), self._placements.open
+            if rules.is_overtaken(record, latest.placement.generation if latest else None):
+                return None
+            self._recovery = record
+            self._event("recovery", vars(record))
+            if opened is not None and rules.is_dropped_by(record, opened.plan_id):
+                self._drop(opened, "aborted", record.reason)
+            return record
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from eplb.load import LoadSample
 from eplb.migration import Migration
+from eplb.recovery import Recovery
 from telemetry import rules
 from telemetry.rollup import Rollup
 from telemetry.store import CommittedPlacement, Details, Event, Lease, Task, TaskState
@@ -160,7 +161,9 @@ class PlacementTable:
         """Return all committed placements."""
         return list(reversed(self._lines.values()))
 
-    def add(self, line: CommittedPlacement, expected: int | None) -> bool:
+    def add(
+        self, line: CommittedPlacement, expected: int | None, recovery: Recovery | None
+    ) -> bool:
         """Commit a placement; False when this very one was committed before."""
         latest, known = self.latest(), self._lines.get(line.placement.generation)
         is_new = rules.is_to_be_committed(
@@ -170,6 +173,7 @@ class PlacementTable:
             known_hash=known.placement.hash if known else None,
         )
         if is_new:
+            rules.check_not_dropped(line.plan_id, line.placement.generation, recovery)
             self._lines[line.placement.generation] = line
         return is_new
 

@@ -94,6 +94,7 @@ class Decisions:
                 known_hash=self._known_hash(state, generation),
             )
             if is_new:
+                rules.check_not_dropped(plan_id, generation, _recovery_in(state))
                 self._add_placement(change, placement, state.time, plan_id, reason)
                 self._close_at_commit(state, change, generation, plan_id, outcome)
                 kind = rules.EVENT_OF_OUTCOME[outcome]
@@ -137,28 +138,26 @@ class Decisions:
             rules.check_fence(fence, state.lease)
             if state.open_plan_id != plan_id:
                 return False
-            self._close(change, plan_id, outcome)
-            detail = rules.close_detail(
-                plan_id, state.committed[0] if state.committed else None, reason
-            )
-            change.event(rules.EVENT_OF_OUTCOME[outcome], detail)
+            self._drop(state, change, plan_id, outcome, reason)
             return True
 
         return self._changes.decide(f"withdrawal of plan {plan_id}", decision)
 
-    def recover(self, record: Recovery, expected_membership: int) -> Recovery:
-        """Write a record unless one stands; return the one that stands."""
+    def recover(self, record: Recovery, expected_membership: int) -> Recovery | None:
+        """Write a record unless one stands; see LoadStore.recover."""
 
-        def decision(state: State, change: Change) -> Recovery:
-            found = state.fields.get("recovery")
-            latest = rules.recovery_from_text(found) if found else None
+        def decision(state: State, change: Change) -> Recovery | None:
             standing = rules.standing_record(
-                record, expected_membership=expected_membership, latest=latest
+                record, expected_membership=expected_membership, latest=_recovery_in(state)
             )
             if standing is not None:
                 return standing
+            if rules.is_overtaken(record, state.committed[0] if state.committed else None):
+                return None
             change.set_state(recovery=rules.recovery_to_text(record))
             change.event("recovery", vars(record))
+            if rules.is_dropped_by(record, state.open_plan_id):
+                self._drop(state, change, record.plan_id, "aborted", record.reason)
             return record
 
         return self._changes.decide(f"recovery to membership {record.membership}", decision)
@@ -200,7 +199,21 @@ class Decisions:
             overtaken = rules.overtaken_reason(generation)
             change.event("reject", rules.close_detail(open_plan_id, generation, overtaken))
 
+    def _drop(
+        self, state: State, change: Change, plan_id: int, outcome: Outcome, reason: str
+    ) -> None:
+        self._close(change, plan_id, outcome)
+        detail = rules.close_detail(
+            plan_id, state.committed[0] if state.committed else None, reason
+        )
+        change.event(rules.EVENT_OF_OUTCOME[outcome], detail)
+
     def _close(self, change: Change, plan_id: int, outcome: Outcome) -> None:
         change.write("HSET", self._keys.plans, plan_id, outcome)
         change.write("DEL", self._keys.migration)
         change.set_state(open_plan="")
+
+
+def _recovery_in(state: State) -> Recovery | None:
+    found = state.fields.get("recovery")
+    return rules.recovery_from_text(found) if found else None

@@ -213,7 +213,7 @@ class RedisStore:
         said = [rules.words_from_text(text.decode()) for text in found]
         return sorted(said, key=lambda words: words.rank)
 
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write a record unless one stands; return the one that stands."""
         return self._decisions.recover(record, expected_membership)
 

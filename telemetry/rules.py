@@ -118,6 +118,21 @@ def check_plan_id(plan_id: int, *, open_plan_id: int | None, is_known: bool) -> 
         )
 
 
+def check_not_dropped(plan_id: int, generation: int, recovery: Recovery | None) -> None:
+    """Refuse the commit of a migration that survivors of a death agreed to drop.
+
+    It is the last write of a rank that died: it had swapped, and they had not.
+    """
+    if recovery is None or plan_id == 0 or plan_id != recovery.plan_id:
+        return
+    if generation > recovery.generation:
+        raise StaleGeneration(
+            f"generation {generation} of plan {plan_id} cannot be committed: survivors of a death "
+            f"dropped that plan and hold generation {recovery.generation} "
+            f"(membership {recovery.membership})"
+        )
+
+
 def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> None:
     """Refuse to end a task that is not there or has ended, or to end it in a passing state."""
     if found is None:
@@ -188,6 +203,16 @@ def standing_record(
         f"{expected_membership}, found membership {latest.membership} of run {latest.run!r} "
         "recorded"
     )
+
+
+def is_overtaken(record: Recovery, committed: int | None) -> bool:
+    """Whether a newer generation is committed than survivors would agree on."""
+    return committed is not None and committed > record.generation
+
+
+def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
+    """Whether a record ends the open migration: nothing of it is to be applied."""
+    return open_plan_id is not None and record.plan_id == open_plan_id and record.applied == 0
 
 
 def words_to_text(words: LastWords) -> str:

@@ -218,8 +218,8 @@ class SqliteStore:
         """Return what survivors of a group wrote, by rank."""
         return [rules.words_from_text(text) for (text,) in self._rows(rows.WORDS, run, membership)]
 
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
-        """Write a record unless one stands; return the one that stands."""
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
+        """Write a record unless one stands; see LoadStore.recover."""
         with self._change() as change:
             return change.recover(record, expected_membership)
 

@@ -90,6 +90,7 @@ class Change:
             known_hash=known[0] if known else None,
         ):
             return False
+        rules.check_not_dropped(plan_id, generation, self._recovery())
         self.connection.execute(
             "INSERT INTO placement VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
@@ -155,18 +156,21 @@ class Change:
         self.connection.execute(rows.REPLACE_WORDS, (*key, rules.words_to_text(words)))
         self.bump()
 
-    def recover(self, record: Recovery, expected_membership: int) -> Recovery:
-        """Write a record unless one stands; return the one that stands."""
-        found = one(self.connection, rows.RECOVERY, self.deployment)
-        latest = rules.recovery_from_text(found[0]) if found else None
+    def recover(self, record: Recovery, expected_membership: int) -> Recovery | None:
+        """Write a record unless one stands; see LoadStore.recover."""
         standing = rules.standing_record(
-            record, expected_membership=expected_membership, latest=latest
+            record, expected_membership=expected_membership, latest=self._recovery()
         )
         if standing is not None:
             return standing
+        committed = self.latest_placement()
+        if rules.is_overtaken(record, committed[0] if committed else None):
+            return None
         row = (self.deployment, record.membership, rules.recovery_to_text(record))
         self.connection.execute(rows.INSERT_RECOVERY, row)
         self.add_event("recovery", vars(record))
+        if rules.is_dropped_by(record, self.open_plan_id()):
+            self.withdraw(record.plan_id, outcome="aborted", reason=record.reason)
         return record
 
     def claim(self) -> Task | None:
@@ -218,6 +222,10 @@ class Change:
             self.deployment,
         )
         return (row[0], row[1]) if row else None
+
+    def _recovery(self) -> Recovery | None:
+        found = one(self.connection, rows.RECOVERY, self.deployment)
+        return rules.recovery_from_text(found[0]) if found else None
 
     def open_plan_id(self) -> int | None:
         """Return the plan id of the open migration."""

@@ -229,7 +229,8 @@ class LoadStore(Protocol):
             expected: the generation that this placement follows; None for the first of all.
 
         Raises:
-            StaleGeneration: something else is committed, or generations do not grow.
+            StaleGeneration: something else is committed, or generations do not grow; or survivors
+                of a death dropped the migration ``plan_id``, and a dead rank's last write is late.
         """
 
     def next_plan_id(self) -> int:
@@ -267,11 +268,15 @@ class LoadStore(Protocol):
     def words(self, run: str, membership: int) -> list[LastWords]:
         """Return what survivors of a group wrote, by rank."""
 
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery:
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write the record that follows the group ``expected_membership``, unless one stands.
 
+        A migration of which the record says that nothing is to be applied is aborted with it, so
+        that nobody can commit it any more.
+
         Returns:
-            The record that stands: the first writer's.
+            The record that stands: the first writer's. None: a newer generation than the record's
+            is committed, so look again and decide again.
 
         Raises:
             StaleGeneration: another run recovered, or this group's successor has broken too.

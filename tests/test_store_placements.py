@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from eplb.errors import StaleGeneration
 from eplb.migration import Migration, build_migration
 from eplb.placement import Placement
+from eplb.recovery import Recovery
 from eplb.topology import Topology
 from telemetry.store import LoadStore
 
@@ -182,3 +184,53 @@ def test_a_commit_from_elsewhere_rejects_the_open_migration(store: LoadStore) ->
 
     assert store.published() is None
     assert kinds(store) == ["commit", "publish", "reject", "commit"]
+
+
+def record_of(migration: Migration, **changes: Any) -> Recovery:
+    fields: dict[str, Any] = {
+        "membership": 1,
+        "run": "run-1",
+        "survivors": (0,),
+        "generation": migration.base.generation,
+        "plan_id": migration.plan_id,
+        "applied": 0,
+        "reason": "rank 1 died",
+        "time": 9.5,
+    }
+    return Recovery(**(fields | changes))
+
+
+def test_a_plan_that_survivors_dropped_is_aborted_and_a_dead_ranks_late_commit_refused(
+    store: LoadStore,
+) -> None:
+    migration = with_open_migration(store)
+    plan_id, target = migration.plan_id, migration.target
+    store.recover(record_of(migration), expected_membership=0)
+
+    assert store.published() is None
+    assert kinds(store)[-2:] == ["recovery", "abort"]
+    assert store.events()[-1].detail["reason"] == "rank 1 died"
+    with pytest.raises(StaleGeneration, match=r"survivors of a death dropped that plan"):
+        store.commit(target, expected=1, plan_id=plan_id, reason="served", outcome="committed")
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.generation == 1
+
+
+def test_survivors_who_roll_a_plan_forward_commit_it_themselves(store: LoadStore) -> None:
+    migration = with_open_migration(store)
+    target = migration.target
+    record = record_of(migration, generation=target.generation, applied=1)
+    store.recover(record, expected_membership=0)
+
+    assert store.published() is not None
+    assert store.commit(target, expected=1, plan_id=migration.plan_id, reason="rolled forward")
+
+
+def test_a_record_older_than_what_is_committed_meanwhile_is_not_written(store: LoadStore) -> None:
+    migration = with_open_migration(store)
+    store.commit(migration.target, expected=1, plan_id=migration.plan_id, reason="a last write")
+
+    assert store.recover(record_of(migration), expected_membership=0) is None
+    assert store.recovery() is None
+    assert kinds(store)[-1] == "commit"
