@@ -9,8 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
+# Two at once, file by file: a file's tests share what they start.
 test: $(VENV)/.dev
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
