@@ -34,6 +34,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/migrate.py
 	$(BIN)/python benchmarks/preload.py
 	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python benchmarks/telemetry_costs.py
+	$(BIN)/python benchmarks/telemetry_redis.py --seconds 20
+	$(BIN)/python benchmarks/telemetry_disk.py
 
 # torch first and alone: a CPU build of the pinned version is as good as any other.
 $(VENV)/.all: pyproject.toml constraints.txt

@@ -62,6 +62,7 @@ class NoSlab:
     """In place of a host's slab where every byte comes from peers."""
 
     num_entries = 4
+    bytes_from_other_hosts = 0
 
     def load(
         self, records: Sequence[Record], *, deadline_s: float, weights_version: int = 0

@@ -79,6 +79,8 @@ def is_cuda() -> bool:
 class PinnedSlab:
     """Records in locked host memory, as a slab that holds them all already."""
 
+    bytes_from_other_hosts = 0
+
     def __init__(self, big: BigRank, records: list[Record]) -> None:
         size = big.bank.schema.record_bytes
         whole = torch.empty(len(records) * size, dtype=torch.uint8, pin_memory=is_cuda())
