@@ -12,14 +12,17 @@ A password is never part of a message, a log line or a repr: what people see of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
 from eplb.errors import ConfigError
 
 SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 DEFAULT_PORT = 6379
+# Scheme, place, path, query and fragment (RFC 3986, appendix B).
+_URL = re.compile(r"([^:/?#]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def parse_address(url: str) -> RedisAddress:
     Raises:
         ConfigError: a part that cannot be used; it never shows what stands before the "@".
     """
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme not in SCHEMES:
         raise ConfigError(
             f"a Redis URL starts with {parts.scheme!r}, expected one of: {', '.join(SCHEMES)}"
@@ -102,6 +105,15 @@ def parse_address(url: str) -> RedisAddress:
             "(the last four with TLS only)"
         )
     return address
+
+
+def _split(url: str) -> SplitResult:
+    """As ``urllib.parse.urlsplit``, which in some versions refuses an IPv6 address among hosts."""
+    found = _URL.fullmatch(url)
+    if found is None:
+        return SplitResult(url.partition(":")[0].lower(), "", "", "", "")
+    scheme, *others = (part or "" for part in found.groups())
+    return SplitResult(scheme.lower(), *others)
 
 
 def without_password(url: str) -> str:
