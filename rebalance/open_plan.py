@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from eplb.migration import Migration
 from telemetry.store import LoadStore, Outcome, RankState
 
+SWITCHED_OFF = "movement is switched off"
+
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +54,9 @@ class OpenPlan:
             return
         outcome, reason = objection
         if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason, fence=fence):
-            log.warning("plan_id=%d withdrawn: %s", migration.plan_id, reason)
+            # What people asked for is no warning.
+            level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
+            log.log(level, "plan_id=%d withdrawn: %s", migration.plan_id, reason)
 
     def _objection(
         self, migration: Migration, states: Sequence[RankState], served_weights: int | None
@@ -65,7 +69,7 @@ class OpenPlan:
             return "rejected", f"it was made for weights version {version}, {served_weights} serves"
         is_taken_up = any(state.plan_id == plan_id for state in states)
         if not self._store.control().movement and not is_taken_up:
-            return "aborted", "movement is switched off"
+            return "aborted", SWITCHED_OFF
         if self._open_since[0] != plan_id:
             self._open_since = (plan_id, self._clock())
         if self._clock() - self._open_since[1] > self._deadline_s:
