@@ -42,7 +42,8 @@ class Pace:
     """How weights get into place, and how much moves at a time; frozen in each Migration.
 
     copy: bytes go to the staging ring and are copied into live slots at the swap. A transaction
-    never needs more than ``staging_experts``, the ring's size, on any rank: it cannot run out.
+    takes half of ``staging_experts``, the ring's size, on any rank, so that the next one is staged
+    while it is voted on. One layer alone may take all of it, and never more: it cannot run out.
 
     flip: bytes go into EMPTY slots, of which every rank keeps ``spare_slots`` in each layer; the
     swap changes nothing but the routing table.
@@ -52,7 +53,7 @@ class Pace:
     """
 
     staging_experts: int = 16
-    transactions_per_commit: int = 1
+    transactions_per_commit: int = 2  # at most: as much as the whole ring, where links are fast
     mode: Mode = "copy"
     spare_slots: int = 0
     layers_per_transaction: int = 0  # at most; 0: as many as fit
@@ -101,10 +102,11 @@ def _layers_that_differ(base: Placement, target: Placement) -> list[int]:
 def _fill_transactions(
     per_layer: dict[int, list[Move]], topology: Topology, pace: Pace
 ) -> list[list[int]]:
-    """Put layers together, in layer order, while every rank's moves still fit its ring."""
+    """Put layers together, in layer order, while every rank's moves still fit half its ring."""
     transactions: list[list[int]] = []
     used: Counter[int] = Counter()
     room, most_layers = pace.staging_experts, pace.layers_per_transaction or len(per_layer)
+    shared_room = room // 2
     for layer in sorted(per_layer):
         need = Counter(int(topology.rank_of_slot[move.dst_slot]) for move in per_layer[layer])
         for rank, count in need.items():
@@ -113,7 +115,7 @@ def _fill_transactions(
                     f"layer {layer} moves {count} experts into rank {rank}, "
                     f"expected at most {room}, the size of the staging ring"
                 )
-        fits = all(used[rank] + count <= room for rank, count in need.items())
+        fits = all(used[rank] + count <= shared_room for rank, count in need.items())
         if not transactions or not fits or len(transactions[-1]) == most_layers:
             transactions.append([])
             used = Counter()

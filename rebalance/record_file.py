@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 
 from eplb.errors import CheckpointError
-from rebalance.direct_io import CHUNK_BYTES, DirectFile
+from rebalance.direct_io import DirectFile
+from rebalance.part_reader import PartReader
 from rebalance.record_layout import MARK_BYTES, UNMARKED, RecordLayout
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_wire import Digest
 from rebalance.transport import Record
-from runtime.memory import PAGE_BYTES, RunningDigest
+from runtime.memory import PAGE_BYTES
 
 FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs cooking them again
 
@@ -48,6 +49,7 @@ class RecordFile:
             self._file = DirectFile(path, os.O_RDWR)
         except OSError as exc:
             raise CheckpointError(f"record file {path} cannot be opened: {exc}") from exc
+        self._reader = PartReader(self._file, str(path))
         try:
             self.may_write = _try_lock(self._file.buffered)
             self._check()
@@ -119,13 +121,7 @@ class RecordFile:
         Raises:
             OSError: the disk cannot be read.
         """
-        data, running = into.numpy(), RunningDigest()
-        start = self._layout.record_offset(record)
-        for done in range(0, len(data), CHUNK_BYTES):
-            chunk = data[done : done + CHUNK_BYTES]
-            self._file.read_into(chunk, start + done)
-            running.add(chunk)
-        return running.value
+        return self._reader.read(into.numpy(), self._layout.record_offset(record))
 
     def write(self, record: Record, data: torch.Tensor, digest: Digest) -> None:
         """Write a cooked record; it counts as complete once it is on the disk.
@@ -172,6 +168,7 @@ class RecordFile:
         try:
             self.flush()
         finally:
+            self._reader.close()
             self._file.close()
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from eplb.errors import MigrationError
 
 PAGE_BYTES = 4096
+LANE_BYTES = 4  # a digest is over 32-bit lanes
 LANES_AT_ONCE = 2**17  # of a digest: as 64-bit numbers they still fit a core's second-level cache
 _POSITIONS = np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64)
 COMPILED_FROM_BYTES = 4 * 2**20  # loading a compiler takes as long as the plain sums of 1 GB
@@ -131,10 +132,15 @@ def _compiled_lane_sums() -> LaneSums:
 
 
 class RunningDigest:
-    """The digest of bytes that come piece by piece."""
+    """The digest of bytes that come piece by piece.
 
-    def __init__(self) -> None:
-        self._plain = self._weighted = self._num_lanes = 0
+    Args:
+        first_byte: where the bytes begin in their record, at a whole lane; see ``join``.
+    """
+
+    def __init__(self, first_byte: int = 0) -> None:
+        self._plain = self._weighted = 0
+        self._num_lanes = first_byte // LANE_BYTES
 
     def add(self, piece: NDArray[np.uint8]) -> None:
         """Take in the next bytes, a whole number of 32-bit lanes."""
@@ -144,6 +150,11 @@ class RunningDigest:
         self._plain += plain
         self._weighted += weighted + plain * self._num_lanes
         self._num_lanes += len(lanes)
+
+    def join(self, part: RunningDigest) -> None:
+        """Take in the sums of another part of the same record; parts may come in any order."""
+        self._plain += part._plain
+        self._weighted += part._weighted
 
     @property
     def value(self) -> tuple[int, int]:

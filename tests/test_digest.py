@@ -32,6 +32,14 @@ def test_pieces_give_the_digest_of_the_whole() -> None:
     assert running.value == (13, 31)
 
 
+def test_parts_give_the_digest_of_the_whole_in_any_order() -> None:
+    first, last = RunningDigest(), RunningDigest(first_byte=4)
+    last.add(as_bytes([-2, 10]))
+    first.add(as_bytes([5]))
+    last.join(first)
+    assert last.value == (13, 31)
+
+
 @pytest.mark.parametrize("num_lanes", [0, 1, 2**17 - 1, 2**17 + 3])
 def test_compiled_sums_are_the_plain_ones(num_lanes: int) -> None:
     random = np.random.default_rng(num_lanes)

@@ -89,9 +89,15 @@ def test_the_staging_ring_limits_a_transaction() -> None:
     target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
-    two_at_once = build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=4))
+    def layers_together(staging_experts: int) -> list[tuple[int, ...]]:
+        pace = Pace(staging_experts)
+        migration = build_migration(base, target, topology, plan_id=1, pace=pace)
+        return [transaction.layers for transaction in migration.transactions]
 
-    assert [transaction.layers for transaction in two_at_once.transactions] == [(0, 1), (2,)]
+    # A layer brings two experts into each rank; half a ring stays free for the next transaction.
+    assert layers_together(8) == [(0, 1), (2,)]
+    assert layers_together(7) == [(0,), (1,), (2,)]
+    assert layers_together(2) == [(0,), (1,), (2,)]
     with pytest.raises(MigrationError, match="layer 0 moves 2 experts into rank 0, expected at"):
         build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=1))
 
