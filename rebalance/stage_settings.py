@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from eplb.errors import ConfigError
 
 MIB = 1 << 20
-SERVING_BYTES_PER_SECOND = 20e9
+# A byte that moves passes device memory three times: read at its source, written here, and read for
+# its digest. Decode is bound by that memory (4 TB/s of it, measured), so while R bytes/s come into
+# every rank its steps are longer by 3 R / 4e12: 0.5 % here, 1.5 % at the 20 GB/s of earlier days.
+SERVING_BYTES_PER_SECOND = 6e9
 BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
 
 
@@ -33,8 +36,8 @@ class StageSettings:
 
     Without a budget chunks are large, because the host needs about 25 us to order one, as long as a
     fast link needs for 8 MB. While serving they are small, because serving waits behind one that is
-    under way: on 4 x H200, 8 MB from a peer in every step made the slowest steps 0.3 % slower, 8 MB
-    from the host 7.4 %.
+    under way: on 4 x H200, 8 MB from a peer in every layer's time made the slowest of them 0.3 %
+    slower, 8 MB from the host 7.4 %.
     """
 
     peer: LinkSettings = LinkSettings(64 * MIB)

@@ -13,7 +13,7 @@ import torch
 from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
-from eplb.migration import build_migration
+from eplb.migration import Pace, build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
@@ -80,9 +80,9 @@ def test_a_migration_ends_with_every_slot_holding_the_expert_it_says(group: Grou
 
 
 def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group) -> None:
-    # A ring of four entries and two moves a layer and rank: two layers swap first, then one.
-    migration = group.publish(FULL)
-    assert [txn.layers for txn in migration.transactions] == [(0, 1), (2,)]
+    # A ring of four entries and two moves a layer and rank: one layer swaps after another.
+    migration = group.publish(FULL, Pace(staging_experts=4, transactions_per_commit=1))
+    assert [txn.layers for txn in migration.transactions] == [(0,), (1,), (2,)]
     seen = set()
 
     while group.generation() == 0:
@@ -93,7 +93,7 @@ def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group)
         assert group.serving() == serving.slot_to_expert.tolist()
         seen.add(serving.hash)
 
-    assert seen == {migration.placement_after(done).hash for done in range(3)}
+    assert seen == {migration.placement_after(done).hash for done in range(4)}
 
 
 def test_bytes_come_from_a_peer_on_the_host_or_from_the_slab(group: Group) -> None:
@@ -191,7 +191,7 @@ def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
         agent.pause_staging()
     group.publish(FULL)
     group.step_until(lambda: all(agent.phase == "stage" for agent in group.agents))
-    group.step_until(lambda: group.agents[0].describe().detail["stage"]["ring_in_use"] == 4)
+    group.step_until(lambda: group.agents[0].describe().detail["stage"]["ring_in_use"] == 2)
     for _ in range(20):
         group.step()
     assert not any("peer" in a.describe().detail["bytes_by_source"] for a in group.agents)

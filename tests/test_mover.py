@@ -209,7 +209,7 @@ def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> No
 
 
 def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_landed() -> None:
-    made = bench()
+    made = bench(staging=2)
     work = made.mover.work(made.migration, made.box)
     made.run(work, lambda: made.box.state.is_preloaded)
     made.adopt()
@@ -223,7 +223,7 @@ def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_
     made.end(work)
 
     assert made.box.state.phase is Phase.IDLE
-    assert made.mover.ring.num_free == 4
+    assert made.mover.ring.num_free == 2
     assert made.transport.num_flying == 0
     assert len(made.transport.landings) == pulled
 
@@ -244,7 +244,7 @@ def test_a_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> No
 
 
 def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
-    made = bench(latency_s=math.inf)
+    made = bench(latency_s=math.inf, staging=2)
     work = made.mover.work(made.migration, made.box)
     made.run(work, lambda: made.box.state.is_preloaded)
     made.adopt()

@@ -66,6 +66,7 @@ def test_a_migration_from_before_flip_mode_is_read_as_copies() -> None:
         Placement(np.array([[1, 0, 0, 2]]), 3),
         TWO_RANKS,
         plan_id=1,
+        pace=Pace(transactions_per_commit=1),
     )
     meta, arrays = records._unpack("migration", migration_to_bytes(migration))
     for name in ("reads_after", "frees", "weights_version", "kind", "version"):
