@@ -1,21 +1,24 @@
 """A rank of DeepSeek-V3's shapes without a checkpoint: made-up weights, real moves.
 
 Records hold seeded bytes that stand for small numbers, so kernels run at full speed and nothing
-overflows; what they compute means nothing. Everything that moves them is the real thing.
+overflows; what they compute means nothing. Everything that moves them is the real thing: bank,
+peers, votes, digests that all ranks agree on. Without GPUs it is the same on CPU ranks.
 
 Shapes:  L MoE layers, E experts, S slots, C slots of a rank, H hidden.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from eplb.model import ModelShape
@@ -23,7 +26,6 @@ from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
 from rebalance.links import Peers, PullTransport, RankMemory, SharedPeers
-from rebalance.stage_settings import SERVING_BYTES_PER_SECOND
 from rebalance.transport import GlooVotes, Record
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.streams import Completion
@@ -31,20 +33,25 @@ from runtime.streams import Completion
 DEADLINE_S = 120.0
 
 
+def is_cuda() -> bool:
+    """Whether ranks run on GPUs here: one alone is no group, and its ranks run on the CPU."""
+    return torch.cuda.device_count() > 1
+
+
 @dataclass(frozen=True)
 class Shapes:
     """What a rank is made of; alike on every rank."""
 
     model: ModelShape
-    slots_per_rank: int
-    spare_slots: int = 0
-    staging_experts: int = 16
+    slots_per_rank: int  # that hold an expert, in each layer
+    spare_slots: int = 0  # EMPTY ones beside them, for flip mode
+    staging_experts: int = 16  # of the ring
     precision: str = "fp8"  # or bfloat16, or float32 on a CPU
-    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # of a rank's link while serving
+    bytes_per_second: float = math.inf  # of a rank's link while serving; inf: as fast as it goes
 
     @property
     def schema(self) -> ExpertSchema:
-        """What belongs to an expert."""
+        """The tensors of one expert, which its record holds one after the other."""
         hidden, intermediate = self.model.hidden, self.model.intermediate
         if self.precision == "fp8":
             return ExpertSchema.swiglu_fp8(hidden, intermediate)
@@ -53,46 +60,77 @@ class Shapes:
 
 
 def v3(layers: int, experts: int, **others: Any) -> Shapes:
-    """DeepSeek-V3's experts, as many layers and experts as fit."""
+    """Shapes with DeepSeek-V3's experts (7168 x 2048), in as many layers and experts as fit.
+
+    Args:
+        others: fields of ``Shapes``; ``slots_per_rank`` has no default.
+    """
     model = ModelShape(tuple(range(layers)), experts, 8, hidden=7168, intermediate=2048)
     return Shapes(model, **others)
 
 
 class NoSlab:
-    """In place of a host's slab where every byte comes from peers."""
+    """Stands in place of a host's slab where every byte comes from peers."""
 
-    num_entries = 4
+    num_entries = 4  # a transport asks for so much at a time, at most; it never does
     bytes_from_other_hosts = 0
 
     def load(
         self, records: Sequence[Record], *, deadline_s: float, weights_version: int = 0
     ) -> tuple[list[Any], int]:
-        """Refuse."""
-        raise MigrationError(f"{len(records)} records: this benchmark has no slab")
+        """Refuse: whoever asks the host has not found a peer.
+
+        Raises:
+            MigrationError: always.
+        """
+        raise MigrationError(
+            f"{len(records)} records asked of the host, expected peers to have them all: "
+            "this benchmark has no slab"
+        )
 
 
 @dataclass
 class BigRank:
-    """One rank's memory, filled."""
+    """One rank with its memory filled, its peers' memory mapped, and a group to vote in."""
 
     rank: int
     shapes: Shapes
     topology: Topology
-    placement: Placement
+    placement: Placement  # what the bank holds at the start
     bank: ExpertBank
     peers: Peers
     votes: GlooVotes
-    digests: torch.Tensor
+    digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
     device: torch.device
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def transport(self, slab: Any = None) -> PullTransport:
-        """A transport of its own, with streams of its own."""
-        return PullTransport(RankMemory(self.rank, self.bank, slab or NoSlab()), self.peers)
+        """Make a transport that reads peers and ``slab``, with streams of its own.
+
+        Args:
+            slab: whatever reads as a SlabReader does; None: no byte may come from the host.
+        """
+        return PullTransport(RankMemory(self.rank, self.bank, slab or no_slab()), self.peers)
 
 
-def build(rank: int, num_ranks: int, shapes: Shapes, held: np.ndarray | None = None) -> BigRank:
-    """Reserve, fill, map, and agree on digests."""
+def no_slab() -> Any:
+    """A NoSlab, untyped: it is a part of a SlabReader, and only what a transport asks of it."""
+    return NoSlab()
+
+
+def build(
+    rank: int, num_ranks: int, shapes: Shapes, held: NDArray[np.int32] | None = None
+) -> BigRank:
+    """Reserve a rank's memory, fill it, agree on digests, and map the peers' memory.
+
+    Called by every rank of a group that ``runtime.launch`` has joined; each waits for all others.
+
+    Args:
+        held: [L, S] experts of all slots at the start; None: those of ``first_slots``.
+
+    Raises:
+        MigrationError: no such memory, or ranks hold different bytes of one expert.
+        RankError: a rank is late.
+    """
     from_cuda = torch.cuda.device_count() >= num_ranks
     device = torch.device("cuda", rank) if from_cuda else torch.device("cpu")
     slots = shapes.slots_per_rank + shapes.spare_slots
@@ -101,7 +139,7 @@ def build(rank: int, num_ranks: int, shapes: Shapes, held: np.ndarray | None = N
         first_slots(shapes, num_ranks) if held is None else held, shapes.model.num_experts
     )
     group = dist.group.WORLD
-    assert group is not None
+    assert group is not None, "launch joins one"
     shape = (shapes.schema, shapes.model.num_layers, slots)
     arena: Any = None
     if from_cuda:
@@ -110,16 +148,10 @@ def build(rank: int, num_ranks: int, shapes: Shapes, held: np.ndarray | None = N
         num_bytes = bank_bytes(*shape, shapes.staging_experts)
         arena = SymmetricArena(num_bytes, group, device)
     bank = ExpertBank(*shape, num_staging=shapes.staging_experts, arena=arena)
-    mine = placement.slot_to_expert[:, topology.slots_on(rank)]
-    for layer, slot in np.argwhere(mine != EMPTY).tolist():
-        fill(bank.live(layer, slot), layer, int(mine[layer, slot]), shapes.schema)
+    known = fill_slots(bank, placement.slot_to_expert[:, topology.slots_on(rank)])
     control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup), "every rank is a member"
     votes = GlooVotes(control)
-    known = {
-        (layer, int(mine[layer, slot])): bank.digest(layer, slot)
-        for layer, slot in np.argwhere(mine != EMPTY).tolist()
-    }
     sizes = (shapes.model.num_layers, shapes.model.num_experts)
     digests = agree_on_digests(known, *sizes, votes, deadline_s=DEADLINE_S)
     handles: list[str] = [""] * num_ranks
@@ -134,11 +166,25 @@ def build(rank: int, num_ranks: int, shapes: Shapes, held: np.ndarray | None = N
     return BigRank(rank, shapes, topology, placement, bank, peers, votes, digests, device)
 
 
-def first_slots(shapes: Shapes, num_ranks: int) -> np.ndarray:
-    """Experts in order over the ranks, each rank's other slots with its neighbour's experts."""
+def fill_slots(bank: ExpertBank, mine: NDArray[np.int32]) -> dict[Record, tuple[int, int]]:
+    """Write this rank's experts, [L, C], into their slots; return the digest of each."""
+    known = {}
+    for layer, slot in np.argwhere(mine != EMPTY).tolist():
+        expert = int(mine[layer, slot])
+        fill(bank.live(layer, slot), layer, expert, bank.schema)
+        known[(layer, expert)] = bank.digest(layer, slot)
+    return known
+
+
+def first_slots(shapes: Shapes, num_ranks: int) -> NDArray[np.int32]:
+    """Give the experts of all slots at the start, [L, S], alike in every layer.
+
+    Experts go over the ranks in order, E / R to each; a rank's other slots hold the first ones of
+    the next rank, so that those have a replica; spare slots are EMPTY.
+    """
     num_experts = shapes.model.num_experts
     own = num_experts // num_ranks
-    held = np.full((num_ranks, shapes.slots_per_rank + shapes.spare_slots), EMPTY)
+    held = np.full((num_ranks, shapes.slots_per_rank + shapes.spare_slots), EMPTY, dtype=np.int32)
     for rank in range(num_ranks):
         wanted = (rank * own + np.arange(shapes.slots_per_rank)) % num_experts
         held[rank, : shapes.slots_per_rank] = wanted
@@ -146,7 +192,7 @@ def first_slots(shapes: Shapes, num_ranks: int) -> np.ndarray:
 
 
 def fill(record: torch.Tensor, layer: int, expert: int, schema: ExpertSchema) -> None:
-    """Seeded bytes; every tensor's numbers are small, none is a NaN."""
+    """Write an expert's record: seeded by layer and expert, numbers small, none a NaN."""
     random = torch.Generator(record.device).manual_seed(100_003 * layer + expert)
     for name, tensor in schema.views(record).items():
         if tensor.dtype == torch.float8_e4m3fn:
@@ -165,15 +211,19 @@ def fill(record: torch.Tensor, layer: int, expert: int, schema: ExpertSchema) ->
 
 
 def wait_for(completion: Completion) -> None:
-    """Wait for the device, with a deadline."""
+    """Wait until the device has come so far.
+
+    Raises:
+        MigrationError: it has not within DEADLINE_S.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while not completion.is_complete():
         if time.monotonic() > deadline:
-            raise MigrationError(f"the device is not done in {DEADLINE_S:.0f} s")
+            raise MigrationError(f"the device has not done what was ordered in {DEADLINE_S:.0f} s")
 
 
 def seconds(run: Callable[[], None], device: torch.device) -> float:
-    """How long ``run`` and everything it orders takes."""
+    """Seconds that ``run`` takes with everything that it orders on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

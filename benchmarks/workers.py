@@ -31,8 +31,17 @@ CPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=64, intermediate=128)
 def plan_of(
     folder: Path, num_ranks: int, port: int, *, device: str = "cuda", precision: str = "bfloat16"
 ) -> WorkerPlan:
-    """Write seeded weights of a small model, and lay out what every process is told."""
+    """Write seeded weights of a small model, and lay out what every process is told.
+
+    Raises:
+        SystemExit: so few ranks have no room for all experts.
+    """
     model = GPU_MODEL if device == "cuda" else CPU_MODEL
+    if num_ranks * SLOTS_PER_RANK < model.num_experts:
+        raise SystemExit(
+            f"{num_ranks} ranks of {SLOTS_PER_RANK} slots hold no {model.num_experts} experts, "
+            f"expected {-(-model.num_experts // SLOTS_PER_RANK)} ranks or more"
+        )
     schema = schema_of(model.hidden, model.intermediate, precision)
     model = replace(model, expert_bytes=schema.record_bytes)
     weights = folder / "weights"

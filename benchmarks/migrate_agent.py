@@ -1,0 +1,139 @@
+"""A real rank agent on made-up weights, and migrations that go back and forth for it.
+
+Two placements lie four experts a rank and layer apart, and each migration leads to the other one,
+so that a benchmark can move experts for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from big_rank import BigRank, Shapes, first_slots
+from publishing import Publisher
+
+from eplb.migration import Migration, Pace, Source, build_migration
+from eplb.placement import EMPTY, Placement
+from eplb.records import model_to_dict, topology_to_dict
+from eplb.topology import Topology
+from rebalance.agent import RankAgent
+from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.stage_settings import StageSettings
+from runtime.counters import SlotCounter
+from runtime.routing import RoutingTable
+from telemetry import open_store
+from telemetry.reporter import Reporter
+from telemetry.store import LoadStore, RunInfo
+
+DEPLOYMENT = "bench"
+MOVES = 4  # experts into each rank, in each layer
+POLL_S = 0.005
+
+
+@dataclass
+class Clockwork:
+    """Counts steps of many graph replays each: the agent's clock here."""
+
+    steps: int = 0
+
+
+def begin_store(path: Path, shapes: Shapes, num_ranks: int) -> None:
+    """A store with the first placement and a run."""
+    slots = shapes.slots_per_rank + shapes.spare_slots
+    topology = Topology.uniform(1, num_ranks, slots)
+    store = open_store(path, DEPLOYMENT)
+    first = Placement(first_slots(shapes, num_ranks), shapes.model.num_experts)
+    store.commit(first, expected=None, reason="start")
+    model = replace(shapes.model, expert_bytes=shapes.schema.record_bytes)
+    info = (model_to_dict(model), topology_to_dict(topology), 64)
+    store.begin_run(RunInfo("bench", time.time(), *info))
+    store.close()
+
+
+def agent_of(
+    big: BigRank, path: Path, table: RoutingTable, counter: SlotCounter, transport: Any
+) -> tuple[RankAgent, Clockwork]:
+    """The real agent, over a clock that counts whole steps."""
+    store, clock = open_store(path, DEPLOYMENT), Clockwork()
+    budget = big.shapes.bytes_per_second
+    stage = StageSettings() if budget == math.inf else StageSettings.while_serving(budget)
+    settings = AgentSettings(DEPLOYMENT, "bench", big.topology, sample_steps=16, stage=stage)
+    parts: Any = RankParts(big.rank, big.bank, table, counter, clock, big.digests)  # type: ignore[arg-type]
+    links = Links(big.votes, transport, store, Reporter(store))
+    return RankAgent(settings, parts, links, big.placement), clock
+
+
+@dataclass
+class BackAndForth:
+    """The way to the other of two placements, in turns.
+
+    Args:
+        store: numbers the plans.
+        mode: copy, flip, or host: copy mode with every byte from the host.
+    """
+
+    store: LoadStore
+    big: BigRank
+    mode: str
+    _ends: tuple[Placement, Placement] = field(init=False)
+    _num_made: int = 0
+
+    def __post_init__(self) -> None:
+        there = rotated(self.big.placement, self.big.topology, MOVES)
+        self._ends = (self.big.placement, there)
+
+    def next(self, base: Placement) -> Migration:
+        """Lead from ``base``, which is committed, to the end where it does not stand."""
+        self._num_made += 1
+        other, shapes = self._ends[self._num_made % 2], self.big.shapes
+        pace = Pace(
+            shapes.staging_experts,
+            mode="flip" if shapes.spare_slots else "copy",
+            spare_slots=shapes.spare_slots,
+        )
+        plan_id = self.store.next_plan_id()
+        made = build_migration(base, other, self.big.topology, plan_id=plan_id, pace=pace)
+        return from_host(made) if self.mode == "host" else made
+
+
+def publisher_of(big: BigRank, path: Path, mode: str) -> Publisher:
+    """Publish back and forth once it is wanted."""
+    store = open_store(path, DEPLOYMENT)
+    return Publisher(store, BackAndForth(store, big, mode).next, poll_s=POLL_S)
+
+
+def rotated(placement: Placement, topology: Topology, num_moves: int) -> Placement:
+    """Each rank hands ``num_moves`` experts of each layer to the next, which lacks them."""
+    held = placement.slot_to_expert.copy()
+    for layer in range(len(held)):
+        parts = [held[layer, topology.slots_on(r)].copy() for r in range(topology.num_ranks)]
+        given = []
+        for rank, part in enumerate(parts):
+            after = parts[(rank + 1) % len(parts)]
+            sole = [s for s, e in enumerate(part) if e != EMPTY and e not in after]
+            given.append(sole[:num_moves])
+        for rank, slots in enumerate(given):
+            target = (rank + 1) % len(parts)
+            into = given[target]
+            span = topology.slots_on(target)
+            for source, slot in zip(slots, into, strict=True):
+                held[layer, span.start + slot] = parts[rank][source]
+    return Placement(held, placement.num_experts, placement.generation)
+
+
+def from_host(migration: Migration) -> Migration:
+    """The same, every byte from the host."""
+    transactions = tuple(
+        replace(
+            txn,
+            rounds=tuple(
+                tuple(replace(m, source=Source.HOST, src_slot=EMPTY) for m in one_round)
+                for one_round in txn.rounds
+            ),
+        )
+        for txn in migration.transactions
+    )
+    return replace(migration, transactions=transactions)

@@ -1,0 +1,160 @@
+"""Decode steps while experts move without a break, against the same steps while nothing moves.
+
+One run alternates: quiet, busy, quiet, busy, quiet. A step is one CUDA graph of the resident layers
+run fourteen times, so it needs GPUs and deep_ep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from big_rank import BigRank, Shapes, build
+from migrate_agent import MOVES, agent_of, publisher_of, rotated
+from migrate_stage import PinnedSlab
+from numpy.typing import NDArray
+from rows import Row
+
+from eplb.model import ModelShape
+from rebalance.parts import StepFigures
+from runtime.counters import SlotCounter
+from runtime.routing import RoutingTable
+from runtime.streams import Completion
+
+LAYER_RUNS = 14  # of four resident layers: a step of 56
+NUM_PHASES = 5  # quiet first and last
+PHASE_STEPS = 240
+SETTLE_STEPS = 20  # after a change of phase, not counted
+TOKENS = 128
+VOCABULARY = 1024
+
+
+def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: Path) -> list[Row]:
+    """Steps without, with and again without migrations, in one run."""
+    big = build(rank, num_ranks, shapes)
+    forward, table, counter = decode_step(big)
+    slab = slab_of_both_ends(big) if mode == "host" else None
+    agent, clock = agent_of(big, path, table, counter, big.transport(slab))
+    publisher = publisher_of(big, path, mode) if rank == 0 else None
+    agent.start()
+    marks: list[Any] = []
+    in_flight = Completion(is_cuda=True)
+    for step in range(NUM_PHASES * PHASE_STEPS):
+        if publisher is not None:
+            publisher.check()
+            if step % PHASE_STEPS == 0:
+                publisher.want(step // PHASE_STEPS % 2 == 1)
+        marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        marks[-1].record()
+        assert agent.step(), "nobody asked for an end"
+        forward(step)
+        agent.wait(in_flight)
+        in_flight = Completion(is_cuda=True)
+        clock.steps += 1
+    torch.cuda.synchronize()
+    step_us = np.array([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)])
+    if publisher is not None:
+        publisher.close()
+    figures = agent.figures
+    agent.close()
+    return decode_rows(mode, *by_phase(step_us), figures)
+
+
+def slab_of_both_ends(big: BigRank) -> PinnedSlab:
+    """Host memory with every expert that goes into this rank on the way there and back."""
+    ends = (big.placement, rotated(big.placement, big.topology, MOVES))
+    span = big.topology.slots_on(big.rank)
+    new = ends[0].slot_to_expert[:, span] != ends[1].slot_to_expert[:, span]
+    records = {
+        (layer, int(end.slot_to_expert[layer, span.start + slot]))
+        for layer, slot in np.argwhere(new).tolist()
+        for end in ends
+    }
+    return PinnedSlab(big, sorted(records))
+
+
+def by_phase(step_us: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Times of the quiet and of the busy steps."""
+    phases = [
+        step_us[number * PHASE_STEPS + SETTLE_STEPS : (number + 1) * PHASE_STEPS]
+        for number in range(NUM_PHASES)
+    ]
+    return np.concatenate(phases[0::2]), np.concatenate(phases[1::2])
+
+
+def decode_rows(
+    mode: str, quiet: NDArray[np.float64], busy: NDArray[np.float64], figures: StepFigures
+) -> list[Row]:
+    """p50 and p99 without and with."""
+    name, target = {
+        "copy": ("copy mode, from peers", "<= +2 % / +0.5 %"),
+        "flip": ("flip mode, from peers", "<= +0.7 % / +0.3 %"),
+        "host": ("copy mode, from the host", "<= +3 %"),
+    }[mode]
+    (q50, q99), (b50, b99) = (np.percentile(part, (50, 99)) for part in (quiet, busy))
+    found = (
+        f"p99 {q99:.0f} -> {b99:.0f} us ({b99 / q99 - 1:+.2%}), "
+        f"p50 {q50:.0f} -> {b50:.0f} us ({b50 / q50 - 1:+.2%})"
+    )
+    amount = f"{figures.rebalances} migrations, {figures.experts_moved} experts into rank 0"
+    return [
+        (f"decode step while rebalancing, {name}", found, target),
+        (f"  in that run, {len(quiet)} + {len(busy)} steps", amount, "-"),
+    ]
+
+
+def decode_step(
+    big: BigRank,
+) -> tuple[Callable[[int], None], RoutingTable, SlotCounter]:
+    """A captured graph of all resident layers, and its parts."""
+    from runtime.compute import GroupedExperts
+    from runtime.deepep import DeepEPLowLatency, DeepEPShape
+    from runtime.graphs import CapturedStack
+    from runtime.moe import MoELayer, MoEStack
+
+    model, device = big.shapes.model, big.device
+    group = dist.group.WORLD
+    assert group is not None, "launch joins one"
+    counter = SlotCounter(model.num_layers, big.bank.num_slots, device)
+    dispatcher = DeepEPLowLatency(
+        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, counter
+    )
+    table = RoutingTable(big.placement, max_replicas=big.topology.num_ranks, device=device)
+    usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
+    experts = GroupedExperts(big.bank, usual_rows=usual)
+    layers = [
+        MoELayer(layer, model.top_k, experts, table, dispatcher)
+        for layer in range(model.num_layers)
+    ]
+    stack = MoEStack(model, dense_weights(model, device), layers)
+    captured = CapturedStack(
+        stack, dispatcher, shape=(2, TOKENS // 2), num_layers=model.num_layers, device=device
+    )
+    random = torch.Generator().manual_seed(big.rank)
+    ids = torch.randint(VOCABULARY, (16, 2, TOKENS // 2), generator=random).to(device)
+
+    def forward(step: int) -> None:
+        for number in range(LAYER_RUNS):
+            captured.forward(ids[(step + number) % 16], salt=LAYER_RUNS * step + number)
+
+    return forward, table, counter
+
+
+def dense_weights(model: ModelShape, device: torch.device) -> dict[str, torch.Tensor]:
+    """Seeded weights of everything but the experts."""
+    random = torch.Generator(device).manual_seed(1)
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, model.hidden)}
+    for layer in range(model.num_layers):
+        name = f"model.layers.{layer}"
+        shapes[f"{name}.self_attn.qkv_proj.weight"] = (3 * model.hidden, model.hidden)
+        shapes[f"{name}.self_attn.o_proj.weight"] = (model.hidden, model.hidden)
+        shapes[f"{name}.mlp.gate.weight"] = (model.num_experts, model.hidden)
+    return {
+        name: (torch.randn(shape, generator=random, device=device) * shape[-1] ** -0.5).bfloat16()
+        for name, shape in shapes.items()
+    }

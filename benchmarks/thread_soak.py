@@ -1,0 +1,241 @@
+"""Decode steps of real ranks under random migrations: the processes, their progress, their rows.
+
+Real ranks, agents, votes, store and slab; only the plans are random. Every minute a line on the
+error stream says how far all are; SIGINT or SIGTERM has the ranks halt together, and the rows are
+those of what was reached.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rows import Row
+from soak_readings import MIB, Level, Progress, progress_line
+from thread_crew import LAST_WORD, Crew, Interrupts
+from thread_rank import FIRST_PERCENT, WARM_UP_STEPS, Decode, Served, run_decode
+from workers import begin_run, plan_of
+
+from api.processes import Child
+from api.worker_slab import run_slab
+
+START_DEADLINE_S = 240.0
+SILENCE_S = 90.0  # of a rank that serves: it speaks every second, and a vote may wait for 30
+HALT_DEADLINE_S = 60.0
+
+
+class Soak:
+    """The ranks while they serve: how far they are, and whether they were asked to end.
+
+    Args:
+        progress_every_s: between two lines on the error stream.
+    """
+
+    def __init__(self, ranks: list[Child], interrupts: Interrupts, progress_every_s: float) -> None:
+        self._ranks, self._interrupts, self._every_s = ranks, interrupts, progress_every_s
+        self._known: dict[str, Progress] = {}
+        self._since = time.monotonic()
+        self._next_at = self._since + progress_every_s
+        self._halt_by: float | None = None
+
+    def hear(self, child: Child, kind: str, body: Any) -> None:
+        """Take in how far a rank has come."""
+        assert kind == "progress", f"{child.name} said {kind!r}, which nobody expects"
+        self._known[child.name] = body
+
+    def turn(self) -> None:
+        """Do what is due: a line of progress, or the halt that was asked for.
+
+        Raises:
+            SystemExit: the ranks have not halted in time.
+        """
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._next_at = now + self._every_s
+            self.tell()
+        if self._halt_by is not None and now > self._halt_by:
+            raise SystemExit(f"asked to halt, the ranks still serve after {HALT_DEADLINE_S:.0f} s")
+        if self._interrupts.found is not None and self._halt_by is None:
+            self._halt_by = now + HALT_DEADLINE_S
+            self.tell()
+            say(f"{self._interrupts.found.name}: the ranks are asked to halt")
+            for child in self._ranks:
+                child.command("halt")
+
+    def tell(self) -> None:
+        """Print one line, as soon as every rank has said something."""
+        if len(self._known) == len(self._ranks):
+            known = [self._known[child.name] for child in self._ranks]
+            say(progress_line(time.monotonic() - self._since, known))
+
+
+def say(words: str) -> None:
+    """Print to the error stream: the output is for rows."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: float) -> list[Row]:
+    """Start everything, serve, end everything; return the rows.
+
+    Raises:
+        SystemExit: a process failed, in its words; or interrupted before the ranks served.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        plan = plan_of(
+            Path(folder),
+            wanted.num_ranks,
+            rendezvous.port,
+            device=wanted.device,
+            precision=wanted.precision,
+        )
+        store = begin_run(plan)
+        stack.callback(store.close)
+        crew = Crew()
+        stack.callback(crew.end)  # before the folder goes: they write to it as long as they run
+        slab = crew.start("slab", run_slab, plan, 0)
+        wait_until_ready(crew, [slab], interrupts)
+        ranks = [
+            crew.start(f"rank {r}", run_decode, plan, r, wanted) for r in range(wanted.num_ranks)
+        ]
+        wait_until_ready(crew, ranks, interrupts)
+        reports = serve(crew, ranks, Soak(ranks, interrupts, progress_every_s))
+        slab.command("end")
+        crew.let_end([*ranks, slab])
+    return rows_of(reports, wanted)
+
+
+def wait_until_ready(crew: Crew, children: list[Child], interrupts: Interrupts) -> None:
+    """Wait until all of them can do their work.
+
+    Raises:
+        SystemExit: not in time, or interrupted: there is nothing to report yet.
+    """
+
+    def refuse_to_go_on() -> None:
+        if interrupts.found is not None:
+            raise SystemExit(f"{interrupts.found.name} before the ranks served: nothing to report")
+
+    def hear(child: Child, kind: str, body: Any) -> None:
+        raise AssertionError(f"{child.name} said {kind!r}, which nobody expects yet")
+
+    crew.wait_for(
+        "ready", children, silence_s=START_DEADLINE_S, hear=hear, at_each_turn=refuse_to_go_on
+    )
+
+
+def serve(crew: Crew, ranks: list[Child], soak: Soak) -> list[Served]:
+    """Let the ranks begin, and hear them to their end.
+
+    Raises:
+        SystemExit: a rank failed, in its words; how far all had come is told before.
+    """
+    for child in ranks:
+        child.command("begin")
+    try:
+        return crew.wait_for(
+            LAST_WORD, ranks, silence_s=SILENCE_S, hear=soak.hear, at_each_turn=soak.turn
+        )
+    except SystemExit:
+        soak.tell()
+        raise
+
+
+def rows_of(reports: Sequence[Served], wanted: Decode) -> list[Row]:
+    """Sum the ranks' reports up."""
+    first, moved = reports[0], sum(report.experts_moved for report in reports)
+    from_peers = sum(report.bytes_by_source.get("peer", 0) for report in reports)
+    what = f"{first.progress.steps} {wanted.precision} decode steps, a swap every"
+    return [
+        (
+            f"{what} {wanted.swap_every} or as soon as done",
+            f"{first.num_swaps} swaps in {first.progress.migrations} migrations,"
+            f" {moved} experts moved, {from_peers / 1e9:.1f} GB from peers",
+            "-",
+        ),
+        ("graph captures", f"{first.captures or 'no graph'}", "1, on cuda"),
+        *byte_rows(reports),
+        ("placements at the end", f"{len({r.placement_hash for r in reports})}", "1"),
+        *memory_rows([report.memory for report in reports]),
+        *time_rows(reports),
+    ]
+
+
+def byte_rows(reports: Sequence[Served]) -> list[Row]:
+    """Wrong bytes: at the end, and, where anybody looked, meanwhile."""
+    wrong_at_end = sum(report.wrong_at_end for report in reports)
+    rows = [("slots with wrong bytes at the end", f"{wrong_at_end}", "0")]
+    looks = sum(report.progress.num_looks for report in reports)
+    if looks:
+        wrong = sum(report.progress.num_wrong for report in reports)
+        rows.append(("  meanwhile, at every percent", f"{wrong} in {looks} looks", "0"))
+    found = sum((Counter(dict(report.scrubbed)) for report in reports), Counter[str]())
+    if found.total():
+        sweeps = [report.sweeps for report in reports]
+        by_result = ", ".join(f"{found[key]} {key}" for key in reports[0].scrubbed)
+        rounds = f"{min(sweeps)} to {max(sweeps)} rounds of a rank"
+        rows.append(("  by the scrubber, in idle steps", f"{by_result}; {rounds}", "0 damaged"))
+    return rows
+
+
+def memory_rows(levels: Sequence[Level]) -> list[Row]:
+    """The largest change of a rank, and the rank whose memory rose the most."""
+    what = f"memory, change from {FIRST_PERCENT} % of the steps to the end"
+    if any(level.num_readings < 2 for level in levels):
+        return [(what, f"ended before {FIRST_PERCENT} %", "flat")]
+    drop = max(abs(level.first - level.last) for level in levels) / MIB
+    most = max(levels, key=lambda level: level.rise)
+    found = ", ".join(f"{n / MIB:.1f}" for n in (most.first, most.highest, most.last))
+    return [
+        (what, f"{drop:.1f} MiB", "flat"),
+        (
+            "  of the rank that rose the most: first, highest, last",
+            f"{found} MiB in {most.num_readings} readings",
+            "flat",
+        ),
+    ]
+
+
+def time_rows(reports: Sequence[Served]) -> list[Row]:
+    """Percentiles of boundaries and of steps, over all ranks."""
+    pauses_ms = sorted(pause for report in reports for pause in report.pauses_ms)
+    step_us = sorted(us for report in reports for us in report.step_us.values)
+    num_swaps = sum(report.num_swaps for report in reports)
+    num_steps = sum(report.step_us.num_seen for report in reports)
+    return [
+        (
+            "boundary with a swap, host time, p50 / p99",
+            percentiles(pauses_ms, 2, "ms") + part_of(len(pauses_ms), num_swaps, "the latest"),
+            "-",
+        ),
+        (
+            "decode step, host time, p50 / p99",
+            percentiles(step_us, 0, "us") + part_of(len(step_us), num_steps, "a sample of"),
+            "-",
+        ),
+    ]
+
+
+def percentiles(found: Sequence[float], digits: int, unit: str) -> str:
+    """The median and the 99th of sorted times, in words where there are none."""
+    if not found:
+        return (
+            f"none yet (the first {WARM_UP_STEPS} steps do not count)" if unit == "us" else "none"
+        )
+    p99 = found[int(len(found) * 0.99)]
+    return f"{median(found):.{digits}f} / {p99:.{digits}f} {unit}"
+
+
+def part_of(num_kept: int, num_seen: int, how: str) -> str:
+    """Say that times are of a part of all, where they are."""
+    return f" ({how} {num_kept} of {num_seen})" if num_kept < num_seen else ""

@@ -1,0 +1,200 @@
+"""A soak's readings stay small, its publisher never stops in silence, and it ends in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.publishing import Publisher
+from benchmarks.soak_readings import MIB, Level, Progress, Reservoir, progress_line
+from eplb.errors import EplbError
+from eplb.migration import Migration, build_migration
+from eplb.placement import Placement
+from eplb.topology import Topology
+from telemetry import open_store
+from telemetry.store import LoadStore
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 90.0
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+HERE = Placement(np.array([[0, 1, 2, 0]]), num_experts=3)
+THERE = Placement(np.array([[0, 1, 2, 1]]), num_experts=3)
+
+OpenOne = Callable[[], LoadStore]
+
+
+# -- readings
+
+
+def test_a_reservoir_keeps_all_values_until_it_is_full() -> None:
+    reservoir = Reservoir(3, seed=0)
+    for value in (5.0, 1.0, 4.0):
+        reservoir.add(value)
+
+    assert reservoir.values == [5.0, 1.0, 4.0]
+
+
+def test_a_full_reservoir_is_a_fair_sample_of_all_values() -> None:
+    first_half = 0
+    for seed in range(200):
+        reservoir = Reservoir(10, seed=seed)
+        for value in range(40):
+            reservoir.add(value)
+        assert len(set(reservoir.values)) == 10
+        assert reservoir.num_seen == 40
+        first_half += sum(value < 20 for value in reservoir.values)
+
+    assert 900 < first_half < 1100  # of 2000; five standard deviations are 97
+
+
+def test_a_reservoir_with_the_same_seed_keeps_the_same_values() -> None:
+    one, other = Reservoir(4, seed=7), Reservoir(4, seed=7)
+    for value in range(100):
+        one.add(value)
+        other.add(value)
+
+    assert one.values == other.values
+
+
+def test_a_level_names_the_first_the_highest_and_the_last_reading() -> None:
+    level = Level()
+    for reading in (300, 420, 310):
+        level.note(reading)
+
+    assert (level.first, level.highest, level.last, level.num_readings) == (300, 420, 310, 3)
+    assert level.rise == 120
+
+
+def test_a_line_of_progress_counts_the_last_rank_and_every_wrong_slot() -> None:
+    ranks = [Progress(52, 8, 120, 0, 200 * MIB), Progress(50, 7, 120, 1, 210 * MIB)]
+
+    assert progress_line(60.4, ranks) == (
+        "after 60 s: 50 steps, 7 migrations, 1 wrong in 240 looks at live slots, "
+        "memory 200, 210 MiB"
+    )
+
+
+# -- the publisher
+
+
+@pytest.fixture
+def open_one(tmp_path: Path) -> OpenOne:
+    """Open a store in which HERE is committed, again for another look at it."""
+
+    def open_again() -> LoadStore:
+        return open_store(tmp_path / "store.sqlite", "bench")
+
+    with closing(open_again()) as store:
+        store.commit(HERE, expected=None, reason="start")
+    return open_again
+
+
+def test_a_publisher_offers_one_migration_and_waits_until_it_is_committed(
+    open_one: OpenOne,
+) -> None:
+    bases = []
+
+    def there(base: Placement) -> Migration:
+        bases.append(base.slot_to_expert.tolist())
+        return build_migration(base, THERE, TWO_RANKS, plan_id=7)
+
+    with closing(open_one()) as store:
+        version = store.version()
+        publisher = Publisher(open_one(), there, poll_s=0.01)
+        publisher.want(True)
+        store.wait(version, DEADLINE_S)
+        publisher.close()
+        offered = store.published()
+
+    assert offered is not None
+    assert offered.target.slot_to_expert.tolist() == [[0, 1, 2, 1]]
+    assert (bases, publisher.num_published) == ([[[0, 1, 2, 0]]], 1)
+
+
+def test_a_publisher_that_fails_is_heard_at_the_next_step(open_one: OpenOne) -> None:
+    was_asked = threading.Event()
+
+    def refuse(base: Placement) -> Migration:
+        was_asked.set()
+        raise ValueError("no such layer")
+
+    publisher = Publisher(open_one(), refuse, poll_s=0.01)
+    publisher.check()
+    publisher.want(True)
+    assert was_asked.wait(DEADLINE_S)
+
+    words = "the publisher stopped after 0 migrations: ValueError: no such layer"
+    with pytest.raises(EplbError, match=words):
+        publisher.close()
+    with pytest.raises(EplbError, match=words):
+        publisher.check()
+
+
+def test_a_publisher_that_is_not_wanted_publishes_nothing(open_one: OpenOne) -> None:
+    def refuse(base: Placement) -> Migration:
+        raise AssertionError("nobody wants one")
+
+    publisher = Publisher(open_one(), refuse, poll_s=0.01)
+    publisher.close()
+
+    assert publisher.num_published == 0
+
+
+# -- the whole of it
+
+
+def hear(process: subprocess.Popen[str], words: str) -> str:
+    """Read its error stream until it has said these words."""
+    assert process.stderr is not None
+    said, deadline = "", time.monotonic() + DEADLINE_S
+    while words not in said:
+        left_s = deadline - time.monotonic()
+        ready, _, _ = select.select([process.stderr], [], [], max(0.0, left_s))
+        assert ready, f"no {words!r} within {DEADLINE_S:.0f} s, only {said!r}"
+        found = os.read(process.stderr.fileno(), 4096).decode()
+        assert found, f"ended before {words!r}, after {said!r}"
+        said += found
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_soak_prints_its_rows_and_leaves_nothing(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    command = [sys.executable, "benchmarks/thread.py", "--seconds", "3600"]
+    command += ["--swap-every", "0", "--progress-every", "1"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            hear(process, "migrations")
+            os.killpg(process.pid, how)  # as a terminal and a service manager do: to all of them
+            rows, errors = process.communicate(timeout=DEADLINE_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    assert process.returncode == 128 + how, errors
+    assert f"{how.name}: the ranks are asked to halt" in errors
+    assert re.search(r"slots with wrong bytes at the end +0 ", rows), rows
+    assert re.search(r"placements at the end +1 ", rows), rows
+    assert list(tmp_path.iterdir()) == []
