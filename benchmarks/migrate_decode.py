@@ -62,6 +62,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
         publisher.close()
     figures = agent.figures
     agent.close()
+    assert figures.rebalances, "nothing was migrated: there is nothing to compare"
     return decode_rows(mode, *by_phase(step_us), figures)
 
 

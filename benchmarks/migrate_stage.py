@@ -70,6 +70,9 @@ class PinnedSlab:
     def release(self, records: list[Record]) -> None:
         """Nothing to do: all of it stays."""
 
+    def hint(self, records: list[Record], *, weights_version: int = 0) -> None:
+        """Nothing to do: all of it is here."""
+
     def prepare_for_gpu(self, records: list[Record]) -> None:
         """Nothing to do: it is locked."""
 
