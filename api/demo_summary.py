@@ -64,6 +64,7 @@ def summarise(
                 "measured": round(score.measured, 4),
                 "contiguous": round(score.contiguous, 4),
                 "generation": score.generation,
+                "is_migrating": score.is_migrating,
             }
             for score in snapshot.series
             if score.is_complete

@@ -129,11 +129,11 @@ def event_lines(event: Event) -> Iterator[str]:
 
 def window_line(score: WindowScore) -> str:
     """Say a window in one line."""
-    incomplete = "" if score.is_complete else " incomplete"
+    notes = " migrating" * score.is_migrating + " incomplete" * (not score.is_complete)
     return (
         f"generation={score.generation} window={score.index} "
         f"steps={score.first_step}..{score.last_step} imbalance={score.measured:.3f} "
-        f"contiguous={score.contiguous:.3f}{incomplete}"
+        f"contiguous={score.contiguous:.3f}{notes}"
     )
 
 

@@ -139,23 +139,24 @@ class Monitor:
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
-        self._samples.note(sample)
+        self._samples.note(sample, self._folder.index_of(sample))
 
     def _score_windows(self) -> None:
         """Score what is new or changed; a late sample changes an old window."""
         held = self._folder.windows()
-        newest = held[-1].index if held else 0
+        oldest, newest = (held[0].index, held[-1].index) if held else (0, 0)
+        in_migration = self._samples.windows_in_migration(oldest)
         # The newest windows are still filling: ranks report at their own times. One that stays
         # incomplete after two more have begun has a silent rank, and is shown as such.
         settled = [one for one in held if one.is_complete or one.index < newest - 1]
         for window in settled:
             if self._windows.get(window.index) is not window:
-                self._scores[window.index] = self._score(window)
+                self._scores[window.index] = self._score(window, window.index in in_migration)
         self._windows = {window.index: window for window in settled}
         kept = sorted(self._scores)[-KEPT_SCORES:]
         self._scores = {index: self._scores[index] for index in kept}
 
-    def _score(self, window: Window) -> WindowScore:
+    def _score(self, window: Window, is_in_migration: bool) -> WindowScore:
         in_order = contiguous_load(window.tokens, self._topology.num_ranks)
         return WindowScore(
             index=window.index,
@@ -165,6 +166,7 @@ class Monitor:
             contiguous=mean_imbalance(in_order, self._topology),
             generation=max(window.generations, default=0),
             is_complete=window.is_complete,
+            is_migrating=is_in_migration or len(window.generations) > 1,
         )
 
     def windows(self, last: int) -> list[Window]:

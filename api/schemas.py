@@ -40,6 +40,7 @@ class Score(Answer):
     contiguous: float
     generation: int
     is_complete: bool
+    is_migrating: bool = Field(description="served by more than that one placement")
 
 
 class Mark(Answer):

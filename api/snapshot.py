@@ -34,6 +34,7 @@ class WindowScore:
     contiguous: float  # the same window, had experts lain on the ranks in order
     generation: int  # the newest that served in this window
     is_complete: bool
+    is_migrating: bool  # experts moved in it, or part of a plan served uncommitted
 
 
 @dataclass(frozen=True)

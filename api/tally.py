@@ -106,12 +106,37 @@ class SampleTally:
     def __init__(self) -> None:
         self._newest: dict[int, float] = {}  # rank -> time of its newest sample
         self._received: dict[int, NDArray[np.int64]] = {}  # rank -> [L] tokens of all its samples
+        self._first: dict[int, LoadSample] = {}  # rank -> first sample of its newest generation
+        self._in_migration: set[int] = set()  # windows
 
-    def note(self, sample: LoadSample) -> None:
-        """Count one more sample."""
+    def note(self, sample: LoadSample, window: int) -> None:
+        """Count one more sample, of a window."""
         self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
         received = sample.tokens.sum(axis=1)
         self._received[sample.rank] = self._received.get(sample.rank, 0) + received
+        if self._is_in_migration(sample):
+            self._in_migration.add(window)
+
+    def windows_in_migration(self, oldest: int) -> frozenset[int]:
+        """Windows in which part of a migration served that was not committed yet.
+
+        Forgets those before ``oldest``. Slots tell, so new shares alone are not seen.
+        """
+        self._in_migration = {window for window in self._in_migration if window >= oldest}
+        return frozenset(self._in_migration)
+
+    def _is_in_migration(self, sample: LoadSample) -> bool:
+        """Say whether a rank holds other experts than when its generation began.
+
+        Only the last transaction of a migration makes a generation: what the ones before it have
+        swapped serves under the number of the placement that they leave.
+        """
+        first = self._first.setdefault(sample.rank, sample)
+        if sample.generation > first.generation:
+            self._first[sample.rank] = first = sample
+        return sample.generation == first.generation and not np.array_equal(
+            sample.slot_to_expert, first.slot_to_expert
+        )
 
     def age_s(self, now: float) -> float | None:
         """Age of the newest sample of the rank that is furthest behind; None before any."""

@@ -31,7 +31,7 @@ class Rollup:
     first_step: int
     last_step: int  # inclusive
     num_samples: int
-    generations: frozenset[int]  # placements that served meanwhile
+    generations: frozenset[int]  # that served; of a half-swapped migration, its base
     ranks: frozenset[int]  # those that sent samples
     tokens: NDArray[np.int64]  # [L, E] received by each expert, over all its replicas
     received: NDArray[np.int64]  # [L, R] received by each rank

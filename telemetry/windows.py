@@ -35,7 +35,7 @@ class Window:
     first_step: int
     last_step: int  # inclusive
     phase: Phase  # "mixed" when the samples are of several
-    generations: frozenset[int]  # placements that served during the window
+    generations: frozenset[int]  # that served; of a half-swapped migration, its base
     missing_ranks: frozenset[int]  # ranks whose samples do not cover every step
     tokens: NDArray[np.int64]  # [L, E] received by each expert, over all its replicas
     received: NDArray[np.int64]  # [L, R] received by each rank: the measured rank load

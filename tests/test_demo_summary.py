@@ -22,7 +22,7 @@ TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 def score(index: int, measured: float, *, is_complete: bool = True) -> WindowScore:
     """A window of four steps that would have been at 2.0 plus a tenth of its index."""
     first = 4 * index
-    return WindowScore(index, first, first + 3, measured, 2.0 + index / 10, 1, is_complete)
+    return WindowScore(index, first, first + 3, measured, 2.0 + index / 10, 1, is_complete, False)
 
 
 def mark(generation: int, step: int | None) -> RebalanceMark:

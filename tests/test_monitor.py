@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from api.live import LiveView, PlainLines
+from api.live import LiveView, PlainLines, window_line
 from api.monitor import Monitor
 from api.readiness import unready
-from api.snapshot import contiguous_load
+from api.snapshot import WindowScore, contiguous_load
 from api.terminal import in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.records import model_to_dict, topology_to_dict
@@ -80,6 +80,37 @@ def test_a_window_is_scored_as_measured_and_as_if_experts_lay_in_order(store: Me
 
     assert (first.measured, first.contiguous) == (1.6, 1.6)  # 80 of 100 on one rank: 80 / 50
     assert (second.measured, second.contiguous) == (1.0, 1.6)
+
+
+def test_a_window_that_a_migration_had_no_part_in_is_its_placement_s(store: MemoryStore) -> None:
+    assert [score.is_migrating for score in seen_by(store).series] == [False, False]
+
+
+def test_a_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None:
+    third = SECOND.with_generation(3)
+    before = [replace(sample(rank, 2, [30, 20], SECOND), last_step=4) for rank in (0, 1)]
+    after = [replace(sample(rank, 2, [30, 20], third), first_step=5) for rank in (0, 1)]
+    store.append([*before, *(replace(one, sequence=3) for one in after)])
+
+    *_, last = seen_by(store).series
+
+    assert (last.generation, last.is_complete, last.is_migrating) == (3, True, True)
+
+
+def test_what_a_half_swapped_migration_serves_is_not_its_base_placement_s(
+    store: MemoryStore,
+) -> None:
+    """Expert 2 comes to rank 0 by the first transaction; expert 1 to rank 1 by the last, at once
+    with the commit.
+    """
+    half = Placement(np.array([[2, 1, 0, 2]]), num_experts=3, generation=2)
+    last = Placement(np.array([[2, 1, 0, 1]]), num_experts=3, generation=3)
+    for window, serving in enumerate((half, half, last), start=2):
+        store.append([sample(0, window, [5, 20], serving), sample(1, window, [60, 15], serving)])
+
+    scores = [(s.generation, s.is_migrating) for s in seen_by(store).series]
+
+    assert scores == [(1, False), (2, False), (2, True), (2, True), (3, False)]
 
 
 def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
@@ -298,6 +329,14 @@ def test_plain_lines_say_each_thing_once(store: MemoryStore) -> None:
         'generation=2 commit plan=1 reason="drift"',
     ]
     assert list(lines.new(seen)) == []
+
+
+def test_a_plain_line_says_what_its_window_is_not() -> None:
+    score = WindowScore(7, 28, 31, 1.6, 1.8, 2, is_complete=False, is_migrating=True)
+
+    assert window_line(score) == (
+        "generation=2 window=7 steps=28..31 imbalance=1.600 contiguous=1.800 migrating incomplete"
+    )
 
 
 def test_elsewhere_than_on_a_terminal_the_view_is_plain(store: MemoryStore) -> None:

@@ -95,7 +95,8 @@ function showChart() {
   drawChart($("chart"), imbalance.windows, imbalance.rebalances, (score) => {
     $("readout").textContent = score === null ? "" :
       `steps ${score.first_step}–${score.last_step}: measured ${score.measured.toFixed(3)}, ` +
-      `contiguous ${score.contiguous.toFixed(3)}, generation ${score.generation}`;
+      `contiguous ${score.contiguous.toFixed(3)}, generation ${score.generation}` +
+      (score.is_migrating ? ", migrating" : "");
   });
 }
 
