@@ -210,7 +210,7 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
         )
     disagreement = _disagreement(verdict)
     if disagreement:
-        frozen = replace(state, frozen_reason=disagreement)
+        frozen = freeze(state, disagreement)
         return _drop(frozen, verdict.newest_plan_id, disagreement), None
     if verdict.abort:
         reason = state.abort_reason or ELSEWHERE
@@ -246,6 +246,8 @@ def _drop(state: RankPhase, newest_plan_id: int, reason: str) -> RankPhase:
     state = replace(state, refused_up_to=max(state.refused_up_to, newest_plan_id))
     if state.plan is None or state.phase is Phase.ABORTED:
         return state
+    if state.plan.plan_id > newest_plan_id:
+        return state  # seen since this rank voted: the verdict is about a plan before it
     generation = state.generation + (1 if state.swapped else 0)
     return _move(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
 
