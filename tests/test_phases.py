@@ -122,6 +122,18 @@ def test_one_rank_s_wish_drops_the_plan_on_all_and_for_good() -> None:
         assert phases.see_plan(after, replace(PLAN, plan_id=6)).phase is Phase.PRELOAD
 
 
+def test_a_wish_drops_the_plan_that_it_is_about_and_no_newer_one() -> None:
+    # Plan 5 is withdrawn and plan 6 published before every rank has seen plan 5.
+    old = phases.want_abort(working(), 5, "it was withdrawn")
+    newer = replace(PLAN, plan_id=6, plan_hash=78)
+    new = phases.see_plan(IDLE, newer)
+
+    after, order = read(new, old, new)
+    assert (after, order) == (replace(new, refused_up_to=5), None)
+    dropped, _ = read(old, new, new)
+    assert phases.see_plan(phases.aborted(dropped), newer).plan == newer
+
+
 def test_a_wish_about_an_older_plan_leaves_one_alone_that_was_seen_since_the_vote() -> None:
     # Plan 5 is withdrawn before this rank has seen it, and plan 6 published while they vote.
     mine = cast(IDLE)

@@ -766,7 +766,7 @@ def deaf_to_aborts(
     state: RankPhase, cast: Ballot, verdict: Verdict
 ) -> tuple[RankPhase, Swap | None]:
     """A broken rank: it drops a plan only when it wishes so itself."""
-    return phases.read_verdict(state, cast, replace(verdict, abort=cast.abort))
+    return phases.read_verdict(state, cast, replace(verdict, unwanted_up_to=cast.plan_id * cast.abort))
 
 
 def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
