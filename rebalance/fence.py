@@ -1,8 +1,8 @@
 """The weights-version fence: nothing of old weights is ever swapped in over new ones.
 
     agent.begin_update(version=7)          # on every rank, between the same two steps
-    for layer, expert, slot in agent.held():
-        agent.load(layer, slot, record)    # by the placement that serves, not the first one
+    for layer, slot, expert in agent.held():  # by the placement that serves, not the first one
+        load(layer, expert, into=bank.live(layer, slot))
     agent.end_update()
 
 vLLM issue 55228 shows both ways to get this wrong: weights reloaded by the first placement after

@@ -110,10 +110,10 @@ class Journal:
 
     def _write(self) -> None:
         while entries := self._next():
-            lines = "".join(json.dumps(asdict(entry), default=str) + "\n" for entry in entries)
             try:
+                lines = "".join(json.dumps(asdict(entry), default=str) + "\n" for entry in entries)
                 self._append(lines.encode())
-            except OSError as exc:  # serving goes on without a journal, and says so
+            except (OSError, TypeError, ValueError) as exc:  # serving goes on, and this says so
                 self.num_dropped += len(entries)
                 log.warning("%s: %d notes are lost: %s", self.path, len(entries), exc)
 

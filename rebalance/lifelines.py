@@ -102,15 +102,17 @@ class Lifelines:
             listening.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 line, _ = listening.accept()
-                line.settimeout(max(0.001, deadline - time.monotonic()))
-                rank, key = HELLO.unpack(line.recv(HELLO.size, socket.MSG_WAITALL))
-            except struct.error:
-                line.close()  # a stranger who says too little
-                continue
             except OSError as exc:
                 raise RankError(
                     f"rank {self._rank}: ranks {sorted(missing)} did not connect: {exc}"
                 ) from exc
+            # Half of what is left: whoever says nothing must not take the time of those behind.
+            line.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
+            try:
+                rank, key = HELLO.unpack(line.recv(HELLO.size, socket.MSG_WAITALL))
+            except (struct.error, OSError):
+                line.close()  # a stranger who says too little, or nothing, or hangs up
+                continue
             if rank in missing and hmac.compare_digest(key, own_key):
                 self._register(rank, line)
                 missing.discard(rank)

@@ -23,7 +23,7 @@ from rebalance.figures import StageFigures
 from rebalance.lanes import Pull
 from rebalance.phases import Phase
 from rebalance.ring import StagingRing
-from rebalance.serving import Serving, readable, serving_after_each
+from rebalance.serving import Serving, check_places, readable, serving_after_each
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.staging import Stager
@@ -148,6 +148,7 @@ class Mover:
         plan_id = migration.plan_id
         self.beat.busy(f"working out what serves in plan {plan_id}")
         self.serving = list(serving_after_each(migration, self._parts.table))
+        self._check(migration)
         if not (yield from self._preload(migration, box)):
             return
         box.update(phases.preloaded, plan_id)
@@ -161,6 +162,18 @@ class Mover:
                 return
             self._stager.host.release((move.layer, move.expert) for move in moves)
             box.update(phases.staged, plan_id, number + 1)
+
+    def _check(self, migration: Migration) -> None:
+        """Refuse what could never be brought, or would be written over what serves.
+
+        Raises:
+            MigrationError: it is such a migration.
+        """
+        if not migration.transactions:
+            raise MigrationError(f"plan {migration.plan_id} has no transactions, expected one")
+        for number, transaction in enumerate(migration.transactions):
+            moves = self.own_moves(transaction)
+            check_places(migration, self.serving, number, moves, self.ring.num_entries)
 
     def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
         """Have the host hold what is taken from it, some records at a time; False if unwanted."""

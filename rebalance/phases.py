@@ -210,11 +210,11 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
         )
     disagreement = _disagreement(verdict)
     if disagreement:
-        frozen = replace(state, frozen_reason=disagreement)
+        frozen = freeze(state, disagreement)
         return _drop(frozen, verdict.newest_plan_id, disagreement), None
-    if verdict.abort:
+    if verdict.unwanted_up_to != NO_PLAN:
         reason = state.abort_reason or ELSEWHERE
-        return _drop(state, verdict.newest_plan_id, reason), None
+        return _drop(state, verdict.unwanted_up_to, reason), None
     if not verdict.plan_hash or not _voted_on_current(state, cast):
         return state, None
     assert state.plan is not None, "a plan that was voted on is dropped only by a verdict"
@@ -241,11 +241,13 @@ def finish_swap(state: RankPhase) -> RankPhase:
     return _move(committed, Phase.IDLE)
 
 
-def _drop(state: RankPhase, newest_plan_id: int, reason: str) -> RankPhase:
-    """Drop the plan. What was applied of it stays, as a generation of its own."""
-    state = replace(state, refused_up_to=max(state.refused_up_to, newest_plan_id))
+def _drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
+    """Drop plans with ids up to one. What was applied stays, as a generation of its own."""
+    state = replace(state, refused_up_to=max(state.refused_up_to, up_to))
     if state.plan is None or state.phase is Phase.ABORTED:
         return state
+    if state.plan.plan_id > up_to:
+        return state  # the verdict is about a plan before it
     generation = state.generation + (1 if state.swapped else 0)
     return _move(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
 

@@ -49,7 +49,7 @@ class WeightUpdate:
             reason = f"the weights are updated to version {version}"
             core.box.update(phases.want_abort, plan.plan_id, reason)
         yield "vote"
-        self._voting.read(step, must_finish=True)
+        self._voting.read(step + 1, must_finish=True)  # that step is made, and was counted
         is_moving = True
         while is_moving:  # each verdict drops what was voted on, so two are enough
             self._voting.cast(step)
@@ -89,7 +89,7 @@ class WeightUpdate:
 
     def _verdict(self, step: int) -> Verdict:
         rank = self._core.rank
-        verdict = self._voting.read(step, must_finish=True)
+        verdict = self._voting.read(step + 1, must_finish=True)
         assert verdict is not None, "a vote that must finish has a verdict"
         if verdict.weights_version is None:
             raise RankError(

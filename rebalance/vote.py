@@ -39,7 +39,8 @@ class Ballot:
             self.plan_hash,
         )
         pairs = [value for field in mirrored for value in (field, -field)]
-        return [*pairs, self.prepared, self.applied, -self.abort, -self.halt]
+        unwanted = self.plan_id if self.abort else NO_PLAN
+        return [*pairs, self.prepared, self.applied, -unwanted, -self.halt]
 
 
 BALLOT_SIZE = 16
@@ -57,7 +58,9 @@ class Verdict:
     newest_plan_id: int  # the highest id that any rank works on
     prepared: int  # transactions that every rank has prepared
     applied: int  # transactions that serve on every rank
-    abort: bool  # at least one rank wants the plan dropped
+    # Plans up to this id are dropped: the highest that a rank wants dropped; NO_PLAN: none does.
+    # Not all that are voted on: others may be at a newer one already, which nobody objects to.
+    unwanted_up_to: int
     halt: bool  # at least one rank wants serving to end
 
     @staticmethod
@@ -67,7 +70,7 @@ class Verdict:
         low, high = reduced[0:12:2], [-value for value in reduced[1:12:2]]
         agreed = [a if a == b else None for a, b in zip(low, high, strict=True)]
         step, generation, membership, weights_version, _, plan_hash = agreed
-        prepared, applied, abort, halt = reduced[12:]
+        prepared, applied, unwanted, halt = reduced[12:]
         return Verdict(
             step,
             generation,
@@ -77,7 +80,7 @@ class Verdict:
             newest_plan_id=high[4],
             prepared=prepared,
             applied=applied,
-            abort=abort < 0,
+            unwanted_up_to=-unwanted,
             halt=halt < 0,
         )
 

@@ -55,7 +55,7 @@ class Voter:
         if self._pending is None:
             return None
         cast, vote = self._pending
-        may_skip = cast.prepared == swapped and not must_finish
+        may_skip = cast.prepared <= swapped and not must_finish
         outcome, reduced = vote.poll(0.0) if may_skip else self._wait_for(vote)
         if outcome is Outcome.LATE and may_skip:
             return None

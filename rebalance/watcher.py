@@ -197,8 +197,10 @@ class Watcher:
         beat = self._watchdog.scribe
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
-            while not self.is_written(writing) and not self._closing.is_set():
+            while not (is_written := self.is_written(writing)) and not self._closing.is_set():
                 self._closing.wait(POLL_S)
+            if not is_written:
+                log.error("%s is given up: the rank ends", writing.what)
             beat.idle()
 
     def is_written(self, writing: Writing) -> bool:

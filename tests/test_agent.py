@@ -364,6 +364,33 @@ def test_an_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
             assert torch.equal(group.banks[rank].live(layer, slot), new_record(layer, expert))
 
 
+def test_a_swap_at_the_begin_of_an_update_counts_the_last_step_under_what_served_in_it(
+    group: Group,
+) -> None:
+    def step() -> None:
+        group.step()
+        for agent in group.agents:  # a token for every slot that serves, in each step
+            for layer, slot, _ in agent.held():
+                agent._parts.counter.received[layer, slot] += 1
+
+    group.publish(FULL)
+    deadline = time.monotonic() + DEADLINE_S
+    pending = [agent._core.voter for agent in group.agents]
+    while not all(one._pending and one._pending[0].prepared for one in pending):
+        assert time.monotonic() < deadline, group.told()
+        step()
+
+    assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
+    assert all(agent.figures.experts_moved > 0 for agent in group.agents)
+    assert at_once(group, load_new_weights) == [""] * 4
+    for _ in range(9):
+        step()
+    for sink in group.sinks:
+        for sample in sink.samples:
+            num_steps = sample.last_step - sample.first_step + 1
+            assert np.array_equal(sample.tokens, num_steps * (sample.slot_to_expert != EMPTY))
+
+
 def test_a_step_between_begin_and_end_of_an_update_is_refused(group: Group) -> None:
     group.step()
     assert at_once(group, lambda agent: agent.begin_update(3)) == [""] * 4

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,22 @@ def test_a_folder_that_cannot_be_written_is_said_and_counted(
 
     assert journal.num_dropped == 1
     assert "1 notes are lost" in caplog.text
+
+
+def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path, "run", 0)
+    journal.note("odd", (0, 0, 0), {"by": {(1, 2): "no key of JSON"}})
+    deadline = time.monotonic() + DEADLINE_S
+    while not journal.num_dropped:
+        assert time.monotonic() < deadline, "the note was neither written nor dropped"
+        threading.Event().wait(0.001)
+    journal.note("sound", (1, 0, 0), {})
+    journal.close()
+
+    assert [entry.what for entry in read_journals(tmp_path)[0]] == ["sound"]
+    assert "1 notes are lost: keys must be str" in caplog.text
 
 
 def test_when_nobody_writes_the_oldest_notes_give_way(tmp_path: Path) -> None:

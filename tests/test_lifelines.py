@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from eplb.errors import RankError
-from rebalance.lifelines import Address, Lifelines
+from rebalance.lifelines import HELLO, LEAVING, Address, Lifelines
 
 FORK = get_context("fork")
 DEADLINE_S = 20.0
@@ -133,5 +134,32 @@ def test_strangers_are_turned_away() -> None:
     told = refused(exchange, 0, 0.2)
 
     assert "ranks [1] did not connect" in told
+    for caller in callers:
+        caller.close()
+
+
+def hang_up_hard(caller: socket.socket) -> None:
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    caller.close()  # by a reset, not by an end
+
+
+@pytest.mark.parametrize("behave", [hang_up_hard, lambda caller: None], ids=["resets", "is silent"])
+def test_a_stranger_does_not_keep_ranks_from_one_another(
+    behave: Callable[[socket.socket], None],
+) -> None:
+    callers: list[socket.socket] = []
+
+    def exchange(mine: Address) -> list[Address]:
+        callers.append(socket.create_connection(mine[:2]))
+        behave(callers[0])
+        callers.append(socket.create_connection(mine[:2]))
+        callers[1].sendall(HELLO.pack(1, mine[2]))
+        return [mine, ("127.0.0.1", 1, b"k" * 16)]
+
+    lines = Lifelines(0, exchange, deadline_s=0.5)
+
+    assert lines.dead() == frozenset()
+    lines.close()
+    assert callers[1].recv(1) == LEAVING
     for caller in callers:
         caller.close()

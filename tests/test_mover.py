@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 from simulated_time import Clock, Landing
 
 from eplb.errors import MigrationError
-from eplb.migration import Migration, Move, Pace, Source, build_migration
+from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance import phases
@@ -272,6 +272,50 @@ def test_a_swap_whose_copies_never_end_is_named() -> None:
     made.run(work, lambda: bool(made.box.state.abort_reason))
 
     assert "a swap's copies have not ended 30 s after" in made.box.state.abort_reason
+
+
+def reason_to_drop(made: Bench, migration: Migration) -> str:
+    """What a mover says of a plan that every rank works on, if it says it without any vote."""
+    work = made.mover.work(migration, made.box)
+    made.adopt()
+    made.run(work, lambda: bool(made.box.state.abort_reason) or made.clock.now > 100.0)
+    assert made.transport.landings == []
+    return made.box.state.abort_reason
+
+
+def test_a_plan_that_needs_more_staging_than_there_is_is_dropped_in_words() -> None:
+    made = bench(staging=2)
+    made.mover.ring = StagingRing(1)
+
+    assert reason_to_drop(made, made.migration) == (
+        "rank 0: plan 1 transaction 0 brings 2 experts here, expected at most 1, "
+        "the staging entries of this rank"
+    )
+
+
+def test_a_plan_that_moves_nothing_is_dropped_in_words() -> None:
+    made = bench()
+    nothing = build_migration(BASE, BASE, TOPOLOGY, plan_id=1)
+
+    assert reason_to_drop(made, nothing) == "rank 0: plan 1 has no transactions, expected one"
+
+
+def test_a_flip_into_a_slot_that_may_still_serve_is_dropped_in_words() -> None:
+    """By a bug, or another maker: expert 1 over expert 0, which moves to slot 1 too late."""
+    moves = Move(0, 0, 1, Source.HOST), Move(0, 1, 0, Source.PEER, 3)
+    away = Transaction((0,), (moves[:1],), frees=((0, 0),))
+    into = Transaction((0,), (moves[1:],), reads_after=0)
+    target = BASE.slot_to_expert.copy()
+    target[0, :2] = 1, 0
+    pace = Pace(staging_experts=0, mode="flip", spare_slots=1)
+
+    for transactions, nth in (((away, into), 1), ((replace(into, rounds=(moves,)),), 0)):
+        made = bench()
+        forged = Migration(1, BASE, Placement(target, 3), transactions, pace)
+        assert reason_to_drop(made, forged) == (
+            f"rank 0: plan 1 transaction {nth} writes layer 0 slot 0 once 0 transactions are "
+            "applied, found expert 0 there, expected it EMPTY"
+        )
 
 
 def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:

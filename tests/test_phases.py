@@ -122,6 +122,41 @@ def test_one_rank_s_wish_drops_the_plan_on_all_and_for_good() -> None:
         assert phases.see_plan(after, replace(PLAN, plan_id=6)).phase is Phase.PRELOAD
 
 
+def test_a_wish_drops_the_plan_that_it_is_about_and_no_newer_one() -> None:
+    # Plan 5 is withdrawn and plan 6 published before every rank has seen plan 5.
+    old = phases.want_abort(working(), 5, "it was withdrawn")
+    newer = replace(PLAN, plan_id=6, plan_hash=78)
+    new = phases.see_plan(IDLE, newer)
+
+    after, order = read(new, old, new)
+    assert (after, order) == (replace(new, refused_up_to=5), None)
+    dropped, _ = read(old, new, new)
+    assert phases.see_plan(phases.aborted(dropped), newer).plan == newer
+
+
+def test_a_wish_about_an_older_plan_leaves_one_alone_that_was_seen_since_the_vote() -> None:
+    # Plan 5 is withdrawn before this rank has seen it, and plan 6 published while they vote.
+    mine = cast(IDLE)
+    verdict = verdict_of(mine, cast(phases.want_abort(working(), 5, "it was withdrawn")))
+    on_the_next = phases.see_plan(IDLE, replace(PLAN, plan_id=6))
+
+    after, order = phases.read_verdict(on_the_next, mine, verdict)
+
+    assert order is None
+    assert (after.phase, after.plan, after.refused_up_to) == (Phase.PRELOAD, on_the_next.plan, 5)
+
+
+def test_a_disagreement_has_a_plan_dropped_that_was_seen_since_the_vote() -> None:
+    mine = cast(IDLE)
+    verdict = verdict_of(mine, cast(replace(IDLE, generation=4)))
+    on_the_next = phases.see_plan(IDLE, PLAN)
+
+    after, _ = phases.read_verdict(on_the_next, mine, verdict)
+
+    assert (after.phase, after.plan) == (Phase.PRELOAD, PLAN)
+    assert cast(after).abort  # no rank but this one has to have it: the next vote drops it on all
+
+
 def test_what_was_swapped_of_a_dropped_plan_is_a_generation_of_its_own() -> None:
     half = phases.want_abort(working(prepared=1, swapped=1), 5, "disk gone")
 

@@ -766,7 +766,8 @@ def deaf_to_aborts(
     state: RankPhase, cast: Ballot, verdict: Verdict
 ) -> tuple[RankPhase, Swap | None]:
     """A broken rank: it drops a plan only when it wishes so itself."""
-    return phases.read_verdict(state, cast, replace(verdict, abort=cast.abort))
+    own = cast.plan_id if cast.abort else NO_PLAN
+    return phases.read_verdict(state, cast, replace(verdict, unwanted_up_to=own))
 
 
 def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:

@@ -308,3 +308,18 @@ def test_what_the_store_does_not_take_is_no_progress(
     standing = watchdog.scribe.standing()
 
     assert (standing.age_s, standing.doing) == (40, "writing down an event of kind 'scrub'")
+
+
+def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    hands = Hands(watchdog)
+    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher.start()
+    store.close()
+    watcher.tell("scrub", {})
+
+    watcher.close()
+
+    assert "writing down an event of kind 'scrub' is given up: the rank ends" in caplog.messages

@@ -6,6 +6,7 @@ has nothing prepared may be read a step late.
 Right bytes: when the devices make step n, each slot that its table routes to holds its expert.
 Nothing is written that is read: not by a chunk under way of a plan that is still worked on, not by
 a copy out of staging, not by steps that the device has yet to make, and no two write at once.
+No plan is dropped that nobody wished dropped: ``played.Wishes``, which reads the ranks' journals.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rebalance.phases import RankPhase, Swap
 from rebalance.ring import StagingRing
 from rebalance.staging import Stager
 from rebalance.swapper import Swapper
-from rebalance.vote import Ballot, Verdict
+from rebalance.vote import NO_PLAN, Ballot, Verdict
 from rebalance.voter import Voter
 from runtime.streams import Completion
 
@@ -47,7 +47,8 @@ def on_its_own_flag(
 
 def deaf(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[RankPhase, Swap | None]:
     """Drops a plan only when it wishes so itself."""
-    return read_verdict(state, cast, replace(verdict, abort=cast.abort))
+    own = cast.plan_id if cast.abort else NO_PLAN
+    return read_verdict(state, cast, replace(verdict, unwanted_up_to=own))
 
 
 def frees_when_ordered(ring: StagingRing, moves: Any, completion: Completion) -> None:
@@ -91,8 +92,9 @@ def never_drains(fetcher: Fetcher, box: Any) -> Generator[Any, None, None]:
     """Frees what chunks of a dropped plan are still written to."""
     for lane in fetcher._stager._lanes.values():
         lane.clear()
-    fetcher._stager._landed.clear()
-    fetcher._stager._check = None
+    proofs = fetcher._stager._proofs
+    for forgotten in (proofs._ordered, proofs._proofs, proofs._records._pending):
+        forgotten.clear()
     fetcher._stager.host.release()
     yield from ()
 

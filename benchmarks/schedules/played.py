@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.schedules.ballots import Member
+from benchmarks.schedules.ballots import Member, Violation
 from benchmarks.schedules.device import RECORD_BYTES, Table, digest_table
 from benchmarks.schedules.houses import House
 from benchmarks.schedules.wires import Store, Transport
@@ -65,6 +65,21 @@ class StepCounter:
     steps: int = 0
 
 
+class Wishes:
+    """The journal of all ranks: none drops a plan that nobody has asked to be dropped."""
+
+    def __init__(self) -> None:
+        self._unwanted: set[int] = set()
+
+    def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
+        """Remember a wish, and look for one when a plan is dropped."""
+        plan_id = where[2]
+        if what == "wants abort":
+            self._unwanted.add(plan_id)
+        if what == "aborted" and plan_id not in self._unwanted:
+            raise Violation(f"plan {plan_id} is dropped ({detail['reason']}), which nobody wished")
+
+
 @dataclass(frozen=True)
 class World:
     """What ranks share."""
@@ -73,6 +88,7 @@ class World:
     store: Store
     clock: Callable[[], float]
     rng: random.Random
+    wishes: Wishes = field(default_factory=Wishes)
 
 
 STAGE = StageSettings(
@@ -113,6 +129,7 @@ def make_agent(
         world.store,
         Sink(),
         clock=clock,
+        journal=world.wishes,
         monotonic=clock,
         threads=PlayedWatcher,
     )

@@ -81,7 +81,7 @@ class Rank:
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
         is_vote_due = self.steps.steps % self.core.settings.vote_every == 0
-        return is_vote_due or pending[0].prepared != self.box.state.swapped
+        return is_vote_due or pending[0].prepared > self.box.state.swapped
 
     def step(self) -> Step:
         """Begin the next step."""

@@ -17,6 +17,7 @@ class Found:
 
     counts: Counter[str] = field(default_factory=Counter)
     violation: str = ""
+    cause: Exception | None = None
     trace: list[tuple[str, int]] = field(default_factory=list)
 
     def story(self, seed: int) -> str:
@@ -37,10 +38,10 @@ def run_one(seed: int, *, make: Callable[[int], Schedule] = Schedule) -> Found:
     try:
         schedule.run()
     except Hang as exc:
-        found.violation = f"hang: {exc}"
+        found.violation, found.cause = f"hang: {exc}", exc
         found.counts["hangs"] += 1
     except Exception as exc:  # of the claims, one that a rank states itself, or none of anybody's
         where = "" if isinstance(exc, Violation) else traceback.format_exc()
-        found.violation = f"{exc}\n{where}".strip()
+        found.violation, found.cause = f"{exc}\n{where}".strip(), exc
         found.counts["violations"] += 1
     return found

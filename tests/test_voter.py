@@ -1,0 +1,63 @@
+"""When a rank waits for a late vote, and when it may go on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from eplb.errors import BrokenGroup
+from rebalance import phases
+from rebalance.phases import RankPhase
+from rebalance.transport import PendingVote
+from rebalance.vote import Ballot, Outcome
+from rebalance.voter import Voter
+
+NOTHING_PREPARED = phases.ballot(RankPhase(generation=0), step=0, membership=0, halt=False)
+
+
+class NeverThere:
+    """Votes that some rank never casts, and no rank is known to be dead."""
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        return self
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        return Outcome.LATE, []
+
+    def dead(self) -> frozenset[int]:
+        return frozenset()
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def is_skipped(cast: Ballot, *, swapped: int, must_finish: bool = False) -> bool:
+    """Say whether a rank goes on without the verdict; else it waits and then refuses to."""
+    voter = Voter(0, NeverThere(), deadline_s=0.0)
+    voter.cast(cast)
+    try:
+        return voter.read(1, swapped=swapped, must_finish=must_finish) is None
+    except BrokenGroup:
+        return False
+
+
+@pytest.mark.parametrize(("prepared", "swapped"), [(0, 0), (2, 2)])
+def test_a_late_vote_is_skipped_by_a_rank_that_had_prepared_nothing_more(
+    prepared: int, swapped: int
+) -> None:
+    assert is_skipped(replace(NOTHING_PREPARED, prepared=prepared), swapped=swapped)
+
+
+def test_a_late_vote_is_skipped_while_a_plan_is_drained_that_was_swapped_in_part() -> None:
+    # It is voted on as none, with nothing prepared: by no such verdict can anybody swap.
+    assert is_skipped(NOTHING_PREPARED, swapped=1)
+
+
+def test_a_late_vote_is_waited_for_by_a_rank_that_had_prepared_more() -> None:
+    assert not is_skipped(replace(NOTHING_PREPARED, prepared=2), swapped=1)
+
+
+def test_a_late_vote_is_waited_for_before_the_next_is_cast() -> None:
+    assert not is_skipped(NOTHING_PREPARED, swapped=0, must_finish=True)
