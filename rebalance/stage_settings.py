@@ -9,6 +9,7 @@ from eplb.errors import ConfigError
 
 MIB = 1 << 20
 SERVING_BYTES_PER_SECOND = 20e9
+NETWORK_BYTES_PER_SECOND = 1.25e9  # a tenth of 100 Gbit/s, as between hosts: 35 ms for 44 MB
 BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
 
 
@@ -39,6 +40,7 @@ class StageSettings:
 
     peer: LinkSettings = LinkSettings(64 * MIB)
     host: LinkSettings = LinkSettings(8 * MIB)
+    network: LinkSettings = LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND)  # other ranks
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time: an abort waits for so many at most
     preload_deadline_s: float = 120.0
