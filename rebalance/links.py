@@ -170,31 +170,32 @@ class PullTransport:
                 live = self._bank.live(record[0], place.slot)
                 into.copy_(live[offset : offset + len(into)], non_blocking=True)
             else:
-                self._refuse_unreadable(record, place)
+                if place.rank not in self.readable:
+                    raise _cannot(record, place, "read", self._rank, self.readable)
                 self._peers.read(place, record[0], offset, into)
             return Completion(is_cuda=self._is_cuda, stream=link.stream)
 
     def _ask(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         if self._others is None or place.rank not in self.reachable:
-            raise MigrationError(
-                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be asked by rank "
-                f"{self._rank}, expected one of {sorted(self.reachable)}"
-            )
+            raise _cannot(record, place, "asked", self._rank, self.reachable)
         layer, expert = record
         part = Part(self._weights_version, layer, place.slot, expert, offset, into.numel())
         return self._others.pull(place.rank, part, into)
-
-    def _refuse_unreadable(self, record: Record, place: Place) -> None:
-        if place.rank not in self.readable:
-            raise MigrationError(
-                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
-                f"{self._rank}, expected one of {sorted(self.readable)}"
-            )
 
     def close(self) -> None:
         """Hang up on other ranks. The slab's reader and peers' memory are their owner's."""
         if self._others is not None:
             self._others.close()
+
+
+def _cannot(
+    record: Record, place: Place, what: str, rank: int, expected: frozenset[int]
+) -> MigrationError:
+    layer, expert = record
+    return MigrationError(
+        f"layer {layer} expert {expert}: rank {place.rank} cannot be {what} by rank {rank}, "
+        f"expected one of {sorted(expected)}"
+    )
 
 
 class LocalTransport:
@@ -251,15 +252,14 @@ class LocalTransport:
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy a part of a record."""
+        if place.is_far:
+            raise _cannot(record, place, "asked", self._rank, self.reachable)
         if place.source is Source.HOST:
             held = self._on_host[record]
         elif place.rank in self.readable:
             held = self._banks[place.rank].live(record[0], place.slot)
         else:
-            raise MigrationError(
-                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
-                f"{self._rank}, expected one of {sorted(self.readable)}"
-            )
+            raise _cannot(record, place, "read", self._rank, self.readable)
         into.copy_(held[offset : offset + len(into)])
         return Completion(is_cuda=False)
 
