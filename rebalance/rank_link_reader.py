@@ -113,12 +113,13 @@ class OtherRanks:
             if other.is_kept():
                 return other.wire
             self._hang_up(other)
+        if self._is_closed:
+            raise RefusedError("this rank is closing")
         end = reach(other.address, self._settings.silence_s)
         with self._lock:
-            if self._is_closed:
-                end.close()
-                raise MigrationError("this rank is closing")
             other.end = end
+            if self._is_closed:  # since: whoever closed it has not seen this one
+                end.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + self._settings.deadline_s
         wire = Wire(end, deadline, self._settings.silence_s)
         try:

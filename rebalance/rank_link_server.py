@@ -110,9 +110,9 @@ class RankLinkServer:
         finally:
             self._turns.put(reading)
         self._refuse(ask)  # if it began to change meanwhile, nobody knows which bytes are of what
-        wire.send({"is_whole": True})
         with self._lock:
             self.num_bytes_sent += ask.part.num_bytes
+        wire.send({"is_whole": True})
 
     def _take_turn(self, answer_at: float) -> _Reading:
         try:
