@@ -40,7 +40,7 @@ class StageSettings:
 
     peer: LinkSettings = LinkSettings(64 * MIB)
     host: LinkSettings = LinkSettings(8 * MIB)
-    network: LinkSettings = LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND)  # other ranks
+    network: LinkSettings = LinkSettings(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time: an abort waits for so many at most
     preload_deadline_s: float = 120.0
@@ -61,4 +61,5 @@ class StageSettings:
         return StageSettings(
             peer=LinkSettings(8 * MIB, bytes_per_second),
             host=LinkSettings(2 * MIB, bytes_per_second),
+            network=LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND),
         )
