@@ -74,14 +74,8 @@ class Mover:
     ) -> None:
         self._parts, self._transport = parts, transport
         self._settings, self._clock = settings, clock
-        self._sources = Sources(
-            parts.rank,
-            parts.topology,
-            transport.readable,
-            dead,
-            clock,
-            reachable=transport.reachable,
-        )
+        reads = parts.rank, parts.topology, transport.readable
+        self._sources = Sources(*reads, dead, clock, reachable=transport.reachable)
         self.beat = beat or Heartbeat("mover", clock)
         self._stager = Stager(
             transport, self._sources, parts.digests, settings, clock, beat=self.beat
@@ -181,8 +175,7 @@ class Mover:
         records = list(wanted)
         if len(records) > self._transport.host_room:
             # They do not fit together: the first now, the others as they are wanted.
-            first_moves = self.own_moves(migration.transactions[0])
-            wanted_first = {(move.layer, move.expert) for move in first_moves}
+            wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
         at_once = self._settings.preload_records

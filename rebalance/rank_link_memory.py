@@ -17,12 +17,17 @@ POLL_S = 0.0002  # a device's event can be asked, or waited for without end
 
 
 class Bounce:
-    """One piece of pinned memory and a stream; used by one thread at a time."""
+    """One piece of pinned memory and a stream; used by one thread at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the other end.
+        num_bytes: to pin now, because it takes longer than copying them; more is pinned if needed.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
         self._device = device
         self._stream = OnStream(new_stream(device))
-        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
         self._last = Completion(is_cuda=False)  # of what was ordered out of or into it
 
     def take_out(self, part: torch.Tensor, deadline: float) -> memoryview:

@@ -174,7 +174,7 @@ class _Reading:
     """A turn to send, and on a GPU the pinned memory for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._bounce = Bounce(device) if device.type == "cuda" else None
+        self._bounce = Bounce(device, PIECE_BYTES) if device.type == "cuda" else None
 
     def read(self, part: torch.Tensor, deadline: float) -> memoryview:
         """Bytes of a live slot, where the network can take them from."""

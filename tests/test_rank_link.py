@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from api.demo_settings import DemoSettings
+from api.demo_setup import _rank_links
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration import Move, Pace, Source, build_migration
 from eplb.model import ModelShape
@@ -371,6 +374,8 @@ def be_a_rank(
 # One host, of which no GPU maps another's memory: ranks 1, 2 and 3 hold expert 0, rank 0 wants it.
 UNMAPPED = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
 HELD = np.array([[EMPTY, EMPTY, EMPTY, 0, EMPTY, 0, EMPTY, 0]], dtype=np.int32)
+SIX_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=6, slots_per_rank=2)
+HELD_BY_FIVE = np.concatenate([HELD, HELD[:, 4:]], axis=1)
 WANTED = Move(0, 0, 0, Source.HOST)
 
 
@@ -389,10 +394,11 @@ class Receiver:
 
     stager: Stager
     sources: Sources
+    held: NDArray[np.int32]
 
     def stage(self, move: Move = WANTED) -> torch.Tensor:
         into = torch.zeros(SIZE, dtype=torch.uint8)
-        pull = Pull(move, into, HELD)
+        pull = Pull(move, into, self.held)
         drive(self.stager.stage([pull], lambda: True), PhaseBox(RankPhase(0)), time.monotonic)
         return into
 
@@ -405,12 +411,17 @@ class Receiver:
 
 @pytest.fixture
 def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
-    """Rank 0, and ranks 1 to 3 as processes: ``receiver(how rank 1 ends, what rots in rank 1)``."""
+    """Rank 0, and others as processes: ``receiver(how rank 1 ends, what rots in rank 1)``."""
     with ExitStack() as stack:
 
-        def started(how: signal.Signals | None = None, rot: int = 0) -> Receiver:
-            settings = links(4, silence_s=SHORT_S)
-            for rank in (1, 2, 3):
+        def started(
+            how: signal.Signals | None = None,
+            rot: int = 0,
+            topology: Topology = UNMAPPED,
+            present: tuple[int, ...] = (1, 2, 3),
+        ) -> Receiver:
+            settings = links(topology.num_ranks, silence_s=SHORT_S)
+            for rank in present:
                 harm = (how, rot) if rank == 1 else (None, 0)
                 assert fork(be_a_rank, settings, rank, *harm).hears() == "ready"
             others = OtherRanks(settings, 0, GROUP, SIZE)
@@ -419,11 +430,12 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
             slab: Any = NoSlab()
             transport = PullTransport(RankMemory(0, bank, slab, others=others), NoPeers())
             sources = Sources(
-                0, UNMAPPED, transport.readable, frozenset, reachable=transport.reachable
+                0, topology, transport.readable, frozenset, reachable=transport.reachable
             )
             digests = torch.tensor([[digest(record_of(0))]])
             chunked = StageSettings(network=LinkSettings(SIZE // 4))
-            return Receiver(Stager(transport, sources, digests, chunked, time.monotonic), sources)
+            stager = Stager(transport, sources, digests, chunked, time.monotonic)
+            return Receiver(stager, sources, HELD if topology is UNMAPPED else HELD_BY_FIVE)
 
         yield started
 
@@ -473,6 +485,15 @@ def test_wrong_bytes_are_refused_by_their_digest_and_their_slot_is_not_read_agai
     figures = made.figures()
     assert figures.bytes_by_source == {"rejected": SIZE, "other_rank": 2 * SIZE}
     assert (figures.num_wrong_digests, figures.num_quarantined) == (1, 1)
+
+
+def test_ranks_that_give_nothing_are_passed_over_however_many(
+    receiver: Callable[..., Receiver],
+) -> None:
+    made = receiver(topology=SIX_RANKS, present=(5,))
+
+    assert torch.equal(made.stage(), record_of(0))
+    assert made.figures().num_retries == 4
 
 
 def test_when_nobody_has_it_each_is_named(receiver: Callable[..., Receiver]) -> None:
@@ -695,6 +716,17 @@ def test_without_links_such_a_move_is_dropped_in_words_and_serving_goes_on(
 
 
 # -- settings
+
+
+def test_the_demo_s_ranks_are_asked_at_addresses_of_their_hosts() -> None:
+    assert _rank_links(DemoSettings(ranks=4, nodes=2)) is None
+    made = _rank_links(DemoSettings(ranks=4, nodes=2, other_hosts="after_disk"))
+    assert made is not None
+
+    made.check(4)
+    first, second, third, _ = made.addresses
+    assert first[0] == second[0] != third[0]
+    assert (second[1], third[1]) == (first[1] + 1, first[1])
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
