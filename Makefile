@@ -33,6 +33,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/death.py
 	$(BIN)/python benchmarks/migrate.py
 	$(BIN)/python benchmarks/preload.py
+	$(BIN)/python benchmarks/rank_link.py
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/python benchmarks/telemetry_costs.py
 	$(BIN)/python benchmarks/telemetry_redis.py --seconds 20

@@ -71,7 +71,7 @@ class DemoSettings(BaseModel):
         0, ge=0, description="records that a hot slab or a ring has room for"
     )
     other_hosts: Literal["off", "before_disk", "after_disk"] = Field(
-        "off", description="whether a host asks the others for records, and when"
+        "off", description="whether a host asks the others for records, and when; and ranks, ranks"
     )
     record_file: bool = Field(False, description="keep cooked records in a file beside the weights")
     hidden: Whole = Field(64, ge=1, description="width of a token")

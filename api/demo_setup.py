@@ -29,6 +29,7 @@ from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
 from rebalance.controller_lease import new_holder
 from rebalance.host_link_settings import HostLinkSettings
+from rebalance.rank_link_settings import RankLinkSettings
 from rebalance.record_file import record_file_beside
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
@@ -39,7 +40,7 @@ from telemetry.spool_drain import Tempo
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = 23718  # below those that systems give to callers
+HOSTS_PORT = 23718  # of slabs; ranks have the next ones. Below those that systems give to callers
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         ),
         holder=new_holder(),
         slab=_slab(settings, weights, model),
+        rank_links=_rank_links(settings),
         reporting=Reporting(
             settings.spool_dir or state.path / "spool",
             settings.spool_mb * 1_000_000,
@@ -209,6 +211,19 @@ def _links(settings: DemoSettings) -> HostLinkSettings | None:
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
     hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.nodes))
     return HostLinkSettings(hosts, secrets.token_bytes(32), order=settings.other_hosts)
+
+
+def _rank_links(settings: DemoSettings) -> RankLinkSettings | None:
+    """Where each rank can be asked: at an address of its host, which its own host asks at too."""
+    if settings.other_hosts == "off":
+        return None
+    block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
+    ranks_per_host = settings.ranks // settings.nodes
+    addresses = tuple(
+        (f"{block}.{rank // ranks_per_host + 1}", HOSTS_PORT + 1 + rank % ranks_per_host)
+        for rank in range(settings.ranks)
+    )
+    return RankLinkSettings(addresses, secrets.token_bytes(32))
 
 
 def _pace(settings: DemoSettings) -> Pace:

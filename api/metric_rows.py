@@ -25,11 +25,12 @@ from telemetry.windows import Window
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations
 
-# Ranks read peers on their own host only, and all else comes through the host's memory.
+# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks are asked.
 LINK_OF_SOURCE = {
     "same_rank": "same_rank",
     "peer": "intra",
     "host": "host",
+    "other_rank": "inter",
     "other_host": "inter",
     "disk": "disk",
 }
@@ -152,8 +153,13 @@ def _layers_pending(scrape: Scrape) -> int:
 
 
 def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
-    by_link = {link: seen.bytes_by_source.get(source, 0) for source, link in LINK_OF_SOURCE.items()}
-    bytes_help = "Bytes of experts by the link they came over; inter, disk: into the host's memory."
+    by_link = dict.fromkeys(LINK_OF_SOURCE.values(), 0)
+    for source, link in LINK_OF_SOURCE.items():
+        by_link[link] += seen.bytes_by_source.get(source, 0)
+    bytes_help = (
+        "Bytes of experts by the link they came over; disk: into the host's memory; inter: into "
+        "it, or right into a rank's."
+    )
     yield _counter("migrated_bytes", bytes_help, by_link, "link")
     yield _counter("migrated_experts", "Experts swapped into slots.", seen.experts_moved)
     failures_help = "Records whose bytes were not those of their expert, staged or live."

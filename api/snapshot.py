@@ -19,8 +19,8 @@ from eplb.topology import Topology
 from telemetry.store import Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a rank at work
-# Cheapest first, as eplb.migration.Source. The last two fill the host's memory, not a slot.
-SOURCES = ("same_rank", "peer", "host", "other_host", "disk")
+# In the order in which they are asked. The last two fill the host's memory, not a slot.
+SOURCES = ("same_rank", "peer", "host", "other_rank", "other_host", "disk")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from rebalance.digests import agree_on_digests
 from rebalance.journal import JOURNAL_FOLDER, Journal
 from rebalance.links import RankMemory, fill_bank, ranks_beside
 from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.rank_link_reader import OtherRanks
+from rebalance.rank_link_wire import GroupName
 from rebalance.recovery import membership_of_start
 from rebalance.slab import SlabReader
 from rebalance.stage_settings import StageSettings
@@ -94,7 +96,9 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
         raise StoreError("the store holds no committed placement, expected the demo's first one")
     placement = committed.placement
     group, start_up = _join(plan, rank, place)
-    held = _take_weights(plan, rank, placement, place, (group, start_up))
+    membership = membership_of_start(store)
+    others = _other_ranks(plan, rank, membership)
+    held = _take_weights(plan, rank, placement, place, (group, start_up), others=others)
     counter = SlotCounter(plan.model.num_layers, held.bank.num_slots, place.device)
     dispatcher, why = place.dispatcher(group, counter)
     log.info("rank %d: dispatcher: %s", rank, why)
@@ -113,7 +117,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     reporter = Reporter(store, spool=reporting.spool_of(rank), tempo=reporting.tempo, seed=rank)
     journal = Journal(plan.state_dir / JOURNAL_FOLDER, plan.run, rank)
     agent = RankAgent(
-        agent_settings(plan, place.stage, membership_of_start(store)),
+        agent_settings(plan, place.stage, membership),
         RankParts(rank, held.bank, table, counter, dispatcher, held.digests),
         Links(held.votes, held.transport, store, reporter, journal=journal),
         placement,
@@ -136,7 +140,16 @@ def agent_settings(plan: WorkerPlan, stage: StageSettings, membership: int) -> A
         vote_deadline_s=plan.vote_deadline_s,
         plan_deadline_s=plan.plan_deadline_s,
         scrub_every_steps=plan.scrub_every_steps,
+        rank_links=plan.rank_links,
     )
+
+
+def _other_ranks(plan: WorkerPlan, rank: int, membership: int) -> OtherRanks | None:
+    """Make the way to ranks whose memory is not mapped here, if there is to be one."""
+    if plan.rank_links is None:
+        return None
+    group = GroupName(plan.run, membership)
+    return OtherRanks(plan.rank_links, rank, group, plan.schema.record_bytes)
 
 
 def _take_weights(
@@ -145,6 +158,8 @@ def _take_weights(
     placement: Placement,
     place: Device,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    *,
+    others: OtherRanks | None,
 ) -> _Weights:
     """Fill this rank's slots from the slab, and agree with the others on what all slots hold."""
     model, topology, (group, start_up) = plan.model, plan.topology, groups
@@ -168,7 +183,7 @@ def _take_weights(
     handles: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(handles, bank.handle, group=start_up)
     known = KnownRecords(placement, topology, digests)
-    memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)))
+    memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)), others)
     transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
     log.info("rank %d: transport: %s", rank, why)
     return _Weights(bank, digests, votes, transport)

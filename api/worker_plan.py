@@ -10,6 +10,7 @@ import torch
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.controller import ControllerSettings
+from rebalance.rank_link_settings import RankLinkSettings
 from rebalance.slab import SlabAddress, SlabSettings
 from runtime.experts import ExpertSchema
 from telemetry.codec import SAMPLE_VERSION
@@ -75,6 +76,7 @@ class WorkerPlan:
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
+    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
     scrub_every_steps: int = 64
     plan_deadline_s: float = 30.0

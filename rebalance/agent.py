@@ -25,6 +25,8 @@ from eplb.recovery import LastWords, Recovery
 from rebalance import phases
 from rebalance.core import make_core
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
+from rebalance.rank_link_door import open_door
+from rebalance.rank_link_server import RankLinkServer
 from rebalance.recovery import WORDS_DEADLINE_S
 from rebalance.report import rank_state
 from rebalance.scrub_turns import ScrubTurns
@@ -54,12 +56,18 @@ class RankAgent:
         self._scrub_turns = ScrubTurns(core, self._swapper, self._scrubber)
         self._update = WeightUpdate(core, self._swapper, self._voting, self._scrub_turns)
         self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
+        self._door: RankLinkServer | None = None
         self._watchdog.step.busy("before the first step")
 
     # -- what the serving process calls
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads, and let other ranks ask for what this one holds, if they may.
+
+        Raises:
+            MigrationError: the address at which they ask cannot be listened on.
+        """
+        self._door = open_door(self._core, self._swapper)
         self._core.watcher.start()
 
     def step(self) -> bool:
@@ -211,6 +219,9 @@ class RankAgent:
     def close(self) -> None:
         """Stop the threads and leave the group. The last samples are the reporter's to flush."""
         self._core.watcher.close()
+        self._core.links.transport.close()
+        if self._door is not None:
+            self._door.close()
         self._core.links.votes.close()
 
     # -- after a death (rebalance.recovery)

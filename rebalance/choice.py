@@ -78,7 +78,8 @@ def choose_transport(
         wrong = str(exc)
     wrong = first_refusal(wrong, group)
     if made is None or wrong:
-        why = f"all weights come through the host, because peers cannot be read: {wrong}"
+        ways = "the host" if memory.others is None else "the host, or from ranks that are asked"
+        why = f"all weights come through {ways}, because peers cannot be read: {wrong}"
         return PullTransport(memory, NoPeers()), why
     return made, f"peers' slots and the host's slab give right bytes on {group.size()} ranks"
 

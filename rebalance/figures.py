@@ -18,6 +18,7 @@ class Link(Enum):
 
     PEER = "peer"
     HOST = "host"
+    NETWORK = "network"  # from ranks that are asked
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,21 @@ at most, so hosts that lack the same record never wait for one another in a circ
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from eplb.errors import CheckpointError, MigrationError
-from rebalance.host_link_settings import MOST_CALLERS, HostLinkSettings
-from rebalance.host_link_wire import CHUNK_BYTES, Budget, Message, RefusedError, Wire, welcome
+from eplb.errors import CheckpointError
+from rebalance.door import Door, DoorPlate
+from rebalance.host_link_settings import HostLinkSettings
+from rebalance.host_link_wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_requests import Request
 from rebalance.slab_session import SlabParts
 from rebalance.slab_wire import Digest
 from rebalance.transport import Record
 from runtime.memory import digest
-
-HANDSHAKE_DEADLINE_S = 5.0
-TURN_AWAY_S = 0.1
-ACCEPT_RETRY_S = 1.0
-CLOSE_DEADLINE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -49,68 +44,32 @@ class HostLinkServer:
         assert settings.listen is not None, "a slab that gives nothing has no door"
         self._settings, self._parts = settings, parts
         self._origin, self._holders = origin, holders
-        self._is_closing = threading.Event()
-        self._outward = Budget(settings.bytes_per_second, self._is_closing)
+        plate = DoorPlate("host", settings.listen, PROTOCOL, settings.secret, settings.silence_s)
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
         self._lock = threading.Lock()
-        self._callers: dict[socket.socket, tuple[threading.Thread, int]] = {}  # and holder
+        self._serving: set[int] = set()  # holders, one for each caller
         self.num_sent = 0  # records
-        self._listening = _listen(*settings.listen)
-        self._accepting = threading.Thread(target=self._accept, name="host-accept", daemon=True)
-        self._accepting.start()
+        is_closing = threading.Event()
+        self._outward = Budget(settings.bytes_per_second, is_closing)
+        self._door = Door(plate, self._hello, self._meet, is_closing)
 
-    def _accept(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                caller, (host, *_) = self._listening.accept()
-            except OSError as exc:
-                if not self._is_closing.is_set():
-                    log.warning("another host could not be answered: %s", exc)
-                    self._is_closing.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
-                continue
-            holder = next(self._holders)
-            thread = threading.Thread(
-                target=self._meet, args=(caller, str(host), holder), name="host-caller", daemon=True
-            )
-            with self._lock:
-                has_room = len(self._callers) < MOST_CALLERS
-                if has_room:
-                    self._callers[caller] = thread, holder
-            if has_room:
-                thread.start()
-            else:
-                self._turn_away(caller)
+    def _hello(self) -> Message:
+        return {
+            "origin": asdict(self._origin()),
+            "weights_version": self._parts.cache.weights_version,
+        }
 
-    def _turn_away(self, caller: socket.socket) -> None:
-        with caller:
-            try:
-                # Nothing was sent before, so there is room for this: it never waits.
-                wire = Wire(caller, time.monotonic() + self._settings.silence_s, TURN_AWAY_S)
-                wire.send({"refused": f"{MOST_CALLERS} other callers are connected"})
-            except (MigrationError, OSError) as exc:
-                log.warning("a caller too many could not be told: %s", exc)
-
-    def _meet(self, caller: socket.socket, name: str, holder: int) -> None:
+    def _meet(self, wire: Wire) -> None:
         """Serve one caller, on a thread of its own."""
+        holder = next(self._holders)
+        with self._lock:
+            self._serving.add(holder)
         try:
-            with caller:
-                deadline = time.monotonic() + HANDSHAKE_DEADLINE_S
-                wire = Wire(caller, deadline, self._settings.silence_s)
-                hello = {
-                    "origin": asdict(self._origin()),
-                    "weights_version": self._parts.cache.weights_version,
-                }
-                welcome(wire, self._settings.secret, hello)
-                self._answer(wire, wire.receive(), holder)
-        except (MigrationError, OSError) as exc:
-            if not self._is_closing.is_set():
-                log.warning("host %s was not served: %s", name, exc)
-        except (KeyError, TypeError, ValueError) as exc:
-            log.error("host %s sent what is no request, and is hung up on: %r", name, exc)
+            self._answer(wire, wire.receive(), holder)
         finally:
             self._parts.cache.drop(holder)
             with self._lock:
-                self._callers.pop(caller, None)
+                self._serving.discard(holder)
 
     def _answer(self, wire: Wire, ask: Message, holder: int) -> None:
         deadline_s = min(float(ask["deadline_s"]), self._settings.deadline_s)
@@ -205,26 +164,9 @@ class HostLinkServer:
 
     def close(self) -> None:
         """Stop answering, and hang up on whoever is connected."""
-        self._is_closing.set()
-        self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
-        self._listening.close()
-        self._accepting.join(CLOSE_DEADLINE_S)
+        self._door.stop()
         with self._lock:
-            callers = dict(self._callers)
-        for caller, (thread, holder) in callers.items():
+            serving = set(self._serving)
+        for holder in serving:
             self._parts.cache.drop(holder)  # ends its wait for a record that is being read
-            try:
-                caller.shutdown(socket.SHUT_RDWR)
-            except OSError as exc:
-                log.debug("a caller had hung up already: %s", exc)
-            thread.join(CLOSE_DEADLINE_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=MOST_CALLERS)
-    except OSError as exc:
-        raise MigrationError(
-            f"other hosts' door {host} port {port} cannot be listened on: {exc}"
-        ) from exc
+        self._door.close()

@@ -12,7 +12,6 @@ Order = Literal["before_disk", "after_disk"]
 HostAddress = tuple[str, int]  # a numeric address, because looking a name up has no deadline
 
 LEAST_SECRET_BYTES = 16
-MOST_CALLERS = 64  # connections that a host holds open; a further caller is turned away in words
 # A tenth of a 100 Gbit/s link, which also carries requests and KV caches: 35 ms for 44 MB.
 SERVING_BYTES_PER_SECOND = 1.25e9
 
@@ -36,11 +35,7 @@ class HostLinkSettings:
     back_off_s: float = 30.0  # at most; for so long a host that failed is left alone
 
     def __post_init__(self) -> None:
-        if len(self.secret) < LEAST_SECRET_BYTES:
-            raise ConfigError(
-                f"a secret of {len(self.secret)} bytes between hosts, "
-                f"expected {LEAST_SECRET_BYTES} or more"
-            )
+        check_secret(self.secret, "hosts")
         if self.order not in get_args(Order):
             raise ConfigError(f"order {self.order!r}, expected one of {', '.join(get_args(Order))}")
         if self.max_transfers < 1:
@@ -49,7 +44,7 @@ class HostLinkSettings:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
         for address in [*self.hosts, *([self.listen] if self.listen else [])]:
-            _check(address)
+            check_address(address)
 
     @property
     def others(self) -> tuple[HostAddress, ...]:
@@ -57,7 +52,25 @@ class HostLinkSettings:
         return tuple(host for host in self.hosts if host != self.listen)
 
 
-def _check(address: HostAddress) -> None:
+def check_secret(secret: bytes, between: str) -> None:
+    """Refuse a secret that could be guessed.
+
+    Raises:
+        ConfigError: it is too short.
+    """
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"a secret of {len(secret)} bytes between {between}, "
+            f"expected {LEAST_SECRET_BYTES} or more"
+        )
+
+
+def check_address(address: HostAddress) -> None:
+    """Refuse an address that would have to be looked up.
+
+    Raises:
+        ConfigError: it is no number, or its port is none.
+    """
     host, port = address
     try:
         ipaddress.ip_address(host)

@@ -1,14 +1,15 @@
-"""What the slabs of two hosts say to each other, and for how long either waits for the other.
+"""What two ends of a connection say to each other, and for how long either waits for the other.
 
-    asker                                    host that is asked
+    asker                                    who is asked
       | <------ protocol, nonce ---------------- |   or why it takes no more callers
       | ------- nonce, proof of the secret ----> |
       | <------ proof, origin, version --------- |   or that the secret is another
       | ------- what is asked -----------------> |
       | <------ an answer, then a record's bytes |   or why not
 
-A connection carries one question: nothing of an earlier one can be taken for an answer, and its end
-frees whatever it held on the other host. Messages are JSON behind their length.
+Between the slabs of two hosts a connection carries one question: nothing of an earlier one can be
+taken for an answer, and its end frees whatever it held on the other host. Between two ranks it is
+kept for further questions. Messages are JSON behind their length.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 from eplb.errors import MigrationError
 from rebalance.throttle import TokenBucket
 
-PROTOCOL = "eplb-hosts-1"
+PROTOCOL = "eplb-hosts-1"  # of slabs; each kind of door has a name of its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
 MOST_MESSAGE_BYTES = 2**20  # what a stranger says is not taken for a length of gigabytes
 _LENGTH = struct.Struct("!I")
@@ -37,11 +38,11 @@ T = TypeVar("T")
 
 
 class RefusedError(MigrationError):
-    """The other host is well, and says no."""
+    """The other side is well, and says no."""
 
 
 class Wire:
-    """One end of a connection between two hosts; whatever goes wrong is told in words.
+    """One end of a connection; whatever goes wrong is told in words.
 
     Args:
         end: connected; closed by its owner.
@@ -57,6 +58,18 @@ class Wire:
     def left_s(self) -> float:
         """Time until the deadline; none is 0."""
         return max(0.0, self.deadline - time.monotonic())
+
+    def hears(self, patience_s: float) -> bool:
+        """Wait until the other side says something; False if it hangs up first, or is silent.
+
+        None of it is taken in. Nothing is wrong with a connection that has ended between two
+        questions.
+        """
+        try:
+            self._end.settimeout(patience_s)
+            return bool(self._end.recv(1, socket.MSG_PEEK))
+        except OSError:  # too late, or a connection that broke: either way there is no question
+            return False
 
     def send(self, message: Message) -> None:
         """Say something.
@@ -132,54 +145,68 @@ class Wire:
             raise MigrationError(f"the connection broke: {exc}") from exc
 
 
-def greet(wire: Wire, secret: bytes) -> Message:
-    """Prove to the host that is asked that this one knows the secret, and have it prove the same.
+def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
+    """Connect.
+
+    Raises:
+        MigrationError: nobody is there, or not in time.
+    """
+    try:
+        return socket.create_connection(address, timeout=deadline_s)
+    except OSError as exc:
+        raise MigrationError(f"it cannot be reached: {exc}") from exc
+
+
+def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
+    """Prove to the side that is asked that this one knows the secret, and have it prove the same.
 
     Returns:
-        What it says of itself: its origin, and the version of weights that it serves.
+        What it says of itself.
 
     Raises:
         RefusedError: it takes no more callers.
-        MigrationError: it knows another secret, or is no slab of this kind.
+        MigrationError: it knows another secret, or is not of this kind.
     """
     theirs = wire.receive()
     if "refused" in theirs:
         raise RefusedError(str(theirs["refused"]))
-    if theirs.get("protocol") != PROTOCOL:
-        raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {PROTOCOL!r}")
+    if theirs.get("protocol") != protocol:
+        raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {protocol!r}")
     nonces = secrets.token_hex(16), str(theirs["nonce"])
-    wire.send({"nonce": nonces[0], "proof": _proof(secret, "asks", nonces)})
+    wire.send({"nonce": nonces[0], "proof": _proof(secret, protocol, "asks", nonces)})
     found = wire.receive()
     if "error" in found:
         raise MigrationError(str(found["error"]))
-    if not hmac.compare_digest(str(found.get("proof")), _proof(secret, "gives", nonces)):
+    proof = _proof(secret, protocol, "gives", nonces)
+    if not hmac.compare_digest(str(found.get("proof")), proof):
         raise MigrationError("it does not prove that it knows the deployment's secret")
     return found
 
 
-def welcome(wire: Wire, secret: bytes, hello: Message) -> None:
+def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL) -> None:
     """Have a caller prove that it knows the secret; only then say who we are.
 
     Raises:
         MigrationError: it does not know it.
     """
     own = secrets.token_hex(16)
-    wire.send({"protocol": PROTOCOL, "nonce": own})
+    wire.send({"protocol": protocol, "nonce": own})
     found = wire.receive()
     nonces = str(found.get("nonce")), own
-    if not hmac.compare_digest(str(found.get("proof")), _proof(secret, "asks", nonces)):
-        wire.send({"error": "it knows another secret than this host: one deployment has one"})
+    proof = _proof(secret, protocol, "asks", nonces)
+    if not hmac.compare_digest(str(found.get("proof")), proof):
+        wire.send({"error": "it knows another secret than this side: one deployment has one"})
         raise MigrationError("it does not know the deployment's secret")
-    wire.send({"proof": _proof(secret, "gives", nonces)} | hello)
+    wire.send({"proof": _proof(secret, protocol, "gives", nonces)} | hello)
 
 
-def _proof(secret: bytes, role: str, nonces: tuple[str, str]) -> str:
+def _proof(secret: bytes, protocol: str, role: str, nonces: tuple[str, str]) -> str:
     """Bound to the role, so that nobody's proof can be handed back to it."""
-    return hmac.new(secret, "|".join((PROTOCOL, role, *nonces)).encode(), "sha256").hexdigest()
+    return hmac.new(secret, "|".join((protocol, role, *nonces)).encode(), "sha256").hexdigest()
 
 
 def field(message: Message, name: str, kind: type[T]) -> T:
-    """Take one field of what another host said.
+    """Take one field of what the other side said.
 
     Raises:
         TypeError: it is missing, or of another kind.
@@ -201,7 +228,7 @@ class Budget:
         """Wait until ``num_bytes`` may go.
 
         Raises:
-            MigrationError: not before the deadline, or this slab is closing.
+            MigrationError: not before the deadline, or this side is closing.
         """
         while True:
             now = time.monotonic()
@@ -213,4 +240,4 @@ class Budget:
             if ready_at >= deadline:
                 raise MigrationError("the budget between hosts has no room before the deadline")
             if self._is_closing.wait(ready_at - now):
-                raise MigrationError("this slab is closing")
+                raise MigrationError("this side is closing")

@@ -55,6 +55,12 @@ class Pull:
         """(layer, expert)."""
         return self.move.layer, self.move.expert
 
+    def fails(self, place: Place, why: str) -> None:
+        """Note that a place cannot be read; that was no attempt if it had given nothing yet."""
+        self.failed[place] = why
+        if not self.num_chunks:
+            self.num_tried -= 1
+
     def begin(self, places: tuple[Place, ...]) -> None:
         """Start an attempt from its first byte."""
         self.places, self.num_tried = places, self.num_tried + 1

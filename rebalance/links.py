@@ -1,4 +1,7 @@
-"""The transport of ranks that are processes: peers on a host read each other, all read the slab."""
+"""The transport of ranks that are processes: peers on a host read each other, all read the slab.
+
+Ranks that cannot be read may be asked, where they listen (``rebalance/rank_link_reader.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import torch
 from eplb.errors import MigrationError
 from eplb.migration import Source
 from eplb.topology import Topology
+from rebalance.rank_link_reader import OtherRanks
+from rebalance.rank_link_wire import Part
 from rebalance.slab import Digest, SlabReader
 from rebalance.transport import HOST, Place, Record
 from runtime.experts import ExpertBank, PeerBank
@@ -86,10 +91,11 @@ class RankMemory:
     bank: ExpertBank
     slab: SlabReader
     ranks_on_host: int = 1  # that share the slab
+    others: OtherRanks | None = None  # that can be asked over the network
 
 
 class PullTransport:
-    """The rank's own slots, its peers', and its host's slab; nobody else is asked to help.
+    """The rank's own slots, its peers', its host's slab, and other ranks where they can be asked.
 
     On a GPU copies run on two streams of the lowest priority, so that a slow host never holds up a
     fast peer; no kernel of serving ever waits for either.
@@ -103,6 +109,9 @@ class PullTransport:
         streams = (new_stream(self._device) if self._is_cuda else None for _ in range(2))
         self._from_peers, self._from_host = map(OnStream, streams)
         self.readable = peers.ranks | {memory.rank}
+        self._others = memory.others
+        asked = memory.others.ranks if memory.others is not None else frozenset[int]()
+        self.reachable = asked - self.readable
 
     def begin(self) -> None:
         """Bind the mover's thread to this rank's device and to a stream of its own, for digests.
@@ -151,6 +160,8 @@ class PullTransport:
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a part of a record."""
+        if place.is_far:
+            return self._ask(record, place, offset, into)
         link = self._from_host if place == HOST else self._from_peers
         with link:
             if place == HOST:
@@ -159,16 +170,32 @@ class PullTransport:
                 live = self._bank.live(record[0], place.slot)
                 into.copy_(live[offset : offset + len(into)], non_blocking=True)
             else:
-                self._refuse_unreadable(record, place)
+                if place.rank not in self.readable:
+                    raise _cannot(record, place, "read", self._rank, self.readable)
                 self._peers.read(place, record[0], offset, into)
             return Completion(is_cuda=self._is_cuda, stream=link.stream)
 
-    def _refuse_unreadable(self, record: Record, place: Place) -> None:
-        if place.rank not in self.readable:
-            raise MigrationError(
-                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
-                f"{self._rank}, expected one of {sorted(self.readable)}"
-            )
+    def _ask(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        if self._others is None or place.rank not in self.reachable:
+            raise _cannot(record, place, "asked", self._rank, self.reachable)
+        layer, expert = record
+        part = Part(self._weights_version, layer, place.slot, expert, offset, into.numel())
+        return self._others.pull(place.rank, part, into)
+
+    def close(self) -> None:
+        """Hang up on other ranks. The slab's reader and peers' memory are their owner's."""
+        if self._others is not None:
+            self._others.close()
+
+
+def _cannot(
+    record: Record, place: Place, what: str, rank: int, expected: frozenset[int]
+) -> MigrationError:
+    layer, expert = record
+    return MigrationError(
+        f"layer {layer} expert {expert}: rank {place.rank} cannot be {what} by rank {rank}, "
+        f"expected one of {sorted(expected)}"
+    )
 
 
 class LocalTransport:
@@ -186,6 +213,7 @@ class LocalTransport:
         self._weights_version = 0
         self.host_room = len(records)
         self.readable = frozenset([rank, *ranks_beside(rank, topology)])
+        self.reachable = frozenset[int]()
 
     def begin(self) -> None:
         """Nothing to do: a CPU thread has no device and no stream."""
@@ -224,17 +252,19 @@ class LocalTransport:
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy a part of a record."""
+        if place.is_far:
+            raise _cannot(record, place, "asked", self._rank, self.reachable)
         if place.source is Source.HOST:
             held = self._on_host[record]
         elif place.rank in self.readable:
             held = self._banks[place.rank].live(record[0], place.slot)
         else:
-            raise MigrationError(
-                f"layer {record[0]} expert {record[1]}: rank {place.rank} cannot be read by rank "
-                f"{self._rank}, expected one of {sorted(self.readable)}"
-            )
+            raise _cannot(record, place, "read", self._rank, self.readable)
         into.copy_(held[offset : offset + len(into)])
         return Completion(is_cuda=False)
+
+    def close(self) -> None:
+        """Nothing to do: no rank is asked over a network."""
 
 
 def fill_bank(

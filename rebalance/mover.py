@@ -74,7 +74,8 @@ class Mover:
     ) -> None:
         self._parts, self._transport = parts, transport
         self._settings, self._clock = settings, clock
-        self._sources = Sources(parts.rank, parts.topology, transport.readable, dead, clock)
+        reads = parts.rank, parts.topology, transport.readable
+        self._sources = Sources(*reads, dead, clock, reachable=transport.reachable)
         self.beat = beat or Heartbeat("mover", clock)
         self._stager = Stager(
             transport, self._sources, parts.digests, settings, clock, beat=self.beat
@@ -177,16 +178,17 @@ class Mover:
 
     def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
         """Have the host hold what is taken from it, some records at a time; False if unwanted."""
-        records = [
-            (move.layer, move.expert)
+        wanted = {
+            (move.layer, move.expert): (move, held)
             for number, transaction in enumerate(migration.transactions)
+            for held in [readable(migration, self.serving, number)]
             for move in self.own_moves(transaction)
-            if self._stager.starts_on_host(move, readable(migration, self.serving, number))
-        ]
+            if self._stager.starts_on_host(move, held)
+        }
+        records = list(wanted)
         if len(records) > self._transport.host_room:
             # They do not fit together: the first now, the others as they are wanted.
-            first_moves = self.own_moves(migration.transactions[0])
-            wanted_first = {(move.layer, move.expert) for move in first_moves}
+            wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
         at_once = self._settings.preload_records
@@ -195,7 +197,7 @@ class Mover:
                 return False
             # Named before the others are waited for, so that the disk never rests in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
-            self._stager.host.preload(records[first : first + at_once])
+            self._stager.preload([wanted[record] for record in records[first : first + at_once]])
             yield Wait("nothing: others may take their turn", self._clock())
         return True
 

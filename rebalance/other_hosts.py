@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import CHUNK_BYTES, Budget, Message, RefusedError, Wire, field, greet
+from rebalance.host_link_wire import (
+    CHUNK_BYTES,
+    Budget,
+    Message,
+    RefusedError,
+    Wire,
+    field,
+    greet,
+    reach,
+)
 from rebalance.known_host import KnownHost
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_wire import Digest
@@ -90,7 +99,7 @@ class OtherHosts:
                 self._note_failure(host, record, exc)
                 reasons.append(f"{host}: {exc}")
             else:
-                host.is_well()
+                host.back_off.is_well()
                 host.wrong.discard(record)
                 return brought
         name = "layer {} expert {}".format(*record)
@@ -103,7 +112,7 @@ class OtherHosts:
 
     def _not_asked(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
         """Why a host is not asked for a record; "" if it is."""
-        if why := host.left_alone():
+        if why := host.back_off.left_alone():
             return why
         if from_disk:
             return ""
@@ -121,7 +130,7 @@ class OtherHosts:
             host.wrong.add(record)
             log.warning("%s: %s", host, failure)
             return
-        host.fails(str(failure))
+        host.back_off.fails(str(failure))
 
     # -- one question
 
@@ -197,11 +206,7 @@ class OtherHosts:
     def _call(self, host: KnownHost) -> Iterator[Wire]:
         """Reach a host that proves to be of this deployment, and to have the same records."""
         settings = self._settings
-        try:
-            end = socket.create_connection(host.address, timeout=settings.silence_s)
-        except OSError as exc:
-            raise MigrationError(f"it cannot be reached: {exc}") from exc
-        with end:
+        with reach(host.address, settings.silence_s) as end:
             with self._lock:
                 self._open.add(end)
             try:

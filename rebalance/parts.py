@@ -12,6 +12,7 @@ import torch
 from eplb.load import Phase as LoadPhase
 from eplb.topology import Topology
 from rebalance.journal import NoJournal, Notebook
+from rebalance.rank_link_settings import RankLinkSettings
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import VoteGroup, WeightTransport
 from rebalance.watcher import SampleSink, Watcher
@@ -39,6 +40,11 @@ class AgentSettings:
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
     membership: int = 0  # number of this group of ranks (rebalance.recovery.membership_of_start)
+    rank_links: RankLinkSettings | None = None  # None: no rank gives its slots over the network
+
+    def __post_init__(self) -> None:
+        if self.rank_links is not None:
+            self.rank_links.check(self.topology.num_ranks)
 
 
 @dataclass(frozen=True)

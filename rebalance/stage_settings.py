@@ -12,6 +12,7 @@ MIB = 1 << 20
 # its digest. Decode is bound by that memory (4 TB/s of it, measured), so while R bytes/s come into
 # every rank its steps are longer by 3 R / 4e12: 0.5 % here, 1.5 % at the 20 GB/s of earlier days.
 SERVING_BYTES_PER_SECOND = 6e9
+NETWORK_BYTES_PER_SECOND = 1.25e9  # a tenth of 100 Gbit/s, as between hosts: 35 ms for 44 MB
 BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
 
 
@@ -42,6 +43,7 @@ class StageSettings:
 
     peer: LinkSettings = LinkSettings(64 * MIB)
     host: LinkSettings = LinkSettings(8 * MIB)
+    network: LinkSettings = LinkSettings(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time: an abort waits for so many at most
     preload_deadline_s: float = 120.0
@@ -62,4 +64,5 @@ class StageSettings:
         return StageSettings(
             peer=LinkSettings(8 * MIB, bytes_per_second),
             host=LinkSettings(2 * MIB, bytes_per_second),
+            network=LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND),
         )

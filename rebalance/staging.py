@@ -11,9 +11,10 @@ follow one another without a gap. Nothing is written but the destinations that t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -28,11 +29,13 @@ from rebalance.proofs import Proofs
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.throttle import Hold
-from rebalance.transport import HOST, WeightTransport
+from rebalance.transport import HOST, Place, WeightTransport
 from rebalance.waiting import Wait
 from rebalance.watchdog import Heartbeat
 from runtime.digests import TOGETHER
 from runtime.streams import Completion
+
+log = logging.getLogger(__name__)
 
 
 class Stager:
@@ -60,6 +63,21 @@ class Stager:
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Say whether the host's slab is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
+
+    def preload(self, wanted: Sequence[tuple[Move, NDArray[np.int32]]]) -> None:
+        """Have the host hold what moves take from it, each with what may be read for it.
+
+        What it cannot hold is looked for elsewhere when its turn comes, where anybody else has it.
+
+        Raises:
+            MigrationError: the host cannot, and nobody else has all of it.
+        """
+        try:
+            self.host.preload([(move.layer, move.expert) for move, _ in wanted])
+        except MigrationError as exc:
+            if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
+                raise
+            log.info("%d records are looked for beyond the host: %s", len(wanted), exc)
 
     def stage(
         self, pulls: Iterable[Pull], is_wanted: Callable[[], bool]
@@ -133,7 +151,7 @@ class Stager:
                 # No attempt: nothing was pulled, and another source may be left.
                 pull.failed[HOST] = str(exc)
         pull.begin(places)
-        self._lanes[Link.HOST if places == (HOST,) else Link.PEER].add(pull)
+        self._lanes[_link_to(places[0])].add(pull)
 
     def _again(self, pull: Pull) -> None:
         self.meter.add("num_retries")
@@ -168,7 +186,7 @@ class Stager:
         try:
             completion = self._transport.pull(pull.record, place, pull.offset, part)
         except MigrationError as exc:
-            pull.failed[place] = str(exc)
+            pull.fails(place, str(exc))
             self._fail(lane, pull)
         else:
             lane.ordered(pull, part.numel(), completion)
@@ -206,7 +224,7 @@ class Stager:
         place = pull.places[0]
         if len(pull.places) == 1:
             self._sources.right(pull.move, place, pull.suspected)
-        self.meter.add_bytes(place.source.name.lower(), pull.num_bytes)
+        self.meter.add_bytes(place.name, pull.num_bytes)
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
@@ -257,3 +275,9 @@ class Stager:
         times += [lane.flying[0].deadline for lane in lanes if lane.flying]
         what = "chunks to land, or the budget of a link"
         return Wait(what, min(times, default=math.inf), tuple(oldest))
+
+
+def _link_to(place: Place) -> Link:
+    if place.is_far:
+        return Link.NETWORK
+    return Link.HOST if place == HOST else Link.PEER

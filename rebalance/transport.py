@@ -1,9 +1,10 @@
 """The seam between the agent and the wires: pull bytes, and vote.
 
-Pulling is one-sided: the receiver reads, the source does nothing, so a busy or dying source can
-never make a receiver hang (two-sided transfers are where peers' production hangs come from:
-pytorch issue 174288, sglang issue 7956). Voting is one asynchronous all-reduce on a group of its
-own, so that a slow vote never holds up the tokens' exchange.
+Pulling is one-sided: the receiver reads, or asks within a deadline, and nothing of serving takes
+part at the source, so a busy or dying source can never make a receiver hang (two-sided transfers
+are where peers' production hangs come from: pytorch issue 174288, sglang issue 7956). Voting is one
+asynchronous all-reduce on a group of its own, so that a slow vote never holds up the tokens'
+exchange.
 """
 
 from __future__ import annotations
@@ -37,9 +38,18 @@ class Place:
     source: Source  # SAME_RANK, PEER or HOST
     rank: int = NO_RANK
     slot: int = -1  # of that rank, from 0 on
+    is_far: bool = False  # of a PEER that is asked over the network: its memory is not mapped here
 
     def __str__(self) -> str:
-        return "the host" if self == HOST else f"slot {self.slot} of rank {self.rank}"
+        if self == HOST:
+            return "the host"
+        way = " over the network" if self.is_far else ""
+        return f"slot {self.slot} of rank {self.rank}{way}"
+
+    @property
+    def name(self) -> str:
+        """What bytes from here are counted as."""
+        return "other_rank" if self.is_far else self.source.name.lower()
 
 
 HOST = Place(Source.HOST)
@@ -50,7 +60,11 @@ class WeightTransport(Protocol):
 
     @property
     def readable(self) -> frozenset[int]:
-        """Ranks whose live slots can be pulled from, this one included."""
+        """Ranks whose live slots can be read without their help, this one included."""
+
+    @property
+    def reachable(self) -> frozenset[int]:
+        """Ranks that give bytes of their live slots over the network; asked last of all."""
 
     def begin(self) -> None:
         """Make the calling thread the mover's: its device, its stream."""
@@ -105,12 +119,17 @@ class WeightTransport(Protocol):
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
 
+        From a place that is far it blocks while the bytes come, for as long as a rank may be late.
+
         Returns:
             What tells when the bytes have landed; on a CPU they have on return.
 
         Raises:
             MigrationError: the place cannot be read.
         """
+
+    def close(self) -> None:
+        """Hang up on other ranks; nothing is pulled any more."""
 
 
 class PendingVote(Protocol):

@@ -98,7 +98,13 @@ def serve(store: LoadStore, placement: Placement, window: int, *received: list[l
 
 def ranks_report(store: LoadStore, **more: Any) -> None:
     detail = {
-        "bytes_by_source": {"peer": 300, "host": 100, "rejected": 100},
+        "bytes_by_source": {
+            "peer": 300,
+            "host": 100,
+            "other_rank": 30,
+            "other_host": 12,
+            "rejected": 100,
+        },
         "experts_moved": 4,
         "swap_pauses_ms": [1.0, 3.0],
         "samples_lost": 1,
@@ -228,7 +234,7 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     asked = {(outcome, "request"): 0 for outcome, _ in ended}
     assert found["eplb_rebalances_total"] == ended | asked
     assert found["eplb_plans_total"] == {("MOVE", "auto"): 1}
-    links = {"same_rank": 0, "intra": 300, "host": 100, "inter": 0, "disk": 0}
+    links = {"same_rank": 0, "intra": 300, "host": 100, "inter": 42, "disk": 0}
     assert found["eplb_migrated_bytes_total"] == {(name,): n for name, n in links.items()}
     assert found["eplb_migrated_experts_total"] == {(): 4}
     assert found["eplb_digest_failures_total"] == {(): 1}

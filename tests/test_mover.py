@@ -55,6 +55,7 @@ class Simulated:
     clock: Clock
     latency_s: float = 1.0
     readable: frozenset[int] = frozenset([0, 1])
+    reachable: frozenset[int] = frozenset()
     landings: list[Landing] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
     released: list[list[Record]] = field(default_factory=list)
@@ -86,6 +87,9 @@ class Simulated:
         due = self.clock() + self.latency_s
         self.landings.append(Landing(self.clock, due, lambda: into.copy_(part)))
         return self.landings[-1]
+
+    def close(self) -> None:
+        pass
 
     @property
     def num_flying(self) -> int:

@@ -28,7 +28,8 @@ from eplb.model import ModelShape
 from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
-from rebalance.host_link_settings import MOST_CALLERS, HostLinkSettings
+from rebalance.door import MOST_CALLERS
+from rebalance.host_link_settings import HostLinkSettings
 from rebalance.host_link_wire import CHUNK_BYTES, Budget
 from rebalance.known_host import KnownHost
 from rebalance.links import NoPeers, PullTransport, RankMemory, fill_bank
@@ -495,17 +496,17 @@ def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
     host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
     left_alone = []
     for _ in range(3):
-        host.fails("it is dead")
-        host.fails("it is dead")  # the same, as another thread has seen it
+        host.back_off.fails("it is dead")
+        host.back_off.fails("it is dead")  # the same, as another thread has seen it
         began = now
-        while host.left_alone():
+        while host.back_off.left_alone():
             now += 0.5
         left_alone.append(now - began)
-    host.is_well()
-    host.fails("it is dead again")
+    host.back_off.is_well()
+    host.back_off.fails("it is dead again")
 
     assert left_alone == [1.0, 2.0, 3.0]
-    assert host.left_alone() == "left alone for 1.0 s more, because it is dead again"
+    assert host.back_off.left_alone() == "left alone for 1.0 s more, because it is dead again"
 
 
 def test_a_host_that_comes_late_is_found(
@@ -531,7 +532,7 @@ def test_a_host_with_another_secret_gets_nothing_and_is_told(
     first = start_host(weights, links(listen=door))
     stranger = start_host(None, links(door, secret=b"found on a street corner"))
 
-    with pytest.raises(MigrationError, match="it knows another secret than this host"):
+    with pytest.raises(MigrationError, match="it knows another secret than this side"):
         stranger.load((0, 0))
 
     assert first.stats().bytes_to_other_hosts == 0

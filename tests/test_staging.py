@@ -33,7 +33,11 @@ TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
 PLACEMENT = Placement(np.array([[0, 2, 0, 3, 2, 0, 1, 3]]), num_experts=4)
 ON_1, ON_2, ON_3 = Place(Source.PEER, 1, 0), Place(Source.PEER, 2, 1), Place(Source.PEER, 3, 0)
 CHUNKED = StageSettings(
-    peer=LinkSettings(CHUNK), host=LinkSettings(CHUNK), in_flight=2, pull_deadline_s=5.0
+    peer=LinkSettings(CHUNK),
+    host=LinkSettings(CHUNK),
+    network=LinkSettings(CHUNK),
+    in_flight=2,
+    pull_deadline_s=5.0,
 )
 FROM_3 = Move(0, 1, 0, Source.PEER, 6)  # expert 1 to rank 0, which has it from rank 3 alone
 FROM_2 = Move(0, 0, 7, Source.PEER, 5)  # expert 0 to rank 3, planned from rank 2
@@ -52,6 +56,7 @@ class Simulated:
     latency_s: float = 0.0
     jitter: Callable[[], float] = float  # added to the latency of each chunk
     readable: frozenset[int] = frozenset(range(4))
+    reachable: frozenset[int] = frozenset()  # over the network
     rotten: set[Place] = field(default_factory=set)
     refusing: set[Place] = field(default_factory=set)
     ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
@@ -105,6 +110,9 @@ class Simulated:
         self.ordered.append(((place, offset), landing))
         return landing
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass
 class Bench:
@@ -152,7 +160,14 @@ def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Ben
     clock, dead = Clock(), set[int]()
     simulated = Simulated(clock, **transport)
     digests = torch.tensor([[digest(record_of((0, expert))) for expert in range(4)]])
-    sources = Sources(rank, TOPOLOGY, simulated.readable, lambda: frozenset(dead), clock)
+    sources = Sources(
+        rank,
+        TOPOLOGY,
+        simulated.readable,
+        lambda: frozenset(dead),
+        clock,
+        reachable=simulated.reachable,
+    )
     stager = Stager(simulated, sources, digests, settings, clock)
     return Bench(clock, simulated, sources, stager, dead)
 

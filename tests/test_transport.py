@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,11 @@ from eplb.migration import Source
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
-from rebalance.links import LocalTransport, PullTransport, RankMemory, SharedPeers
+from rebalance.links import LocalTransport, NoPeers, PullTransport, RankMemory, SharedPeers
+from rebalance.rank_link_reader import OtherRanks
+from rebalance.rank_link_server import RankLinkServer, Served
+from rebalance.rank_link_settings import RankLinkSettings
+from rebalance.rank_link_wire import GroupName
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
 from rebalance.transport import (
     HOST,
@@ -245,6 +250,10 @@ class Pulling:
     bank: ExpertBank
     write_at_peer: Callable[[int, int, int], object]  # layer, slot, the byte to fill it with
 
+    def at_peer(self, slot: int) -> Place:
+        """A slot of rank 1, the way it is read from here."""
+        return Place(Source.PEER, 1, slot, is_far=1 in self.transport.reachable)
+
     def pull(self, record: Record, place: Place) -> torch.Tensor:
         """A whole record, in three chunks."""
         into = torch.zeros(self.bank.schema.record_bytes, dtype=torch.uint8)
@@ -254,13 +263,22 @@ class Pulling:
         return into
 
 
+GROUP = GroupName("run", 0)
+
+
 @contextmanager
-def peer_process(schema: ExpertSchema) -> Iterator[tuple[str, Callable[[int, int, int], object]]]:
+def peer_process(
+    schema: ExpertSchema, asked_at: RankLinkSettings | None = None
+) -> Iterator[tuple[str, Callable[[int, int, int], object]]]:
     """Rank 1 as a process: the handle of its bank, and a way to have it write a slot."""
     ours, theirs = FORK.Pipe()
 
     def serve() -> None:
         bank = ExpertBank(schema, 2, 3, num_staging=4)
+        if asked_at is not None:
+            threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
+            served = Served(np.full((2, 3), 3, dtype=np.int32), 0, is_open=True)
+            RankLinkServer(asked_at, 1, GROUP, bank, lambda: served)
         theirs.send(bank.handle)
         while True:
             layer, slot, byte = theirs.recv()
@@ -278,7 +296,7 @@ def peer_process(schema: ExpertSchema) -> Iterator[tuple[str, Callable[[int, int
     process.join()
 
 
-@pytest.fixture(params=["shared memory", "local"])
+@pytest.fixture(params=["shared memory", "network", "local"])
 def pulling(
     request: pytest.FixtureRequest,
     small_model: ModelShape,
@@ -295,7 +313,18 @@ def pulling(
     address = SlabAddress(f"test-{os.getpid()}-pull", os.urandom(16))
     slab = HostSlab(address, small_checkpoint, small_model, small_schema)
     reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
-    with peer_process(small_schema) as (handle, write):
+    addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
+    links = RankLinkSettings(addresses, b"of ranks that are tested")
+    is_far = request.param == "network"
+    with peer_process(small_schema, links if is_far else None) as (handle, write):
+        if is_far:
+            others = OtherRanks(links, 0, GROUP, small_schema.record_bytes)
+            made = PullTransport(RankMemory(0, mine, reader, others=others), NoPeers())
+            yield Pulling(made, mine, write)
+            made.close()
+            reader.close()
+            slab.close()
+            return
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
         shared = SharedPeers(0, TOPOLOGY, mine, handles)
@@ -317,7 +346,7 @@ def test_a_slot_of_the_same_rank_is_copied(pulling: Pulling) -> None:
 
 
 def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
-    last_of_three = Place(Source.PEER, 1, 2)
+    last_of_three = pulling.at_peer(2)
     for byte in (7, 8):
         pulling.write_at_peer(0, 2, byte)
         assert (pulling.pull((0, 3), last_of_three) == byte).all()
@@ -325,11 +354,14 @@ def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None
     assert not pulling.pull((1, 3), last_of_three).any()  # another layer
 
 
-def test_a_peer_on_another_host_is_refused_in_words(pulling: Pulling) -> None:
-    assert pulling.transport.readable == {0, 1}
+def test_a_peer_out_of_reach_is_refused_in_words(pulling: Pulling) -> None:
+    transport = pulling.transport
+    assert transport.readable | transport.reachable == {0, 1}
 
-    with pytest.raises(MigrationError, match="layer 0 expert 3: rank 2 cannot be read by rank 0"):
-        pulling.pull((0, 3), Place(Source.PEER, 2, 0))
+    for is_far, way in ((False, "read"), (True, "asked")):
+        refusal = f"layer 0 expert 3: rank 2 cannot be {way} by rank 0"
+        with pytest.raises(MigrationError, match=refusal):
+            pulling.pull((0, 3), Place(Source.PEER, 2, 0, is_far=is_far))
 
 
 def test_a_record_is_preloaded_from_disk_once_and_then_copied(

@@ -60,6 +60,7 @@ class Transport:
         self.rank, self.bank = rank, banks[rank]
         self._banks, self._faults, self._rng = banks, faults, rng
         self.readable = frozenset([rank, *ranks_beside(rank, topology)])
+        self.reachable = frozenset(range(topology.num_ranks)) - self.readable
         self.host_room = 100
         self.flying: list[Landing] = []
         self.dead: set[int] = set()
@@ -104,7 +105,7 @@ class Transport:
             raise MigrationError("the link broke")
         if place == HOST and record not in self._held:
             raise Violation(f"rank {self.rank} pulls {record}, which its host was not asked for")
-        if place.rank not in self.readable and place != HOST:
+        if place.rank not in (self.reachable if place.is_far else self.readable) and place != HOST:
             raise Violation(f"rank {self.rank} reads rank {place.rank}, which is on another host")
         source = None
         if place.source is not Source.HOST:

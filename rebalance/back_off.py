@@ -1,0 +1,51 @@
+"""Leaves a host or a rank that failed alone for a while, longer after each further failure."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+FIRST_BACK_OFF_S = 1.0  # doubled at every failure that follows another
+
+log = logging.getLogger(__name__)
+
+
+class BackOff:
+    """Whether somebody may be asked now. Any thread may call any method.
+
+    Args:
+        name: of whom; for people.
+        most_s: for so long it is left alone after failures, at most.
+        clock: which time passes for it.
+    """
+
+    def __init__(
+        self, name: str, most_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._most_s, self._clock = name, most_s, clock
+        self._lock = threading.Lock()
+        self._rest_s, self._until, self._why = 0.0, -math.inf, ""
+
+    def left_alone(self) -> str:
+        """Say why it is not asked now; "" if it may be."""
+        with self._lock:
+            left_s = self._until - self._clock()
+            return f"left alone for {left_s:.1f} s more, because {self._why}" if left_s > 0 else ""
+
+    def fails(self, why: str) -> None:
+        """Leave it alone for a while, and longer after every failure that follows another."""
+        with self._lock:
+            now = self._clock()
+            if now < self._until:
+                return  # the same failure, seen by another thread
+            self._rest_s = min(self._most_s, max(FIRST_BACK_OFF_S, 2 * self._rest_s))
+            self._until, self._why = now + self._rest_s, why
+        log.warning("%s is left alone for %.3g s: %s", self._name, self._rest_s, why)
+
+    def is_well(self) -> None:
+        """Note that it gave what it was asked for."""
+        with self._lock:
+            self._rest_s = 0.0

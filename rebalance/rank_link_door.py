@@ -1,0 +1,28 @@
+"""What an agent tells its door of the rank's slots: what serves, by now."""
+
+from __future__ import annotations
+
+from rebalance.core import RankCore
+from rebalance.rank_link_server import RankLinkServer, Served
+from rebalance.rank_link_wire import GroupName
+from rebalance.swapper import Swapper
+
+
+def open_door(core: RankCore, swapper: Swapper) -> RankLinkServer | None:
+    """Let other ranks ask this one, where the settings say so.
+
+    Raises:
+        MigrationError: the rank's address cannot be listened on.
+    """
+    settings = core.settings
+    if settings.rank_links is None:
+        return None
+    own = settings.topology.slots_on(core.rank)
+
+    def served() -> Served:
+        # The fence first: if it was open then, the version is that of what serves.
+        is_open, version = core.fence.is_open, core.fence.version
+        return Served(swapper.placement.slot_to_expert[:, own], version, is_open)
+
+    group = GroupName(settings.run, settings.membership)
+    return RankLinkServer(settings.rank_links, core.rank, group, core.parts.bank, served)

@@ -1,0 +1,188 @@
+"""Live slots of ranks whose memory is not mapped here: asked for over the network, part by part.
+
+The receiver drives and no collective is involved: a question is a pairwise stream with a deadline
+of its own, so a dead or silent rank breaks its own stream and nothing else. It is then left alone
+for a while, and staging takes the next source. What the bytes are worth, staging's digest says.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from eplb.errors import MigrationError
+from rebalance.back_off import BackOff
+from rebalance.host_link_settings import HostAddress
+from rebalance.host_link_wire import RefusedError, Wire, field, greet, reach
+from rebalance.rank_link_memory import Bounce
+from rebalance.rank_link_settings import RankLinkSettings
+from rebalance.rank_link_wire import KEPT_S, PROTOCOL, Ask, GroupName, Part
+from runtime.streams import Completion
+
+NUM_BOUNCES = 2  # one is filled while the other is copied to the device
+
+
+class OtherRanks:
+    """The ranks that one rank can ask. ``pull`` is for one thread, ``close`` for any.
+
+    Args:
+        settings: alike on every rank.
+        rank: this one, which is not asked.
+        group: the start that it belongs to.
+        record_bytes: of an expert.
+    """
+
+    def __init__(
+        self, settings: RankLinkSettings, rank: int, group: GroupName, record_bytes: int
+    ) -> None:
+        self._settings, self._group, self._record_bytes = settings, group, record_bytes
+        self._others: Mapping[int, _OtherRank] = {
+            number: _OtherRank(number, address, settings.back_off_s)
+            for number, address in enumerate(settings.addresses)
+            if number != rank
+        }
+        self.ranks = frozenset(self._others)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._bounces: list[Bounce] = []  # of a GPU, the one whose turn it is first
+
+    def pull(self, rank: int, part: Part, into: torch.Tensor) -> Completion:
+        """Take a part of a rank's live slot into ``into`` [part.num_bytes].
+
+        Returns:
+            What tells when the bytes have landed; on a CPU they have.
+
+        Raises:
+            RefusedError: the rank is well, and says why it gives nothing; or is left alone.
+            MigrationError: it is dead, silent or late. Nothing writes to ``into`` any more.
+        """
+        other = self._others[rank]
+        deadline = time.monotonic() + self._settings.deadline_s
+        if not into.is_cuda:
+            self._read(other, part, into.numpy().data, deadline)
+            return Completion(is_cuda=False)
+        bounce = self._next_bounce(into.device)
+        self._read(other, part, bounce.room(part.num_bytes, deadline), deadline)
+        return bounce.put_in(into)
+
+    def _next_bounce(self, device: torch.device) -> Bounce:
+        if len(self._bounces) < NUM_BOUNCES:
+            self._bounces.insert(0, Bounce(device))
+        else:
+            self._bounces.append(self._bounces.pop(0))
+        return self._bounces[0]
+
+    def _read(self, other: _OtherRank, part: Part, into: memoryview, deadline: float) -> None:
+        if why := other.back_off.left_alone():
+            raise RefusedError(f"{other}: {why}")
+        try:
+            wire = self._connect(other)
+            wire.deadline, other.used_at = deadline, time.monotonic()
+            self._ask(wire, part, into)
+        except RefusedError as exc:
+            raise RefusedError(f"{other}: {exc}") from exc
+        except (MigrationError, OSError, KeyError, TypeError, ValueError) as exc:
+            self._hang_up(other)
+            words = str(exc) if isinstance(exc, MigrationError) else f"it is no answer: {exc!r}"
+            other.back_off.fails(words)
+            raise MigrationError(f"{other}: {words}") from exc
+        other.back_off.is_well()
+
+    def _ask(self, wire: Wire, part: Part, into: memoryview) -> None:
+        settings = self._settings
+        ask = Ask(self._group, part, 0.5 * settings.silence_s, wire.left_s)
+        wire.send(ask.message())
+        answer = wire.receive()
+        if "refused" in answer:
+            raise RefusedError(str(answer["refused"]))
+        if answer["num_bytes"] != len(into):
+            raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+        wire.receive_bytes(into)
+        verdict = wire.receive()
+        if "refused" in verdict:
+            raise RefusedError(f"its bytes are void: {verdict['refused']}")
+        if verdict.get("is_whole") is not True:
+            raise MigrationError(f"it ends with {verdict}, expected that its bytes are whole")
+
+    def _connect(self, other: _OtherRank) -> Wire:
+        """The connection that was kept, or a new one to a rank that proves to be the right one."""
+        if other.wire is not None:
+            if other.is_kept():
+                return other.wire
+            self._hang_up(other)
+        if self._is_closed:
+            raise RefusedError("this rank is closing")
+        end = reach(other.address, self._settings.silence_s)
+        with self._lock:
+            other.end = end
+            if self._is_closed:  # since: whoever closed it has not seen this one
+                end.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + self._settings.deadline_s
+        wire = Wire(end, deadline, self._settings.silence_s)
+        try:
+            hello = greet(wire, self._settings.secret, protocol=PROTOCOL)
+        except RefusedError:
+            self._hang_up(other)  # turned away, not refused an answer
+            raise
+        found = field(hello, "rank", int), field(hello, "record_bytes", int)
+        if found != (other.rank, self._record_bytes):
+            raise MigrationError(
+                f"it is rank {found[0]} with records of {found[1]} bytes, "
+                f"expected rank {other.rank} with records of {self._record_bytes} bytes"
+            )
+        other.wire = wire
+        return wire
+
+    def _hang_up(self, other: _OtherRank) -> None:
+        with self._lock:
+            end, other.end, other.wire = other.end, None, None
+        if end is not None:
+            end.close()
+
+    def close(self) -> None:
+        """Break off what is under way, and hang up on every rank. A second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            ends = [other.end for other in self._others.values() if other.end is not None]
+            for end in ends:
+                try:
+                    end.shutdown(socket.SHUT_RDWR)  # ends a read that is under way
+                except OSError:
+                    continue  # it had hung up already
+        for other in self._others.values():
+            self._hang_up(other)
+
+
+class _OtherRank:
+    """One other rank: the connection that is kept to it, and whether it does answer."""
+
+    def __init__(self, rank: int, address: HostAddress, back_off_s: float) -> None:
+        self.rank, self.address = rank, address
+        self.back_off = BackOff(str(self), back_off_s)
+        self.end: socket.socket | None = None
+        self.wire: Wire | None = None  # once it was greeted
+        self.used_at = 0.0
+
+    def __str__(self) -> str:
+        return "rank {} at {} port {}".format(self.rank, *self.address)
+
+    def is_kept(self) -> bool:
+        """Say whether the connection may be used for another question.
+
+        Not where the rank has hung up since, or may be about to; and one that has spoken without
+        being asked is not understood.
+        """
+        assert self.end is not None, "who was greeted is connected"
+        if time.monotonic() - self.used_at >= KEPT_S:
+            return False
+        try:
+            self.end.setblocking(False)
+            self.end.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False

@@ -1,0 +1,189 @@
+"""A rank's door for other ranks: gives them bytes of its live slots, and never waits for them.
+
+It reads what serves and changes nothing. Neither the step nor the mover knows of it: a caller that
+dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
+read of a mapped peer, too (``rebalance.serving.readable``); here it is refused, besides, where the
+slot does not hold the expert by what serves, and while the weights are being replaced.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.errors import MigrationError
+from rebalance.door import Door, DoorPlate
+from rebalance.host_link_wire import Budget, RefusedError, Wire
+from rebalance.rank_link_memory import Bounce
+from rebalance.rank_link_settings import RankLinkSettings
+from rebalance.rank_link_wire import IDLE_S, PROTOCOL, Ask, GroupName, Part
+from runtime.experts import ExpertBank
+
+PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a rank's live slots are, at one moment."""
+
+    slot_to_expert: NDArray[np.int32]  # [L, C] of this rank; EMPTY where none serves
+    weights_version: int
+    is_open: bool  # False while the engine replaces the weights
+
+
+class RankLinkServer:
+    """Answers other ranks until ``close``.
+
+    Args:
+        settings: alike on every rank.
+        rank: this one.
+        group: the start that it belongs to.
+        bank: what it serves from.
+        served: how its slots stand now; called from any thread.
+
+    Raises:
+        MigrationError: the rank's address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        settings: RankLinkSettings,
+        rank: int,
+        group: GroupName,
+        bank: ExpertBank,
+        served: Callable[[], Served],
+    ) -> None:
+        self._settings, self._group, self._bank, self._served = settings, group, bank, served
+        self._lock, self.num_bytes_sent = threading.Lock(), 0
+        is_closing = threading.Event()
+        self._outward = Budget(settings.bytes_per_second, is_closing)
+        # Whoever holds one is sending.
+        self._turns: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
+        for _ in range(settings.max_transfers):
+            self._turns.put(_Reading(bank.device))
+        hello = {"rank": rank, "record_bytes": bank.schema.record_bytes}
+        silence_s, address = settings.silence_s, settings.addresses[rank]
+        plate = DoorPlate("rank", address, PROTOCOL, settings.secret, silence_s)
+        self._door = Door(plate, lambda: hello, self._meet, is_closing)
+
+    def _meet(self, wire: Wire) -> None:
+        """Serve one caller, on a thread of its own."""
+        if self._bank.device.type == "cuda":
+            torch.cuda.set_device(self._bank.device)
+        while wire.hears(IDLE_S):
+            wire.deadline = time.monotonic() + self._settings.deadline_s
+            ask = Ask.of(wire.receive())
+            wire.deadline = min(wire.deadline, time.monotonic() + ask.deadline_s)
+            try:
+                self._give(wire, ask)
+            except RefusedError as exc:
+                wire.send({"refused": str(exc)})
+
+    def _give(self, wire: Wire, ask: Ask) -> None:
+        """Send what is asked for.
+
+        Raises:
+            RefusedError: it is not here, or others are being sent; said before any byte, or after
+                the last one, which are void then.
+            MigrationError: the other rank is gone, or takes nothing in.
+        """
+        self._refuse(ask)
+        answer_at = min(wire.deadline, time.monotonic() + ask.answer_s)
+        reading = self._take_turn(answer_at)
+        try:
+            pieces = list(_pieces(ask.part))
+            self._pay_first(len(pieces[0]), answer_at)
+            wire.send({"num_bytes": ask.part.num_bytes})
+            live = self._bank.live(ask.part.layer, ask.part.slot)
+            for number, piece in enumerate(pieces):
+                if number:
+                    self._outward.spend(len(piece), wire.deadline)
+                part = live[piece.start : piece.stop]
+                wire.send_bytes(reading.read(part, wire.deadline))
+        finally:
+            self._turns.put(reading)
+        self._refuse(ask)  # if it began to change meanwhile, nobody knows which bytes are of what
+        with self._lock:
+            self.num_bytes_sent += ask.part.num_bytes
+        wire.send({"is_whole": True})
+
+    def _take_turn(self, answer_at: float) -> _Reading:
+        try:
+            return self._turns.get(timeout=max(0.0, answer_at - time.monotonic()))
+        except queue.Empty:
+            num = self._settings.max_transfers
+            raise RefusedError(f"{num} parts are being sent, expected a turn in time") from None
+
+    def _pay_first(self, num_bytes: int, answer_at: float) -> None:
+        try:
+            self._outward.spend(num_bytes, answer_at)
+        except MigrationError as exc:
+            raise RefusedError(str(exc)) from exc
+
+    def _refuse(self, ask: Ask) -> None:
+        """Refuse what must not be read now.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        served, part = self._served(), ask.part
+        if ask.group != self._group:
+            raise RefusedError(f"it is of {self._group}, found a caller of {ask.group}")
+        if not served.is_open:
+            raise RefusedError("its weights are being replaced")
+        if part.weights_version != served.weights_version:
+            version = served.weights_version
+            raise RefusedError(
+                f"it serves weights version {version}, expected {part.weights_version}"
+            )
+        num_layers, num_slots = served.slot_to_expert.shape
+        if not (0 <= part.layer < num_layers and 0 <= part.slot < num_slots):
+            raise RefusedError(
+                f"it has {num_layers} layers of {num_slots} slots, "
+                f"found a question for layer {part.layer} slot {part.slot}"
+            )
+        held, size = int(served.slot_to_expert[part.layer, part.slot]), self._record_bytes
+        if held != part.expert or held < 0:
+            raise RefusedError(
+                f"its layer {part.layer} slot {part.slot} holds "
+                f"{f'expert {held}' if held >= 0 else 'nothing'}, expected expert {part.expert}"
+            )
+        if not (0 <= part.offset < part.offset + part.num_bytes <= size):
+            raise RefusedError(
+                f"a record has {size} bytes, found a question for {part.num_bytes} bytes from byte "
+                f"{part.offset} on"
+            )
+
+    @property
+    def _record_bytes(self) -> int:
+        return self._bank.schema.record_bytes
+
+    def close(self) -> None:
+        """Stop answering, and hang up on whoever is connected."""
+        self._door.close()
+
+
+class _Reading:
+    """A turn to send, and on a GPU the pinned memory for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._bounce = Bounce(device, PIECE_BYTES) if device.type == "cuda" else None
+
+    def read(self, part: torch.Tensor, deadline: float) -> memoryview:
+        """Bytes of a live slot, where the network can take them from."""
+        if self._bounce is None:
+            return part.numpy().data
+        return self._bounce.take_out(part, deadline)
+
+
+def _pieces(part: Part) -> Iterator[range]:
+    last = part.offset + part.num_bytes
+    for first in range(part.offset, last, PIECE_BYTES):
+        yield range(first, min(first + PIECE_BYTES, last))

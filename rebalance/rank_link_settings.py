@@ -1,0 +1,57 @@
+"""How the ranks of one group find each other over the network, and what of it they may take.
+
+A rank whose memory is mapped is never asked this way: this is for ranks of other hosts, and for
+GPUs of one host that cannot map each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eplb.errors import ConfigError
+from rebalance.host_link_settings import (
+    SERVING_BYTES_PER_SECOND,
+    HostAddress,
+    check_address,
+    check_secret,
+)
+
+
+@dataclass(frozen=True)
+class RankLinkSettings:
+    """Where each rank can be asked for the bytes of its live slots; alike on every rank.
+
+    Off where ranks have no such settings at all. What a rank takes in is within the budget of
+    ``StageSettings.network``.
+    """
+
+    addresses: tuple[HostAddress, ...]  # of all ranks, in their order
+    secret: bytes = field(repr=False)  # of the deployment; a stranger without it gets nothing
+    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # that a rank gives out
+    max_transfers: int = 4  # that a rank gives out at a time; further ones take turns
+    silence_s: float = 2.0  # without a byte, after which a rank is left for the next source
+    deadline_s: float = 5.0  # for one chunk
+    back_off_s: float = 30.0  # at most; for so long a rank that failed is left alone
+
+    def __post_init__(self) -> None:
+        check_secret(self.secret, "ranks")
+        if self.max_transfers < 1:
+            raise ConfigError(f"max_transfers is {self.max_transfers}, expected 1 or more")
+        for name in ("bytes_per_second", "silence_s", "deadline_s", "back_off_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
+        for address in self.addresses:
+            check_address(address)
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ConfigError(f"two ranks of {self.addresses} have one address, expected one each")
+
+    def check(self, num_ranks: int) -> None:
+        """Refuse settings for another number of ranks.
+
+        Raises:
+            ConfigError: a rank has no address, or an address no rank.
+        """
+        if len(self.addresses) != num_ranks:
+            raise ConfigError(
+                f"addresses of {len(self.addresses)} ranks, expected one for each of {num_ranks}"
+            )
