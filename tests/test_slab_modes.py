@@ -422,6 +422,8 @@ except MigrationError as exc:
 reader.release([(0, e) for e in range(8)])
 reader.load([(1, 6), (1, 7)], deadline_s=30)
 print("goes on with", reader.stats(deadline_s=30).room_bytes // schema.record_bytes)
+reader.close()
+slab.close()  # its threads end before the interpreter does, which would break them off in C++
 """
 
 
