@@ -27,6 +27,7 @@ from rebalance.core import make_core
 from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.rank_link_door import open_door
 from rebalance.rank_link_server import RankLinkServer
+from rebalance.read_ahead import ReadAhead
 from rebalance.recovery import WORDS_DEADLINE_S
 from rebalance.report import rank_state
 from rebalance.scrub_turns import ScrubTurns
@@ -56,6 +57,7 @@ class RankAgent:
         self._scrub_turns = ScrubTurns(core, self._swapper, self._scrubber)
         self._update = WeightUpdate(core, self._swapper, self._voting, self._scrub_turns)
         self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
+        self._read_ahead = ReadAhead(core)
         self._door: RankLinkServer | None = None
         self._watchdog.step.busy("before the first step")
 
@@ -91,6 +93,7 @@ class RankAgent:
         self._voting.read(step, must_finish=is_vote_due)
         if step == self._voting.halt_at:
             self._sampler.cut(step, self.placement)
+            self._core.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
             return False
@@ -250,6 +253,8 @@ class RankAgent:
                 self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
+        elif control.movement:
+            self._read_ahead.look()
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:

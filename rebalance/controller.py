@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eplb.candidates import Candidates, candidates_for
 from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory, Phase
@@ -184,6 +185,7 @@ class Controller:
             return
         proposal = self._plan(group, past, committed.placement, self._settings.policy)
         control = self._store.control()
+        self._suggest(candidates_for(past.tokens.sum(axis=0), committed.placement, group.topology))
         if proposal.decision is Decision.KEEP:
             self._note_keep(proposal, windows[-1].index)
         elif control.observe or not control.movement:
@@ -212,6 +214,11 @@ class Controller:
         self._how = {"plan_seconds": took_s, "windows": past.num_windows}
         self._lease.check()  # a plan may take long, and what comes next is written down
         return proposal
+
+    def _suggest(self, candidates: Candidates) -> None:
+        """Have hosts read ahead what a coming plan may bring them, where that is news."""
+        if candidates != self._store.candidates():
+            self._store.suggest(candidates)
 
     def _publish(self, group: Group, proposal: Plan, current: Placement) -> Migration | None:
         """Offer the way from ``current``, which the plan was made for, to the plan's target."""

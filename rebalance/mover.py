@@ -8,8 +8,9 @@ in a rank (``bring``), a scheduler may drive it step by step, over a simulated t
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,13 @@ from rebalance.serving import Serving, check_places, readable, serving_after_eac
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.staging import Stager
-from rebalance.transport import WeightTransport
+from rebalance.transport import Record, WeightTransport
 from rebalance.waiting import WAIT_S, PhaseBox, Wait, drive
 from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
+
+log = logging.getLogger(__name__)
 
 
 def nobody() -> frozenset[int]:
@@ -112,6 +115,13 @@ class Mover:
     def begin(self) -> None:
         """Make the calling thread this mover's."""
         self._transport.begin()
+
+    def read_ahead(self, records: Sequence[Record]) -> None:
+        """Have the host read records that may be wanted soon, when nothing else is to be done."""
+        try:
+            self._transport.hint(records)
+        except MigrationError as exc:
+            log.warning("rank %d: nothing is read ahead: %s", self._parts.rank, exc)
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
         """Work one migration off: returns when it is done or dropped, or the rank halts.

@@ -15,6 +15,7 @@ from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance.watcher import SampleSink
 from runtime.counters import Cut, SlotCounter
+from runtime.streams import Completion
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,17 @@ class Sampler:
             slot_to_expert=held,
             tokens=np.zeros(held.shape, dtype=np.int64),
         )
+        cut = self._counter.cut()
+        # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
-        self._on_the_way.append((sample, self._counter.cut(), self._last_strays))
+        self._on_the_way.append((sample, cut, self._last_strays))
         self._first_unsampled = step
         self.num_cut += 1
+
+    @property
+    def arrival(self) -> Completion:
+        """Of the figures of everything that was cut so far."""
+        return self._last_strays.arrival
 
     def hand_over(self, *, wait: bool = False) -> None:
         """Give the sink the samples whose figures have arrived, or wait and give it all.

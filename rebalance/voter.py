@@ -102,15 +102,23 @@ class Voter:
                 continue  # late or failed, the type does not tell: only whether it has ended counts
         exchange.wait()  # says how
 
-    def wait_for_device(self, completion: Completion, step: int) -> None:
+    def wait_for_device(
+        self, completion: Completion, step: int, *, is_halting: bool = False
+    ) -> None:
         """Wait for the device, but not for one that waits for a dead peer.
+
+        Args:
+            completion: what to wait for.
+            step: in which the device is.
+            is_halting: whether all ranks end here: then peers may be gone in good order.
 
         Raises:
             BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.
         """
         deadline = time.monotonic() + self._deadline_s
         while not completion.is_complete():
-            self.refuse_if_alone(f"while the device was in step {step} or the last")
+            if not is_halting:
+                self.refuse_if_alone(f"while the device was in step {step} or the last")
             if time.monotonic() >= deadline:
                 raise BrokenGroup(
                     f"rank {self._rank}: the device is not done with step {step} after "

@@ -28,11 +28,11 @@ class Cut:
             received.shape, dtype=received.dtype, pin_memory=received.is_cuda
         )
         self._snapshot.copy_(received, non_blocking=True)
-        self._arrival = Completion(is_cuda=received.is_cuda)
+        self.arrival = Completion(is_cuda=received.is_cuda)  # of the figures, on the host
 
     def is_ready(self) -> bool:
         """Say whether the figures have arrived; on a CPU they always have."""
-        return self._arrival.is_complete()
+        return self.arrival.is_complete()
 
     def tokens(self) -> NDArray[np.int64]:
         """[L, C] received between the cut before and this one. Waits until they have arrived."""
@@ -44,7 +44,7 @@ class Cut:
     def counts(self) -> NDArray[np.int64]:
         """[L, C] the counters themselves, modulo WRAP."""
         if self._counts is None:
-            self._arrival.wait()
+            self.arrival.wait()
             self._counts = self._snapshot.numpy().astype(np.int64)
         return self._counts
 

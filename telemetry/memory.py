@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from threading import Condition
 
+from eplb.candidates import Candidates
 from eplb.errors import StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
@@ -60,6 +61,7 @@ class MemoryStore:
         self._events = EventTable()
         self._tasks = TaskTable()
         self._control = Control()
+        self._candidates = Candidates()
         self._words: dict[tuple[str, int, int], LastWords] = {}  # by run, membership, rank
         self._recovery: Recovery | None = None
 
@@ -324,6 +326,17 @@ class MemoryStore:
         with self._use():
             self._control = control
             self._event("control", rules.control_detail(control, reason))
+
+    def candidates(self) -> Candidates:
+        """Return what hosts may need next."""
+        with self._use():
+            return self._candidates
+
+    def suggest(self, candidates: Candidates) -> None:
+        """Name what hosts may need next."""
+        with self._use():
+            self._candidates = candidates
+            self._bump()
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

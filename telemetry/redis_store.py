@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from eplb.candidates import Candidates
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
@@ -271,6 +272,17 @@ class RedisStore:
         change.set_state(control=rules.details_to_text(vars(control)))
         change.event("control", rules.control_detail(control, reason))
         self._changes.make("the switches", change)
+
+    def candidates(self) -> Candidates:
+        """Return what hosts may need next."""
+        text = self._state_field("candidates")
+        return rules.candidates_from_text(text) if text else Candidates()
+
+    def suggest(self, candidates: Candidates) -> None:
+        """Name what hosts may need next."""
+        change = Change(self._keys, is_awaited=True)
+        change.set_state(candidates=rules.candidates_to_text(candidates))
+        self._changes.make("candidates", change)
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+from eplb.candidates import Candidates
 from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.migration import Migration
@@ -261,6 +262,16 @@ def close_detail(plan_id: int, generation: int | None, reason: str) -> Details:
 def overtaken_reason(generation: int) -> str:
     """Why a migration is rejected when something else than it is committed."""
     return f"generation {generation} was committed in its place"
+
+
+def candidates_to_text(candidates: Candidates) -> str:
+    """As stores keep it."""
+    return details_to_text(candidates.to_dict())
+
+
+def candidates_from_text(text: str) -> Candidates:
+    """Read what ``candidates_to_text`` gave."""
+    return Candidates.from_dict(details_from_text(text))
 
 
 def control_detail(control: Control, reason: str) -> Details:

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Condition
 from typing import Any
 
+from eplb.candidates import Candidates
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
@@ -284,6 +285,18 @@ class SqliteStore:
             row = (self.deployment, rules.details_to_text(vars(control)))
             change.connection.execute("INSERT OR REPLACE INTO control VALUES (?, ?)", row)
             change.add_event("control", rules.control_detail(control, reason))
+
+    def candidates(self) -> Candidates:
+        """Return what hosts may need next."""
+        found = self._rows("SELECT records FROM candidates WHERE deployment = ?")
+        return rules.candidates_from_text(found[0][0]) if found else Candidates()
+
+    def suggest(self, candidates: Candidates) -> None:
+        """Name what hosts may need next."""
+        with self._change() as change:
+            row = (self.deployment, rules.candidates_to_text(candidates))
+            change.connection.execute("INSERT OR REPLACE INTO candidates VALUES (?, ?)", row)
+            change.bump()
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 5  # counts up with each change of the tables below
+SCHEMA_VERSION = 6  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -84,6 +84,9 @@ CREATE INDEX sample_in_time ON sample (deployment, time);
 """,
     5: """
 ALTER TABLE run ADD COLUMN window_seconds REAL NOT NULL DEFAULT 0;
+""",
+    6: """
+CREATE TABLE candidates (deployment TEXT PRIMARY KEY, records TEXT NOT NULL);
 """,
 }
 _OLDEST = 2  # the oldest version that can be brought up to date

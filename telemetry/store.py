@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from eplb.candidates import Candidates
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
@@ -326,12 +327,19 @@ class LoadStore(Protocol):
     def set_control(self, control: Control, *, reason: str) -> None:
         """Set the switches; the change is an event."""
 
+    def candidates(self) -> Candidates:
+        """Return what hosts may need next, as the controller sees it; at first nothing."""
+
+    def suggest(self, candidates: Candidates) -> None:
+        """Name what hosts may need next. No event: it changes often, and nothing follows from it
+        but reading ahead. The latest counts, whoever wrote it."""
+
     # -- waiting
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, a claimed task and last words; not a sample, a rank's report or a
-        plan id.
+        That is every event, a claimed task, last words and candidates; not a sample, a rank's
+        report or a plan id.
         """
 
     def wait(self, version: int, timeout_s: float) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eplb.balance import imbalance
+from eplb.candidates import Candidates
 from eplb.errors import ConfigError
 from eplb.gate import CostModel
 from eplb.load import LoadSample
@@ -43,9 +44,15 @@ class Clock:
 class Deployment:
     """What the ranks would do to the store."""
 
-    def __init__(self, store: MemoryStore, run: str = "run-1", window_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        run: str = "run-1",
+        window_seconds: float = 0.0,
+        topology: Topology = TOPOLOGY,
+    ) -> None:
         self.store, self.run, self.next_window = store, run, 0
-        described = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+        described = model_to_dict(MODEL), topology_to_dict(topology)
         store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
 
     def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
@@ -133,6 +140,27 @@ def test_a_skewed_window_is_answered_with_a_better_placement(deployment: Deploym
     assert event.detail["decision"] == "MOVE"
     assert event.detail["reason"].startswith("imbalance 1.600 -> 1.0")
     assert (event.detail["generation"], event.detail["window"]) == (0, 0)
+
+
+def test_before_it_decides_it_names_what_a_host_would_need(store: MemoryStore) -> None:
+    two_hosts = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=3)
+    deployment, controller = Deployment(store, topology=two_hosts), Controller(store, SETTINGS)
+    deployment.serve(EVEN)
+    controller.turn()
+    assert store.candidates() == Candidates(((), ()))
+
+    store.set_control(Control(observe=True), reason="look first")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert store.published() is None
+    assert store.candidates() == Candidates(((), ((0, 0),)))  # expert 0, for the host of rank 1
+    version = store.version()
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert store.candidates() == Candidates(((), ((0, 0),)))
+    plans = [event for event in events(store, "plan") if event.detail["window"] == 2]
+    assert store.version() == version + len(plans), "what is no news wakes nobody"
 
 
 def test_a_plan_is_made_for_the_weights_that_ranks_say_they_serve(deployment: Deployment) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from eplb.candidates import Candidates
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration import Pace, build_migration
 from eplb.model import ModelShape
@@ -695,6 +696,29 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     # The first host had read expert 7 for the other already, when that was filled.
     assert brought[0] == {"disk": 0, "host": 2 * 4096, "other_host": 0}
     assert brought[1] == {"disk": 0, "host": 2 * 4096, "other_host": 2 * 4096}
+    for agent in ranks.agents:
+        agent.close()
+
+
+def test_a_host_reads_ahead_what_a_coming_plan_may_bring_it(
+    start_host: StartHost, weights: Checkpoint, small_schema: ExpertSchema
+) -> None:
+    hosts = [start_host(weights, None), start_host(weights, None)]
+    ranks = start_ranks(hosts, small_schema)
+
+    def num_resident(host: Host) -> int:
+        return host.reader.stats(deadline_s=DEADLINE_S).resident_bytes // 4096
+
+    assert [num_resident(host) for host in hosts] == [8, 8]
+    ranks.store.suggest(Candidates((((0, 7), (1, 7)), ((0, 0), (1, 0)))))
+    ranks.step_until(lambda: [num_resident(host) for host in hosts] == [10, 10])
+    plan_id = ranks.store.next_plan_id()
+    ranks.store.publish(build_migration(START, SWAPPED, TWO_HOSTS, plan_id=plan_id))
+    ranks.step_until(lambda: ranks.agents[0].placement.slot_to_expert[1, 0] == 7)
+    ranks.step_until(lambda: ranks.agents[1].placement.slot_to_expert[1, 7] == 0)
+
+    brought = [agent.describe().detail["bytes_by_source"] for agent in ranks.agents]
+    assert brought == [{"disk": 0, "host": 2 * 4096, "other_host": 0}] * 2
     for agent in ranks.agents:
         agent.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.candidates import Candidates
 from eplb.errors import StaleGeneration, StoreError
 from eplb.load import LoadSample
 from eplb.placement import Placement
@@ -179,6 +180,16 @@ def test_the_switches_start_as_movement_on_and_are_kept(store: LoadStore) -> Non
     assert store.events()[-1].detail == detail
 
 
+def test_the_latest_candidates_are_kept_and_are_no_event(store: LoadStore) -> None:
+    assert store.candidates() == Candidates()
+
+    store.suggest(Candidates((((0, 3),), ())))
+    store.suggest(Candidates((((0, 3), (1, 2)), ((0, 0),))))
+
+    assert store.candidates() == Candidates((((0, 3), (1, 2)), ((0, 0),)))
+    assert store.events() == []
+
+
 # -- after a death
 
 
@@ -275,6 +286,7 @@ CHANGES: list[Callable[[LoadStore], object]] = [
     lambda store: store.add_event("note", {}),
     lambda store: store.submit("rebalance", {}),
     lambda store: store.set_control(Control(), reason="test"),
+    lambda store: store.suggest(Candidates((((0, 3),),))),
     lambda store: store.last_words(make_words(0)),
     lambda store: store.recover(make_record(1), expected_membership=0),
 ]
