@@ -25,6 +25,7 @@ from rebalance.ring import StagingRing
 from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.transport import HOST, Place, Record
 from rebalance.waiting import PhaseBox, Wait, drive
+from rebalance.wanted import IsWanted, always
 from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
@@ -65,14 +66,16 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         self.preloaded.append(list(records))
         return {"disk": 0}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         self.reloaded.append(record)
 
     def release(self, records: Sequence[Record]) -> None:
@@ -325,7 +328,7 @@ def test_a_flip_into_a_slot_that_may_still_serve_is_dropped_in_words() -> None:
 def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     made = bench()
 
-    def fail(records: Sequence[Record], deadline_s: float) -> int:
+    def fail(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
         raise MigrationError("the disk is gone")
 
     made.transport.preload = fail  # type: ignore[method-assign]

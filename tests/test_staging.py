@@ -24,6 +24,7 @@ from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import HOST, Place, Record
 from rebalance.waiting import Wait
+from rebalance.wanted import IsWanted, always
 from runtime.memory import digest
 from runtime.streams import Completion
 
@@ -78,7 +79,9 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         if not self.has_records:
             raise MigrationError("the host has no records of these weights")
         self.preloaded.append(list(records))
@@ -87,7 +90,7 @@ class Simulated:
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         self.reloaded.append(record)
         if self.is_beyond_repair:
             raise MigrationError("the disk has other bytes too")
