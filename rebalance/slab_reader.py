@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
 ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
+# A host that stands still leaves room for some 70 messages; a little later a send would block.
+SEND_S = 2.0
 
 
 class SlabReader:
@@ -43,6 +46,8 @@ class SlabReader:
             raise MigrationError(
                 f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
             ) from exc
+        self._takes = select.poll()  # says whether the host has room for a message
+        self._takes.register(self._connection, select.POLLOUT)
         hello = json.loads(self._receive("its greeting", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
         if found != (num_experts, record_bytes):
@@ -168,7 +173,7 @@ class SlabReader:
         """End the leases on records; those that are not leased are no harm. Waits for nothing.
 
         Raises:
-            MigrationError: the preload process is gone.
+            MigrationError: the preload process is gone, or stands still.
         """
         for record in records:
             self._places.pop(record, None)
@@ -178,7 +183,7 @@ class SlabReader:
         """Say what may be asked for next, so that it is read when the disk has nothing to do.
 
         Raises:
-            MigrationError: the preload process is gone.
+            MigrationError: the preload process is gone, or stands still.
         """
         self._send({"ask": "hint", "records": list(records), "weights_version": weights_version})
 
@@ -238,6 +243,10 @@ class SlabReader:
     def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._sending:
+                if not self._takes.poll(1e3 * SEND_S):
+                    raise MigrationError(
+                        f"the preload process of host {self._name} has read nothing in {SEND_S:g} s"
+                    )
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as exc:
             raise self._gone() from exc

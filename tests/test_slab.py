@@ -217,6 +217,24 @@ def test_a_wait_for_a_slow_disk_ends_soon_after_it_is_called_off_and_leaves_no_l
     assert reader.load([(1, 3)], deadline_s=DEADLINE_S)[0] == [digest(host.cooked(1, 3))]
 
 
+@pytest.mark.slow
+def test_a_host_that_reads_nothing_any_more_blocks_no_sender_for_long(host: Host) -> None:
+    reader = host.reader()
+    host.stop()
+
+    def send_without_end() -> None:
+        for _ in itertools.count():
+            reader.hint([(0, 1)])
+
+    started = time.monotonic()
+    with pytest.raises(MigrationError, match=f"{host.address.name} has read nothing in 2 s"):
+        send_without_end()
+    assert time.monotonic() - started < AT_ONCE_S
+    host.signal(signal.SIGCONT)
+
+    assert len(reader.load([(0, 1)], deadline_s=DEADLINE_S)[0]) == 1
+
+
 # -- death
 
 
