@@ -14,6 +14,7 @@ from rebalance import phases
 from rebalance.lanes import Pull
 from rebalance.staging import Stager
 from rebalance.waiting import PhaseBox, Wait, drive
+from rebalance.wanted import IsWanted
 from rebalance.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Fetcher:
         self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
         self.is_quiet = True  # False once copies could not be ended: they may still be writing
 
-    def fetch(self, pull: Pull, box: PhaseBox, is_wanted: Callable[[], bool]) -> bool:
+    def fetch(self, pull: Pull, box: PhaseBox, is_wanted: IsWanted) -> bool:
         """Bring and prove one record, while no migration is being brought.
 
         Returns:

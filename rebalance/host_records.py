@@ -9,6 +9,7 @@ from eplb.errors import MigrationError
 from rebalance.figures import StageMeter
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import Record, WeightTransport
+from rebalance.wanted import CalledOff, IsWanted
 from rebalance.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,11 @@ class HostRecords:
         self._meter, self._beat = meter, beat
         self._held: set[Record] = set()  # records that preload has answered for
 
-    def preload(self, records: Sequence[Record]) -> None:
+    def preload(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
         """Have the host hold records. May block; see WeightTransport.preload.
 
         Raises:
+            CalledOff: they are not wanted any more.
             MigrationError: the host cannot, or not in time.
         """
         missing = [record for record in records if record not in self._held]
@@ -40,16 +42,24 @@ class HostRecords:
         layer, expert = missing[0]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
-        for source, num_bytes in self._transport.preload(missing, self._deadline_s).items():
+        brought = self._transport.preload(missing, self._deadline_s, is_wanted)
+        for source, num_bytes in brought.items():
             self._meter.add_bytes(source, num_bytes)
         self._held.update(missing)
 
-    def reload(self, record: Record) -> bool:
-        """Have the host mend a record whose bytes were wrong; its disk is a second try."""
+    def reload(self, record: Record, is_wanted: IsWanted) -> bool:
+        """Have the host mend a record whose bytes were wrong; its disk is a second try.
+
+        Raises:
+            CalledOff: it is not wanted any more.
+        """
         name = f"layer {record[0]} expert {record[1]}"
         self._beat.busy(f"having the host read {name} again")
         try:
-            self._transport.reload(record, self._deadline_s)
+            self._transport.reload(record, self._deadline_s, is_wanted)
+        except CalledOff:
+            self._held.discard(record)
+            raise
         except MigrationError as exc:
             log.warning("%s: %s", name, exc)
             self._held.discard(record)

@@ -19,6 +19,7 @@ from rebalance.rank_link_reader import OtherRanks
 from rebalance.rank_link_wire import Part
 from rebalance.slab import Digest, SlabReader
 from rebalance.transport import HOST, Place, Record
+from rebalance.wanted import IsWanted, always
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
 
@@ -124,11 +125,16 @@ class PullTransport:
             torch.cuda.set_stream(own)
             self._from_peers.back = self._from_host.back = own
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         """Have the host's slab hold these records; return the bytes it took in for that."""
         from_hosts = self._slab.bytes_from_other_hosts
         _, from_disk = self._slab.load(
-            records, deadline_s=deadline_s, weights_version=self._weights_version
+            records,
+            deadline_s=deadline_s,
+            weights_version=self._weights_version,
+            is_wanted=is_wanted,
         )
         if self._is_cuda:
             # Here, not at the first pull: locking 44 MB takes longer than copying it.
@@ -145,9 +151,9 @@ class PullTransport:
         """Name what is asked for next."""
         self._slab.hint(records, weights_version=self._weights_version)
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Have the slab check its bytes, and read them again."""
-        self._slab.reload(record, deadline_s=deadline_s)
+        self._slab.reload(record, deadline_s=deadline_s, is_wanted=is_wanted)
 
     def release(self, records: Sequence[Record]) -> None:
         """End the leases."""
@@ -218,7 +224,9 @@ class LocalTransport:
     def begin(self) -> None:
         """Nothing to do: a CPU thread has no device and no stream."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         """Have the host hold these records; return the bytes that came from disk."""
         from_disk = 0
         for record in records:
@@ -236,7 +244,7 @@ class LocalTransport:
     def hint(self, records: Sequence[Record]) -> None:
         """Nothing to do: reading takes no time."""
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Read a record again."""
         self._on_host[record] = self._on_disk[record]
 

@@ -30,6 +30,7 @@ from rebalance.stage_settings import StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import Record, WeightTransport
 from rebalance.waiting import WAIT_S, PhaseBox, Wait, drive
+from rebalance.wanted import CalledOff
 from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
@@ -201,13 +202,17 @@ class Mover:
             wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
-        at_once = self._settings.preload_records
+        at_once, plan_id = self._settings.preload_records, migration.plan_id
         for first in range(0, len(records), at_once):
-            if not box.is_wanted(migration.plan_id):
+            if not box.is_wanted(plan_id):
                 return False
             # Named before the others are waited for, so that the disk never rests in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
-            self._stager.preload([wanted[record] for record in records[first : first + at_once]])
+            now = [wanted[record] for record in records[first : first + at_once]]
+            try:
+                self._stager.preload(now, lambda: box.is_wanted(plan_id))
+            except CalledOff:
+                return False
             yield Wait("nothing: others may take their turn", self._clock())
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -16,9 +17,12 @@ from eplb.errors import MigrationError
 from rebalance.slab_stats import SlabStats
 from rebalance.slab_wire import Digest, SlabAddress, call
 from rebalance.transport import Record
+from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
 ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
+# A host that stands still leaves room for some 70 messages; a little later a send would block.
+SEND_S = 2.0
 
 
 class SlabReader:
@@ -42,6 +46,8 @@ class SlabReader:
             raise MigrationError(
                 f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
             ) from exc
+        self._takes = select.poll()  # says whether the host has room for a message
+        self._takes.register(self._connection, select.POLLOUT)
         hello = json.loads(self._receive("its greeting", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
         if found != (num_experts, record_bytes):
@@ -69,13 +75,19 @@ class SlabReader:
             self._register(self._places[record])
 
     def load(
-        self, records: Sequence[Record], *, deadline_s: float, weights_version: int = 0
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        weights_version: int = 0,
+        is_wanted: IsWanted = always,
     ) -> tuple[list[Digest], int]:
         """Lease ``records``; return their digests and the bytes that are read from disk for it.
 
         The slab keeps them until ``release``, or until this process ends.
 
         Raises:
+            CalledOff: ``is_wanted`` has become false; as below.
             MigrationError: a record cannot be read, or not in time; or the slab has no room for
                 all of them. None of ``records`` is leased then that was not before.
         """
@@ -86,22 +98,23 @@ class SlabReader:
             "weights_version": weights_version,
             "deadline_s": deadline_s - min(ANSWER_MARGIN_S, deadline_s / 10),
         }
-        answer = self._ask("load", f"{len(records)} records", deadline_s, message)
+        answer = self._ask("load", f"{len(records)} records", deadline_s, message, is_wanted)
         self._places |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
-    def reload(self, record: Record, *, deadline_s: float) -> Digest:
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
         """Have the host look at the bytes of a leased record, and read them again if damaged.
 
         Raises:
+            CalledOff: ``is_wanted`` has become false; the lease is then over.
             MigrationError: the record is not leased, or what is on the disk is not it either; the
                 lease is then over.
         """
         message = {"records": [record], "weights_version": 0, "deadline_s": deadline_s}
         try:
-            answer = self._ask("reload", "a record again", deadline_s, message)
-        except MigrationError:
+            answer = self._ask("reload", "a record again", deadline_s, message, is_wanted)
+        except (CalledOff, MigrationError):
             self.release([record])
             raise
         ((plain, weighted),) = answer["digests"]
@@ -160,7 +173,7 @@ class SlabReader:
         """End the leases on records; those that are not leased are no harm. Waits for nothing.
 
         Raises:
-            MigrationError: the preload process is gone.
+            MigrationError: the preload process is gone, or stands still.
         """
         for record in records:
             self._places.pop(record, None)
@@ -170,7 +183,7 @@ class SlabReader:
         """Say what may be asked for next, so that it is read when the disk has nothing to do.
 
         Raises:
-            MigrationError: the preload process is gone.
+            MigrationError: the preload process is gone, or stands still.
         """
         self._send({"ask": "hint", "records": list(records), "weights_version": weights_version})
 
@@ -194,41 +207,72 @@ class SlabReader:
         return SlabStats(**self._ask("stats", "its figures", deadline_s, {})["figures"])
 
     def _ask(
-        self, ask: str, what: str, deadline_s: float, message: dict[str, Any]
+        self,
+        ask: str,
+        what: str,
+        deadline_s: float,
+        message: dict[str, Any],
+        is_wanted: IsWanted = always,
     ) -> dict[str, Any]:
         self._num_asked += 1
         self._send({"ask": ask, "number": self._num_asked} | message)
         try:
-            answer = self._answer_to(self._num_asked, what, deadline_s)
-        except _Late as exc:
+            answer = self._answer_to(self._num_asked, what, deadline_s, is_wanted)
+        except (CalledOff, _Late):
+            # Else the host would read on, and hold records for a rank that knows of no lease.
             self._send({"ask": "give up", "number": self._num_asked})
-            raise MigrationError(str(exc)) from exc
+            raise
         if "error" in answer:
             raise MigrationError(f"preload on host {self._name} failed: {answer['error']}")
         return answer
 
-    def _answer_to(self, number: int, what: str, deadline_s: float) -> dict[str, Any]:
+    def _answer_to(
+        self, number: int, what: str, deadline_s: float, is_wanted: IsWanted
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s
-        while True:
+        while is_wanted():
             left_s = max(0.0, deadline - time.monotonic())
-            answer: dict[str, Any] = json.loads(self._receive(what, left_s))
-            if answer["number"] == number:  # else to a request that was given up as late
-                return answer
+            if self._hears(min(left_s, LOOK_S)):
+                answer: dict[str, Any] = json.loads(self._take())
+                if answer["number"] == number:  # else to a request that was given up
+                    return answer
+            elif left_s <= LOOK_S:
+                raise self._late(what, deadline_s)
+        raise CalledOff(f"host {self._name} was to send {what}")
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._sending:
+                if not self._takes.poll(1e3 * SEND_S):
+                    raise MigrationError(
+                        f"the preload process of host {self._name} has read nothing in {SEND_S:g} s"
+                    )
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as exc:
-            raise MigrationError(f"the preload process of host {self._name} is gone") from exc
+            raise self._gone() from exc
 
     def _receive(self, what: str, deadline_s: float) -> bytes:
+        if self._hears(deadline_s):
+            return self._take()
+        raise self._late(what, deadline_s)
+
+    def _hears(self, timeout_s: float) -> bool:
         try:
-            if self._connection.poll(deadline_s):
-                return self._connection.recv_bytes()
+            return self._connection.poll(timeout_s)
         except (EOFError, OSError) as exc:
-            raise MigrationError(f"the preload process of host {self._name} is gone") from exc
-        raise _Late(
+            raise self._gone() from exc
+
+    def _take(self) -> bytes:
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as exc:
+            raise self._gone() from exc
+
+    def _gone(self) -> MigrationError:
+        return MigrationError(f"the preload process of host {self._name} is gone")
+
+    def _late(self, what: str, deadline_s: float) -> _Late:
+        return _Late(
             f"the preload process of host {self._name} has not sent {what} in {deadline_s:.3g} s"
         )
 

@@ -142,6 +142,7 @@ class SlabSession:
             self._parts.cache.ask(request)
         elif found := self._intact(request):
             request.found[request.records[0]] = found
+            request.is_ended = True  # without the cache, which would end it again if given up
             self._note_end(request)
         else:
             self._parts.cache.reload(request)

@@ -45,7 +45,7 @@ class StageSettings:
     host: LinkSettings = LinkSettings(8 * MIB)
     network: LinkSettings = LinkSettings(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
-    preload_records: int = 8  # asked of the host at a time: an abort waits for so many at most
+    preload_records: int = 8  # asked of the host at a time
     preload_deadline_s: float = 120.0
     pull_deadline_s: float = 30.0  # for one chunk, or for the copies of a swap
     pause_deadline_s: float = 5.0  # for an engine's hold that is not taken back

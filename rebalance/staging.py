@@ -31,6 +31,7 @@ from rebalance.stage_settings import StageSettings
 from rebalance.throttle import Hold
 from rebalance.transport import HOST, Place, WeightTransport
 from rebalance.waiting import Wait
+from rebalance.wanted import CalledOff, IsWanted, always
 from rebalance.watchdog import Heartbeat
 from runtime.digests import TOGETHER
 from runtime.streams import Completion
@@ -59,29 +60,31 @@ class Stager:
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
         self._is_said = False  # that it waits, and for what
+        self._is_wanted: IsWanted = always  # what is being staged
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Say whether the host's slab is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
 
-    def preload(self, wanted: Sequence[tuple[Move, NDArray[np.int32]]]) -> None:
+    def preload(
+        self, wanted: Sequence[tuple[Move, NDArray[np.int32]]], is_wanted: IsWanted
+    ) -> None:
         """Have the host hold what moves take from it, each with what may be read for it.
 
         What it cannot hold is looked for elsewhere when its turn comes, where anybody else has it.
 
         Raises:
+            CalledOff: it is not wanted any more.
             MigrationError: the host cannot, and nobody else has all of it.
         """
         try:
-            self.host.preload([(move.layer, move.expert) for move, _ in wanted])
+            self.host.preload([(move.layer, move.expert) for move, _ in wanted], is_wanted)
         except MigrationError as exc:
             if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
                 raise
             log.info("%d records are looked for beyond the host: %s", len(wanted), exc)
 
-    def stage(
-        self, pulls: Iterable[Pull], is_wanted: Callable[[], bool]
-    ) -> Generator[Wait, None, bool]:
+    def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
         """Bring and prove all of ``pulls``; return False if that is not wanted any more.
 
         Whatever ends it early, ``drain`` must follow before the destinations are used again.
@@ -89,20 +92,28 @@ class Stager:
         Raises:
             MigrationError: a record has no source left, or a chunk does not land.
         """
-        waiting = deque(pulls)
+        waiting, self._is_wanted = deque(pulls), is_wanted
         while waiting or self._has_work():
             if not is_wanted():
                 return False
-            has_moved = [self._feed(waiting)]
-            has_moved += [self._land(lane) for lane in self._lanes.values() if lane.flying]
-            has_moved.append(self._prove(is_more_coming=bool(waiting)))
-            if any(has_moved):
+            try:
+                has_moved = self._advance(waiting)
+            except CalledOff:
+                return False
+            if has_moved:
                 self._is_said = False
                 continue
             if not self._is_said:
                 self._say()
             yield self._wait()
         return True
+
+    def _advance(self, waiting: deque[Pull]) -> bool:
+        """Order, land and prove what can be; say whether anything was."""
+        has_moved = [self._feed(waiting)]
+        has_moved += [self._land(lane) for lane in self._lanes.values() if lane.flying]
+        has_moved.append(self._prove(is_more_coming=bool(waiting)))
+        return any(has_moved)
 
     def drain(self) -> Generator[Wait, None, None]:
         """Order nothing more, and yield until nothing that was ordered writes any more.
@@ -135,6 +146,7 @@ class Stager:
         """Put a record in line for its next source.
 
         Raises:
+            CalledOff: nobody wants it any more.
             MigrationError: there is none left.
         """
         while True:
@@ -145,7 +157,7 @@ class Stager:
                 raise MigrationError(f"{pull.name}: no source is left ({reasons or 'none known'})")
             try:
                 if places == (HOST,):
-                    self.host.preload([pull.record])
+                    self.host.preload([pull.record], self._is_wanted)
                 break
             except MigrationError as exc:
                 # No attempt: nothing was pulled, and another source may be left.
@@ -229,7 +241,9 @@ class Stager:
 
     def _reject(self, pull: Pull) -> None:
         is_mended = (
-            pull.places == (HOST,) and not pull.is_reloaded and self.host.reload(pull.record)
+            pull.places == (HOST,)
+            and not pull.is_reloaded
+            and self.host.reload(pull.record, self._is_wanted)
         )
         if not is_mended:
             self._sources.wrong(pull.move, pull.places)

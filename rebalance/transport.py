@@ -23,6 +23,7 @@ from eplb.errors import RankError
 from eplb.migration import Source
 from rebalance.lifelines import Address, Lifelines
 from rebalance.vote import Outcome
+from rebalance.wanted import IsWanted, always
 from runtime.streams import Completion
 
 Record = tuple[int, int]  # (layer, expert)
@@ -69,16 +70,19 @@ class WeightTransport(Protocol):
     def begin(self) -> None:
         """Make the calling thread the mover's: its device, its stream."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         """Have the host hold these records until ``release``.
 
-        The one call that may block, up to ``deadline_s``. Where time is simulated it answers at
-        once.
+        It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. Where
+        time is simulated it answers at once.
 
         Returns:
             Bytes that were brought into the host's memory for it: "disk", "other_host".
 
         Raises:
+            CalledOff: it is not wanted any more; the host was told so.
             MigrationError: the host cannot, or not in time, or it has no records of these weights.
         """
 
@@ -93,10 +97,11 @@ class WeightTransport(Protocol):
             MigrationError: the host is gone.
         """
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Have the host look at a record that it holds, and read it again if it is damaged.
 
         Raises:
+            CalledOff: it is not wanted any more; the host does not hold it for this rank then.
             MigrationError: it cannot be mended, or not in time.
         """
 

@@ -16,21 +16,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, Notes
 
-from eplb.errors import MigrationError, PlacementError, RankError, StaleGeneration
+from api.app import create_app
+from api.server import HttpService
+from eplb.errors import (
+    CheckpointError,
+    MigrationError,
+    PlacementError,
+    RankError,
+    StaleGeneration,
+)
+from eplb.load import LoadSample
 from eplb.migration import Migration, Move, Pace, build_migration
 from eplb.model import ModelShape
 from eplb.placement import Placement
+from eplb.records import model_to_dict, topology_to_dict
 from eplb.topology import Topology
+from rebalance.controller import Controller, ControllerSettings
 from rebalance.links import PullTransport, RankMemory, SharedPeers, fill_bank
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.stage_settings import StageSettings
@@ -39,6 +52,7 @@ from rebalance.vote import Outcome
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
+from telemetry.store import RunInfo
 
 NEVER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4
@@ -55,9 +69,10 @@ names = itertools.count()
 class Group(AgentGroup):
     """Four ranks over a real slab; between two steps all serve one placement, byte by byte."""
 
-    def __init__(self, checkpoint: Checkpoint, slab: HostSlab) -> None:
+    def __init__(self, checkpoint: Checkpoint, slab: HostSlab, stranger: SlabReader) -> None:
         super().__init__(START, TOPOLOGY)
         self.checkpoint, self.slab, self.journal = checkpoint, slab, Notes()
+        self.stranger = stranger  # reads the same slab, and is no rank
         self.digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
 
     def step(self, ranks: Sequence[int] | None = None) -> list[bool]:
@@ -114,6 +129,10 @@ class Group(AgentGroup):
         ends = ("abort", "reject")
         return "; ".join(e.detail["reason"] for e in self.store.events() if e.kind in ends)
 
+    def doings(self) -> str:
+        """What the ranks' threads that have been at one thing for longest are at."""
+        return "; ".join(agent._core.watchdog.mover.standing().doing for agent in self.agents)
+
     def stage(self, name: str) -> int:
         return sum(int(agent.describe().detail["stage"][name]) for agent in self.agents)
 
@@ -148,6 +167,7 @@ def make_group(
             wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
             slab_of_transport: SlabAddress | None = None,
             slab_settings: SlabSettings | None = None,
+            stage: StageSettings = STAGE,
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
             address = SlabAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
@@ -160,7 +180,7 @@ def make_group(
                 stack.callback(made.close)
                 return made
 
-            group = Group(weights, slab)
+            group = Group(weights, slab, reader(address))
             group.banks += [
                 ExpertBank(small_schema, NUM_LAYERS, 3, num_staging=4) for _ in range(4)
             ]
@@ -179,7 +199,7 @@ def make_group(
                     votes=wrap_votes(rank, group.votes.member(rank)),
                     journal=group.journal,
                     vote_deadline_s=deadline_s,
-                    stage=STAGE,
+                    stage=stage,
                 )
                 agent.start()
             stack.callback(group.close)
@@ -358,6 +378,137 @@ def test_weights_cut_short_while_serving_drop_the_plan_and_mended_ones_are_serve
     for path, content in contents.items():
         path.write_bytes(content)
     group.moves_to(NEXT)
+
+
+# -- a host that has no answer for as long as somebody else holds all of its entries
+
+CROWDED = SlabSettings(mode="ring", ring_records=8)
+PATIENT = StageSettings(preload_deadline_s=10 * DEADLINE_S)
+CALLED_OFF_S = 5.0  # a plan that nobody wants is gone by then; alone it takes a third of a second
+
+
+def meets_a_crowd(group: Group, target: Placement) -> list[Record]:
+    """Offer a plan that all ranks adopt and no host answers for; return what keeps it waiting."""
+    held = [(0, expert) for expert in range(NUM_EXPERTS)]
+    group.stranger.load(held, deadline_s=DEADLINE_S)
+    group.publish(target)
+    adopted = "adopted by all"
+    group.step_until(lambda: len(group.journal.of(adopted)) == 4, "a plan that all work on")
+    group.step_until(lambda: "preload" in group.doings(), "a rank that waits for its host")
+    return held
+
+
+def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    held = meets_a_crowd(group, NEXT)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        for begun in [pool.submit(agent.begin_update, 1) for agent in group.agents]:
+            begun.result(DEADLINE_S)
+        assert time.monotonic() - started < CALLED_OFF_S
+        for ended in [pool.submit(agent.end_update) for agent in group.agents]:
+            ended.result(DEADLINE_S)
+
+    group.step_until(lambda: group.store.published() is None, "an end of the plan")
+    assert "the weights are updated to version 1" in group.told_by_events()
+    group.is_settled(START.slot_to_expert)
+    group.stranger.release(held)
+
+
+def test_a_plan_withdrawn_while_its_host_has_no_answer_leaves_no_lease_and_the_next_is_served(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    held = meets_a_crowd(group, NEXT)
+
+    started = time.monotonic()
+    found = group.store.published()
+    assert found is not None
+    group.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
+    group.step_until(lambda: {agent.phase for agent in group.agents} == {"idle"}, "quiet")
+    assert time.monotonic() - started < CALLED_OFF_S
+    group.is_settled(START.slot_to_expert)
+
+    group.stranger.release(held)
+    group.moves_to(NEXT)
+    group.step_until(lambda: group.slab.stats().leased_bytes == 0, "leases that ended")
+
+
+def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: MakeGroup) -> None:
+    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    meets_a_crowd(group, NEXT)
+
+    started = time.monotonic()
+    group.close()
+
+    assert time.monotonic() - started < CALLED_OFF_S
+    assert not any(agent._core.watcher.has_mover() for agent in group.agents)
+
+
+def test_weights_that_go_missing_in_mid_plan_are_still_read_by_the_host_that_has_them_open(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    held = meets_a_crowd(group, NEXT)
+    generation, read = group.generation(), group.slab.stats().bytes_from_checkpoint
+    for path in group.checkpoint.path.glob("*.safetensors"):
+        path.unlink()
+
+    group.stranger.release(held)
+    group.step_until(lambda: group.generation() > generation, "a commit")
+    group.is_settled(NEXT.slot_to_expert)
+    assert group.slab.stats().bytes_from_checkpoint > read
+    with pytest.raises(CheckpointError, match="is missing, the index names it"):
+        Checkpoint(group.checkpoint.path)  # as the next start would
+
+
+# -- where the reason of an abort is told
+
+HOT = [1, 20, 1, 1, 1, 1, 1, 20]  # experts 1 and 7, of which one rank each has a replica
+
+
+def begins_to_report(group: Group, model: ModelShape) -> None:
+    """The store has a run, and a window of load that a plan is worth its moves for."""
+    described = model_to_dict(model), topology_to_dict(TOPOLOGY)
+    group.store.begin_run(RunInfo("run", 1.0, *described, window_steps=1, window_seconds=0.0))
+    load = (10_000 * np.array(HOT)[START.slot_to_expert] * START.slot_share).astype(np.int64)
+    for rank in range(4):
+        slots = TOPOLOGY.slots_on(rank)
+        seen = START.slot_to_expert[:, slots], load[:, slots]
+        group.store.append([LoadSample("test", "run", rank, 0, 0.0, 0, 0, "mixed", 0, *seen)])
+
+
+def test_the_reason_of_an_abort_is_found_from_the_task_that_asked_for_the_plan_and_is_counted(
+    make_group: MakeGroup, small_model: ModelShape
+) -> None:
+    group = make_group(slab_settings=CROWDED)
+    begins_to_report(group, small_model)
+    for path in group.checkpoint.path.glob("*.safetensors"):
+        os.truncate(path, 10)
+    asked = group.store.submit("rebalance", {"dry_run": False, "policy": "greedy"})
+
+    with ExitStack() as stack:
+        service = HttpService(create_app(group.store))
+        service.start()
+        stack.callback(service.stop)
+        client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
+        controller = Controller(group.store, ControllerSettings(pace=Pace(staging_experts=4)))
+        controller.turn()
+        group.step_until(lambda: group.store.published() is None, "an end of the plan")
+        task = client.get(f"/api/v1/tasks/{asked.id}").json()
+        events = client.get("/api/v1/events").json()
+        metrics = client.get("/metrics").text
+
+    assert (task["state"], task["result"]["published"]) == ("done", True)
+    (abort,) = [event["detail"] for event in events if event["kind"] == "abort"]
+    assert abort["plan_id"] == task["result"]["plan_id"]
+    assert "is truncated: 10 bytes, expected" in abort["reason"]
+    ends = [line for line in metrics.splitlines() if line.startswith("eplb_rebalances_total{")]
+    counted = [line for line in ends if 'outcome="aborted"' in line and 'trigger="request"' in line]
+    assert [line.split()[-1] for line in counted] == ["1.0"]
 
 
 SMALL_HOST = """

@@ -2,7 +2,8 @@
 
 A state is held from outside. A rank that is stopped (SIGSTOP) stays where it is, and its journal,
 which it writes as it goes, says where. The host's preload process, stopped, keeps a plan that needs
-a record of it in ``preload``, and in ``aborted`` if it is withdrawn then.
+a record of it in ``preload``; if it is withdrawn then, the rank is in ``aborted`` until it looks
+whether the record is still wanted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +71,12 @@ class Whereabouts:
 
 
 class Patient:
-    """A demo that serves, its store, and where the two ranks of host 0 are."""
+    """A demo that serves, its store, and where the two ranks of one of its hosts are."""
 
-    def __init__(self, demo: Any, store: LoadStore) -> None:
-        self.demo, self.store = demo, store
-        folder = demo.state_dir / JOURNAL_FOLDER
-        self._ranks = {rank: Whereabouts(folder / f"rank-000{rank}.jsonl") for rank in (0, 1)}
+    def __init__(self, demo: Any, store: LoadStore, host: int) -> None:
+        self.demo, self.store, self._host = demo, store, host
+        folder, ranks = demo.state_dir / JOURNAL_FOLDER, (2 * host, 2 * host + 1)
+        self._ranks = {rank: Whereabouts(folder / f"rank-000{rank}.jsonl") for rank in ranks}
 
     def wait_for(self, what: str, look: Callable[[], Any], *, pause_s: float = 0.05) -> Any:
         deadline = time.monotonic() + DEADLINE_S
@@ -85,23 +87,28 @@ class Patient:
         return found
 
     def pid(self, title: str) -> int:
-        pids = sorted(pid for pid, found in self.demo.processes().items() if found == title)
-        return int(pids[0])
+        return self._pids(title)[0]
+
+    def slab_pid(self) -> int:
+        """The preload process of the host that is watched: they are started in order."""
+        return self._pids("preload process")[self._host]
+
+    def _pids(self, title: str) -> list[int]:
+        return sorted(int(pid) for pid, found in self.demo.processes().items() if found == title)
 
     @contextmanager
     def held_in(self, state: str) -> Iterator[str]:
-        """Hold a rank of host 0 in a state, and the whole group, which waits for its tokens.
+        """Hold a rank of the host in a state, and the whole group, which waits for its tokens.
 
         Gives the rank's title.
         """
         with ExitStack() as stack:
             if state in ("preload", "aborted"):
-                stack.enter_context(stopped(self.pid("preload process")))
-            if state == "aborted":
-                self.wait_for("preload to abort", self._withdraw_in_preload)
+                stack.enter_context(stopped(self.slab_pid()))
             if state == "idle":
                 self.switch(movement=False)
-            rank, pid = self.wait_for(state, lambda: self._stop_in(state), pause_s=0.0)
+            look = self._withdraw_and_stop if state == "aborted" else partial(self._stop_in, state)
+            rank, pid = self.wait_for(state, look, pause_s=0.0)
             try:
                 yield f"rank {rank}"
             finally:
@@ -115,11 +122,11 @@ class Patient:
         adopted = [rank for rank in phases if "adopted by all" in self._ranks[rank].facts]
         return [rank for rank in adopted if phases[rank] == "preload"]
 
-    def _withdraw_in_preload(self) -> bool:
-        found = self.store.published()
-        if found is None or not self._in_preload():
-            return False
-        return self.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
+    def _withdraw_and_stop(self) -> tuple[int, int] | None:
+        """Withdraw whatever is in preload, until a rank is met before it has called that off."""
+        if self._in_preload() and (found := self.store.published()) is not None:
+            self.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
+        return self._stop_in("aborted")
 
     def _stop_in(self, state: str) -> tuple[int, int] | None:
         """Stop a rank that seems to be there, and let it go on if it is further by then."""
@@ -246,11 +253,11 @@ def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Patie
     """Start a demo that serves until halted, and wait until it rebalances."""
     with ExitStack() as stack:
 
-        def start(*flags: str) -> Patient:
+        def start(*flags: str, host: int = 0) -> Patient:
             demo = start_demo(tmp_path, "--serve", *flags, *TEXT, **LARGER)
             demo.sees("the start", lambda store: store.current_run())
             store = open_store(demo.state_dir / "store.sqlite", "demo")
-            patient = Patient(demo, stack.enter_context(closing(store)))
+            patient = Patient(demo, stack.enter_context(closing(store)), host)
             patient.rebalances_again()
             return patient
 
@@ -274,7 +281,7 @@ def test_a_damaged_host_a_slow_rank_and_a_killed_controller_cost_no_right_answer
     serve: Callable[..., Patient],
 ) -> None:
     patient = serve()
-    damage_host_records(patient.pid("preload process"))
+    damage_host_records(patient.slab_pid())
     with patient.held_in("swap"):
         patient.demo.kill("controller")
         patient.hears_of_errors(1)
@@ -307,8 +314,11 @@ def test_a_controller_killed_in_any_state_is_followed_by_one_that_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_rank_killed_in_any_state_is_survived(serve: Callable[..., Patient]) -> None:
-    patient, killed = serve(), list[str]()
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_rank_of_any_host_killed_in_any_state_is_survived(
+    serve: Callable[..., Patient], host: int
+) -> None:
+    patient, killed = serve(host=host), list[str]()
     descriptors = patient.num_descriptors()
     for number, state in enumerate(STATES, start=1):
         with patient.held_in(state) as title:
@@ -334,7 +344,7 @@ def test_a_preload_process_killed_in_any_state_ends_the_demo_and_the_next_start_
     patient = serve()
     for state in STATES:
         with patient.held_in(state):
-            os.kill(patient.pid("preload process"), signal.SIGKILL)
+            os.kill(patient.slab_pid(), signal.SIGKILL)
         sentence = "eplb: the preload process of host 0 was killed by SIGKILL, the demo cannot go"
         assert patient.demo.ends() == 2, patient.demo.told()
         assert patient.demo.errors.splitlines()[-1].startswith(sentence)

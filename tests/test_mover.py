@@ -25,6 +25,7 @@ from rebalance.ring import StagingRing
 from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.transport import HOST, Place, Record
 from rebalance.waiting import PhaseBox, Wait, drive
+from rebalance.wanted import CalledOff, IsWanted, always
 from rebalance.watchdog import Heartbeat
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
@@ -65,14 +66,16 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         self.preloaded.append(list(records))
         return {"disk": 0}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         self.reloaded.append(record)
 
     def release(self, records: Sequence[Record]) -> None:
@@ -325,7 +328,7 @@ def test_a_flip_into_a_slot_that_may_still_serve_is_dropped_in_words() -> None:
 def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     made = bench()
 
-    def fail(records: Sequence[Record], deadline_s: float) -> int:
+    def fail(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
         raise MigrationError("the disk is gone")
 
     made.transport.preload = fail  # type: ignore[method-assign]
@@ -334,6 +337,23 @@ def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     made.run(work, lambda: bool(made.box.state.abort_reason))
 
     assert made.box.state.abort_reason == "rank 0: the disk is gone"
+
+
+def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own() -> None:
+    made = bench()
+
+    def is_dropped(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
+        assert is_wanted()
+        made.drop()
+        assert not is_wanted()
+        raise CalledOff("the host was to send a record")
+
+    made.transport.preload = is_dropped  # type: ignore[method-assign]
+    made.end(made.mover.work(made.migration, made.box))
+
+    assert made.box.state.phase is Phase.IDLE
+    assert made.box.state.frozen_reason == ""
+    assert made.transport.landings == []
 
 
 def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from eplb.errors import MigrationError
 from eplb.model import ModelShape
 from rebalance.links import fill_bank
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
+from rebalance.wanted import CalledOff
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
@@ -183,6 +185,54 @@ def test_a_slow_disk_is_reported_in_time_and_its_late_answer_is_not_taken_for_an
 
     digests, _ = reader.load([(1, 3)], deadline_s=DEADLINE_S)
     assert digests == [digest(host.cooked(1, 3))]
+
+
+@pytest.mark.parametrize("ask", ["load", "reload"])
+def test_a_wait_for_a_slow_disk_ends_soon_after_it_is_called_off_and_leaves_no_lease(
+    host: Host, ask: str
+) -> None:
+    reader, nobody_cares = host.reader(), threading.Event()
+    reader.load([(0, 1)], deadline_s=DEADLINE_S)
+    host.stop()
+
+    calling_off = threading.Timer(0.1, nobody_cares.set)
+    calling_off.start()
+    started = time.monotonic()
+    given: dict[str, Any] = {
+        "deadline_s": DEADLINE_S,
+        "is_wanted": lambda: not nobody_cares.is_set(),
+    }
+    asked = partial(reader.load, [(0, 2)]) if ask == "load" else partial(reader.reload, (0, 1))
+    with pytest.raises(CalledOff, match=f"host {host.address.name} was to send"):
+        asked(**given)
+    assert time.monotonic() - started < AT_ONCE_S
+    calling_off.join()
+    host.signal(signal.SIGCONT)
+
+    with pytest.raises(MigrationError, match="is read without a lease"):
+        reader.read((0, 2 if ask == "load" else 1), torch.zeros(host.schema.record_bytes))
+    reader.release([(0, 1)])
+    assert reader.stats(deadline_s=DEADLINE_S).leased_bytes == 0
+    # An answer that was called off is not taken for another.
+    assert reader.load([(1, 3)], deadline_s=DEADLINE_S)[0] == [digest(host.cooked(1, 3))]
+
+
+@pytest.mark.slow
+def test_a_host_that_reads_nothing_any_more_blocks_no_sender_for_long(host: Host) -> None:
+    reader = host.reader()
+    host.stop()
+
+    def send_without_end() -> None:
+        for _ in itertools.count():
+            reader.hint([(0, 1)])
+
+    started = time.monotonic()
+    with pytest.raises(MigrationError, match=f"{host.address.name} has read nothing in 2 s"):
+        send_without_end()
+    assert time.monotonic() - started < AT_ONCE_S
+    host.signal(signal.SIGCONT)
+
+    assert len(reader.load([(0, 1)], deadline_s=DEADLINE_S)[0]) == 1
 
 
 # -- death

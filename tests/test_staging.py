@@ -24,6 +24,7 @@ from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import HOST, Place, Record
 from rebalance.waiting import Wait
+from rebalance.wanted import CalledOff, IsWanted, always
 from runtime.memory import digest
 from runtime.streams import Completion
 
@@ -63,6 +64,7 @@ class Simulated:
     preloaded: list[list[Record]] = field(default_factory=list)
     released: list[list[Record]] = field(default_factory=list)
     reloaded: list[Record] = field(default_factory=list)
+    host_answers_s: float = 0.0
     host_room: int = 100
     is_beyond_repair: bool = False
     has_records: bool = True  # False: of weights that were updated, which no disk has
@@ -78,16 +80,26 @@ class Simulated:
     def begin(self) -> None:
         pass
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         if not self.has_records:
             raise MigrationError("the host has no records of these weights")
+        self.ask(is_wanted)
         self.preloaded.append(list(records))
         return {"disk": SIZE * len(records)}
+
+    def ask(self, is_wanted: IsWanted) -> None:
+        """The host needs so long that somebody may have called it off when it answers."""
+        self.clock.now += self.host_answers_s
+        if not is_wanted():
+            raise CalledOff("the host was to send a record")
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
+        self.ask(is_wanted)
         self.reloaded.append(record)
         if self.is_beyond_repair:
             raise MigrationError("the disk has other bytes too")
@@ -264,6 +276,22 @@ def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> Non
     assert made.transport.reloaded == [(0, 1)]
     figures = made.figures()
     assert (figures.num_wrong_digests, figures.num_quarantined) == (1, 0)
+
+
+@pytest.mark.parametrize(("unwanted_at", "asked_again"), [(0.5, 0), (1.5, 0), (2.5, 1)])
+def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_nobody(
+    unwanted_at: float, asked_again: int
+) -> None:
+    """Asked at 0 s for a record and at 1 s for it again: each answer takes the host 1 s."""
+    made = bench(0, readable=frozenset([0]), rotten={HOST}, host_answers_s=1.0)
+
+    work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock.now < unwanted_at)
+    assert made.run(work) is (unwanted_at > 2.0)
+    made.run(made.stager.drain())
+
+    assert len(made.transport.reloaded) == asked_again
+    assert made.figures().num_quarantined == 0
+    assert made.transport.flying == []
 
 
 def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:

@@ -16,6 +16,7 @@ from eplb.migration import Source
 from eplb.topology import Topology
 from rebalance.links import ranks_beside
 from rebalance.transport import HOST, Place, Record
+from rebalance.wanted import IsWanted, always
 from runtime.streams import Completion
 from telemetry.memory import MemoryStore
 
@@ -72,7 +73,9 @@ class Transport:
     def begin(self) -> None:
         """No device to bind to."""
 
-    def preload(self, records: Sequence[Record], deadline_s: float) -> Mapping[str, int]:
+    def preload(
+        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         """Have the host hold records."""
         if self._faults.host_refuses:
             raise MigrationError("the host's disk is gone")
@@ -84,7 +87,7 @@ class Transport:
     def hint(self, records: Sequence[Record]) -> None:
         """Reading ahead takes no time."""
 
-    def reload(self, record: Record, deadline_s: float) -> None:
+    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Read a record again; what was wrong with it may be the disk's."""
         if self._rng.random() < 0.5:
             raise MigrationError(f"{record} is damaged on the disk")
