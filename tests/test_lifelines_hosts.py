@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,6 +99,66 @@ def test_ranks_of_two_addresses_are_connected_and_see_a_death() -> None:
 
     assert "127.0.0.2" in ends  # where the second rank has called the first
     assert dead == [1]
+
+
+RANK = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from rebalance.transport import GlooVotes
+
+rank, timeout = int(sys.argv[1]), timedelta(seconds=30)
+os.environ["GLOO_SOCKET_IFNAME"] = f"end{rank}"
+store = TCPStore("10.77.0.1", 29777, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+votes = GlooVotes(dist.new_group(backend="gloo", timeout=timeout), deadline_s=30)
+votes.cast([1]).poll(30)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+deadline = time.monotonic() + 30
+while not votes.dead() and time.monotonic() < deadline:
+    threading.Event().wait(0.001)
+print("dead:", sorted(votes.dead()))
+votes.close()
+"""
+
+# Two name spaces with a cable between them; the second one lives for as long as ``cat`` waits.
+TWO_MACHINES = """
+set -e
+coproc unshare --net sh -c 'echo is there; exec cat'
+read -t 10 -u ${COPROC[0]} _
+other="nsenter --net --target $COPROC_PID"
+ip link add end0 type veth peer name end1 netns $COPROC_PID
+ip address add 10.77.0.1/24 dev end0
+$other ip address add 10.77.0.2/24 dev end1
+for machine in "" "$other"; do $machine ip link set lo up; done
+ip link set end0 up
+$other ip link set end1 up
+[ -n "$1" ] || exit 0
+"$1" "$2" 0 &
+$other "$1" "$2" 1 || true
+wait $!
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_are_connected_and_see_a_death(tmp_path: Path) -> None:
+    own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", TWO_MACHINES, "two"]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, timeout=90)
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))) or run(own).returncode:
+        pytest.skip("this machine lets nobody join two name spaces of a network")
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+
+    ended = run(
+        [*own, sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+
+    assert ended.stdout == "dead: [1]\n", ended.stderr
 
 
 def outward() -> str:
