@@ -95,8 +95,8 @@ class Lifelines:
         """Take leave of every rank; twice is no harm."""
         if self._is_closed.is_set():
             return
+        os.write(self._wake, b"\0")  # first: once it is told, the thread may close this pipe
         self._is_closed.set()
-        os.write(self._wake, b"\0")
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             log.error(
