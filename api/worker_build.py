@@ -172,7 +172,7 @@ def _take_weights(
         for_gpu=place.device.type == "cuda",
     )
     experts = placement.slot_to_expert[:, topology.slots_on(rank)].tolist()
-    votes = GlooVotes(start_up, deadline_s=GROUP_DEADLINE_S)
+    votes = GlooVotes(start_up, host=plan.host_of(rank), deadline_s=GROUP_DEADLINE_S)
     digests = agree_on_digests(
         fill_bank(bank, experts, slab, deadline_s=START_DEADLINE_S),
         model.num_layers,

@@ -108,6 +108,10 @@ class WorkerPlan:
         length = min(SEQUENCE_LENGTH, self.tokens_per_rank)
         return self.tokens_per_rank // length, length
 
+    def host_of(self, rank: int) -> str | None:
+        """Where other ranks reach this one, if it is said; None: the rendezvous shows it."""
+        return self.rank_links.addresses[rank][0] if self.rank_links is not None else None
+
 
 def schema_of(hidden: int, intermediate: int, precision: str) -> ExpertSchema:
     """What belongs to an expert of this size in this precision."""

@@ -82,7 +82,7 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
-        votes = rejoin(record, reach_rendezvous(plan), rank)
+        votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.host_of(rank))
         end_together(votes, record, built.agent.placement, rank)
         votes.close()
         parent.tell("recovered", record)

@@ -6,11 +6,15 @@ between two votes there is none that could break, and meanwhile a kernel of the 
 for the dead rank and take the host with it (DeepEP v1.2.1: about 100 s).
 
 A host that vanishes closes nothing; keep-alive probes find that out after about ``SILENCE_S``.
+
+    rank r listens --> all ranks exchange (host, port, key) --> r calls those below it
+                                                                and is called by those above it
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -20,10 +24,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from eplb.errors import RankError
 
 SILENCE_S = 9  # a host that answers no probe for so long is gone
+CLOSE_DEADLINE_S = 10.0
+LOOPBACK = "127.0.0.1"
 LEAVING = b"\x01"  # sent before a connection is closed on purpose
 HELLO = struct.Struct("!I16s")  # the caller's rank, and the key of the rank that it calls
 
@@ -39,47 +46,65 @@ class Lifelines:
     Args:
         rank: this rank.
         exchange: a collective that gives every rank's address for this rank's own.
-        host: name or address under which the other ranks reach this one.
+        host: address of this machine by which the other ranks reach this one.
         deadline_s: for all ranks to be connected.
 
     Raises:
-        RankError: a rank cannot be reached, or not in time.
+        RankError: ``host`` is none of this machine's, or a rank cannot be reached, or not in time.
     """
 
     def __init__(
-        self, rank: int, exchange: Exchange, *, host: str = "127.0.0.1", deadline_s: float = 60.0
+        self, rank: int, exchange: Exchange, *, host: str = LOOPBACK, deadline_s: float = 60.0
     ) -> None:
-        self._rank = rank
+        self._rank, self._host = rank, host
         self._dead: frozenset[int] = frozenset()  # replaced, never changed: two threads look at it
         self._leaving: set[int] = set()
-        self._is_closed = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake = os.pipe()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, -1)
+        self._is_closed = threading.Event()
         key = secrets.token_bytes(16)
-        with socket.create_server((host, 0), backlog=1024) as listening:
-            addresses = exchange((host, listening.getsockname()[1], key))
-            self._connect(listening, addresses, time.monotonic() + deadline_s)
-        self._thread = threading.Thread(target=self._watch, name="eplb-lifelines", daemon=True)
-        self._thread.start()
+        self._open = ExitStack()
+        try:
+            self._selector = self._open.enter_context(selectors.DefaultSelector())
+            self._wake_reader, self._wake = os.pipe()
+            self._open.callback(os.close, self._wake_reader)
+            self._open.callback(os.close, self._wake)
+            self._selector.register(self._wake_reader, selectors.EVENT_READ, -1)
+            with self._listen() as listening:
+                addresses = exchange((host, listening.getsockname()[1], key))
+                self._connect(listening, addresses, time.monotonic() + deadline_s)
+            self._thread = threading.Thread(target=self._watch, name="eplb-lifelines", daemon=True)
+            self._thread.start()  # last: what is open is the thread's from here on
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, 0), family=family, backlog=1024)
+        except OSError as exc:
+            raise RankError(
+                f"rank {self._rank} cannot listen at {self._host}, expected an address of its own "
+                f"machine: {exc}"
+            ) from exc
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone. A rank that took its leave is not among them."""
         return self._dead
 
-    def close(self) -> None:
-        """Take leave of every rank."""
-        if self._is_closed:
+    def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Take leave of every rank; twice is no harm."""
+        if self._is_closed.is_set():
             return
-        self._is_closed = True
-        os.write(self._wake, b"\0")
-        self._thread.join()
-        for registered in list(self._selector.get_map().values()):
-            if registered.data >= 0:
-                self._take_leave(registered.fileobj)
-        self._selector.close()
-        os.close(self._wake)
-        os.close(self._wake_reader)
+        os.write(self._wake, b"\0")  # first: once it is told, the thread may close this pipe
+        self._is_closed.set()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            log.error(
+                "rank %d: its lifelines' thread does not end within %g s, so it has not taken its "
+                "leave, and the others may take it for dead",
+                self._rank,
+                deadline_s,
+            )
 
     @staticmethod
     def _take_leave(line: object) -> None:
@@ -88,7 +113,6 @@ class Lifelines:
             line.send(LEAVING)
         except OSError:
             log.debug("a rank was gone before this one left")
-        line.close()
 
     def _connect(
         self, listening: socket.socket, addresses: Sequence[Address], deadline: float
@@ -114,6 +138,7 @@ class Lifelines:
                 line.close()  # a stranger who says too little, or nothing, or hangs up
                 continue
             if rank in missing and hmac.compare_digest(key, own_key):
+                self._open.callback(line.close)
                 self._register(rank, line)
                 missing.discard(rank)
             else:
@@ -124,15 +149,23 @@ class Lifelines:
         left_s = max(0.001, deadline - time.monotonic())
         try:
             line = socket.create_connection((host, port), timeout=left_s)
+            self._open.callback(line.close)
             line.sendall(HELLO.pack(self._rank, key))
         except OSError as exc:
             raise RankError(
                 f"rank {self._rank} cannot reach rank {rank} at {host}:{port}: {exc}"
+                f"{self._advice(host)}"
             ) from exc
         return line
 
+    def _advice(self, host: str) -> str:
+        """What to do about a rank whose address nobody but its own machine can reach."""
+        if not is_loopback(host) or is_loopback(self._host):
+            return ""
+        return f"; {host} is reached from its own machine alone: name that rank's host"
+
     def _register(self, rank: int, line: socket.socket) -> None:
-        line.settimeout(None)
+        line.setblocking(False)  # what looks ready may not be: nothing may hold the watching up
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 3)
@@ -140,15 +173,21 @@ class Lifelines:
         self._selector.register(line, selectors.EVENT_READ, rank)
 
     def _watch(self) -> None:
-        while not self._is_closed:
-            for ready, _ in self._selector.select():
-                if ready.data >= 0:
-                    assert isinstance(ready.fileobj, socket.socket), "ranks are sockets"
-                    self._hear(ready.data, ready.fileobj)
+        with self._open:  # closed by this thread alone: no other may close what it looks at
+            while not self._is_closed.is_set():
+                for ready, _ in self._selector.select():
+                    if ready.data >= 0:
+                        assert isinstance(ready.fileobj, socket.socket), "ranks are sockets"
+                        self._hear(ready.data, ready.fileobj)
+            for registered in self._selector.get_map().values():
+                if registered.data >= 0:
+                    self._take_leave(registered.fileobj)
 
     def _hear(self, rank: int, line: socket.socket) -> None:
         try:
             said = line.recv(1)
+        except BlockingIOError:
+            return
         except OSError:  # reset, or no probe was answered
             said = b""
         if said == LEAVING:
@@ -159,3 +198,34 @@ class Lifelines:
         if rank not in self._leaving:
             self._dead |= {rank}
             log.warning("rank %d: rank %d is gone", self._rank, rank)
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether nobody but the own machine can reach an address; of a name it is not known."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the own address from which this machine would speak to another one.
+
+    The other ranks, which reach that one too, are taken to reach this address. Nothing is sent.
+
+    Raises:
+        RankError: there is no way to it.
+    """
+    refusals: list[str] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, address in found:
+            try:
+                with socket.socket(family, kind, protocol) as towards:
+                    towards.connect(address)  # only picks the way: UDP shakes no hands
+                    return str(towards.getsockname()[0])
+            except OSError as exc:
+                refusals.append(f"{address[0]}: {exc}")
+    except OSError as exc:
+        refusals.append(str(exc))
+    raise RankError(f"no way from here to {host} port {port}: {'; '.join(refusals)}")

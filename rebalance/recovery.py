@@ -255,7 +255,12 @@ class SurvivorVotes:
 
 
 def rejoin(
-    record: Recovery, rendezvous: Store, rank: int, *, deadline_s: float = 20.0
+    record: Recovery,
+    rendezvous: Store,
+    rank: int,
+    *,
+    host: str | None = None,
+    deadline_s: float = 20.0,
 ) -> SurvivorVotes:
     """Form the group of the survivors, anew and apart from the one that broke.
 
@@ -263,6 +268,7 @@ def rejoin(
         record: names the survivors; each of them calls this.
         rendezvous: a store that outlives every rank, the supervisor's.
         rank: this rank, by its number among all.
+        host: as for the votes of the group that broke.
         deadline_s: for all survivors to have joined.
 
     Raises:
@@ -279,7 +285,7 @@ def rejoin(
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as exc:
         raise RankError(f"rank {rank} could not join the other survivors: {exc}") from exc
-    return SurvivorVotes(GlooVotes(group, deadline_s=deadline_s), record.survivors)
+    return SurvivorVotes(GlooVotes(group, host=host, deadline_s=deadline_s), record.survivors)
 
 
 def end_together(

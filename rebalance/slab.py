@@ -16,6 +16,7 @@ import itertools
 import logging
 import socket
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
@@ -66,38 +67,37 @@ class HostSlab:
     ) -> None:
         settings = settings or SlabSettings()
         self._key, self._record_bytes = address.key, schema.record_bytes
-        self._num_entries = settings.num_entries(
-            model.num_layers * model.num_experts, schema.record_bytes
-        )
-        # First: a second slab of this name must not touch the record file.
-        self._listening = listen(address)
+        num_records = model.num_layers * model.num_experts
+        self._num_entries = settings.num_entries(num_records, schema.record_bytes)
         self._door: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
-        try:
-            self._arena = SharedArena(
-                "eplb-slab",
-                self._num_entries * schema.record_bytes,
-                folder=settings.memory_folder,
-            )
-            self._cache = cache = SlabCache(self._num_entries)
-            self._sources = RecordSources(
-                checkpoint, model, schema, settings, lambda: cache.weights_version
-            )
-            origin = self._sources.origin()
-            self._parts = SlabParts(cache, self._arena, origin, lambda: asdict(self.stats()))
-            if settings.links is not None and settings.links.listen is not None:
-                self._door = HostLinkServer(
-                    settings.links, self._parts, self._sources.origin, self._holders
-                )
-        except EplbError:
-            self._listening.close()
-            raise
-        self._writer = self._new_writer(settings)
         self._is_closed = threading.Event()
         self._sessions: dict[SlabSession, threading.Thread] = {}
-        self._readers = self._start_readers(settings.num_readers)
-        self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
-        self._accepting.start()
+        self._readers: list[threading.Thread] = []
+        with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
+            # First: a second slab of this name must not touch the record file.
+            self._listening = undo.enter_context(listen(address))
+            num_bytes = self._num_entries * schema.record_bytes
+            self._arena = SharedArena("eplb-slab", num_bytes, folder=settings.memory_folder)
+            undo.callback(self._arena.close)
+            self._cache = cache = SlabCache(self._num_entries)
+            self._sources = sources = RecordSources(
+                checkpoint, model, schema, settings, lambda: cache.weights_version
+            )
+            undo.callback(sources.close)
+            origin, links = sources.origin, settings.links
+            self._parts = SlabParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
+            self._writer = self._new_writer(settings)
+            if self._writer is not None:
+                undo.callback(self._writer.close)
+            undo.callback(self._end_readers)
+            if links is not None and links.listen is not None:
+                self._door = HostLinkServer(links, self._parts, origin, self._holders)
+                undo.callback(self._door.close)
+            self._start_readers(settings.num_readers)
+            self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
+            self._accepting.start()
+            undo.pop_all()  # from here on ``close`` ends it all
 
     def _new_writer(self, settings: SlabSettings) -> WriteBehind | None:
         disk = self._sources.disk
@@ -107,19 +107,21 @@ class HostSlab:
         is_full = settings.mode == "full"
         return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
 
-    def _start_readers(self, num_readers: int) -> list[threading.Thread]:
+    def _start_readers(self, num_readers: int) -> None:
         # One thread first, alone: after a fork torch remakes its thread pool at a new thread's
         # first use, and of two that do so at once one finds none.
         first = threading.Thread(target=lambda: torch.zeros(PAGE_BYTES).sum(), name="preload-torch")
         first.start()
         first.join()
-        readers = [
-            threading.Thread(target=self._read, name=f"preload-{number}", daemon=True)
-            for number in range(num_readers)
-        ]
-        for reader in readers:
+        for number in range(num_readers):
+            reader = threading.Thread(target=self._read, name=f"preload-{number}", daemon=True)
             reader.start()
-        return readers
+            self._readers.append(reader)
+
+    def _end_readers(self) -> None:
+        self._cache.close()
+        for reader in self._readers:
+            reader.join(CLOSE_DEADLINE_S)
 
     # -- ranks
 
@@ -238,8 +240,7 @@ class HostSlab:
         for session, thread in list(self._sessions.items()):
             session.stop()
             thread.join(CLOSE_DEADLINE_S)
-        for reader in self._readers:
-            reader.join(CLOSE_DEADLINE_S)
+        self._end_readers()
         if self._writer is not None:
             self._writer.close()
         if any(reader.is_alive() for reader in self._readers):

@@ -18,10 +18,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from eplb.errors import RankError
 from eplb.migration import Source
-from rebalance.lifelines import Address, Lifelines
+from rebalance.lifelines import LOOPBACK, Address, Lifelines, address_towards
 from rebalance.vote import Outcome
 from rebalance.wanted import IsWanted, always
 from runtime.streams import Completion
@@ -165,15 +166,20 @@ class GlooVotes:
 
     Args:
         group: every rank, for votes alone.
+        host: address of this machine by which the other ranks reach it. None: the one from which
+            the rendezvous of the group is reached; one in a file is taken to be of one machine.
         deadline_s: for all ranks to be connected with each other.
 
     Raises:
         RankError: a rank cannot be reached.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, host: str | None = None, deadline_s: float = 60.0
+    ) -> None:
         self._group = group
-        self._lifelines = Lifelines(group.rank(), self._exchange, deadline_s=deadline_s)
+        own = host or _host_towards_rendezvous(group)
+        self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
 
     def _exchange(self, mine: Address) -> list[Address]:
         addresses = [mine] * self._group.size()
@@ -194,6 +200,13 @@ class GlooVotes:
     def close(self) -> None:
         """Take leave of the other ranks."""
         self._lifelines.close()
+
+
+def _host_towards_rendezvous(group: dist.ProcessGroup) -> str:
+    store = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return address_towards(store.host, store.port) if isinstance(store, TCPStore) else LOOPBACK
 
 
 class _GlooVote:

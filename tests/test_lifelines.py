@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +166,107 @@ def test_a_stranger_does_not_keep_ranks_from_one_another(
     assert callers[1].recv(1) == LEAVING
     for caller in callers:
         caller.close()
+
+
+# -- what is left open
+
+
+def open_files() -> set[str]:
+    """Everything that this process holds open, by number and by what it is."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:  # the folder itself, while it was listed
+            continue
+    return found
+
+
+def test_a_start_that_fails_leaves_nothing_open() -> None:
+    def fail(mine: Address) -> list[Address]:
+        raise RuntimeError("the exchange broke")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        below = ("127.0.0.1", listening.getsockname()[1], b"k" * 16)
+        nobody = ("127.0.0.1", 1, b"k" * 16)
+        before = open_files()
+
+        with pytest.raises(RuntimeError, match="the exchange broke"):
+            Lifelines(1, fail, deadline_s=DEADLINE_S)
+        refused(lambda mine: [below, nobody, mine], 2, DEADLINE_S)  # after it has reached rank 0
+        refused(lambda mine: [below, mine, nobody], 1, 0.05)
+
+        assert not open_files() - before
+
+
+def test_the_others_learn_of_a_start_that_failed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        below = ("127.0.0.1", listening.getsockname()[1], b"k" * 16)
+        refused(lambda mine: [below, mine, ("127.0.0.1", 1, b"k" * 16)], 1, 0.05)
+        line, _ = listening.accept()
+
+        with line:
+            assert line.recv(HELLO.size, socket.MSG_WAITALL) == HELLO.pack(1, b"k" * 16)
+            assert line.recv(1) == b""  # an end without a leave: it is dead
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    before = open_files()
+
+    with pytest.raises(
+        RankError, match=r"^rank 3 cannot listen at 203\.0\.113\.1, expected an addr"
+    ):
+        Lifelines(3, lambda mine: [mine], host="203.0.113.1")  # an address of documentation only
+
+    assert not open_files() - before
+
+
+def test_a_close_leaves_nothing_open() -> None:
+    before = open_files()
+
+    lines = Lifelines(0, lambda mine: [mine])
+    lines.close()
+    lines.close()
+
+    assert not open_files() - before
+
+
+@contextmanager
+def a_log_that_blocks() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Hold up whoever warns; say that somebody does, and let go once told to."""
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold(record: logging.LogRecord) -> bool:  # a filter: no handler's lock is held meanwhile
+        if record.levelno == logging.WARNING:
+            is_held.set()
+            assert may_go.wait(DEADLINE_S), "nobody lets go of the log"
+        return True
+
+    log = logging.getLogger("rebalance.lifelines")
+    log.addFilter(hold)
+    try:
+        yield is_held, may_go
+    finally:
+        may_go.set()
+        log.removeFilter(hold)
+
+
+def test_a_close_waits_no_longer_than_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    before, callers = open_files(), []
+
+    def exchange(mine: Address) -> list[Address]:
+        callers.append(socket.create_connection(mine[:2]))
+        callers[0].sendall(HELLO.pack(1, mine[2]))
+        return [mine, ("127.0.0.1", 1, b"k" * 16)]
+
+    lines = Lifelines(0, exchange, deadline_s=DEADLINE_S)
+    with a_log_that_blocks() as (is_held, may_go):
+        callers[0].close()
+        assert is_held.wait(DEADLINE_S), "the death was not seen"
+
+        lines.close(deadline_s=0.05)
+
+        assert "rank 0: its lifelines' thread does not end within 0.05 s" in caplog.text
+        may_go.set()
+        lines._thread.join(DEADLINE_S)
+        assert not open_files() - before  # late, the thread has cleared up all the same

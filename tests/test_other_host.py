@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -423,6 +424,74 @@ def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
 
         with pytest.raises(MigrationError, match=r"is truncated.* it declares digest .* expected"):
             reader.reload((0, 0), deadline_s=DEADLINE_S)
+
+
+# -- a start that fails
+
+
+def open_files() -> set[str]:
+    """Everything that this process holds open, by number and by what it is."""
+    gc.collect()  # a mapping goes with the last who names it, an exception's frames among them
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:  # the folder itself, while it was listed
+            continue
+    return found
+
+
+def test_a_slab_whose_door_cannot_open_leaves_nothing_open(
+    weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
+) -> None:
+    door, address = new_address(), SlabAddress(f"shut-{os.getpid()}", b"key")
+    settings = SlabSettings(
+        mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=door)
+    )
+    threads, before = set(threading.enumerate()), open_files()
+
+    with (
+        socket.create_server(door),
+        pytest.raises(MigrationError, match=r"cannot be listened on: .*Address already in use"),
+    ):
+        HostSlab(address, weights, small_model, small_schema, settings)
+
+    assert not open_files() - before
+    assert not set(threading.enumerate()) - threads
+    # The name, the record file's lock and the door can be had again.
+    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
+        assert slab._writer is not None
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Have every new thread ask for more stack than there are addresses."""
+    usual = threading.stack_size(2**50)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
+
+
+@pytest.mark.parametrize("record_file", [None, "records"])
+def test_a_slab_that_gets_no_thread_leaves_nothing_open(
+    weights: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
+    record_file: str | None,
+) -> None:
+    address = SlabAddress(f"threads-{os.getpid()}", b"key")
+    path = tmp_path / record_file if record_file else None
+    settings = SlabSettings(mode="ring", ring_records=4, record_file=path)
+    before = open_files()
+
+    with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        HostSlab(address, weights, small_model, small_schema, settings)
+
+    assert not open_files() - before
+    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
+        assert (slab._writer is None) == (path is None)  # the record file's lock is free again
 
 
 # -- death and silence
