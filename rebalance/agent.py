@@ -59,6 +59,7 @@ class RankAgent:
         self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
         self._read_ahead = ReadAhead(core)
         self._door: RankLinkServer | None = None
+        self._has_ended = False  # on every rank, by vote
         self._watchdog.step.busy("before the first step")
 
     # -- what the serving process calls
@@ -75,12 +76,15 @@ class RankAgent:
     def step(self) -> bool:
         """Do what is due between two forward passes; False when serving ends on every rank.
 
-        Calling it twice between the same two passes does nothing the second time.
+        Calling it twice between the same two passes does nothing the second time. Once serving has
+        ended it stays so.
 
         Raises:
             BrokenGroup: a peer is dead or late. Run no further forward pass.
             RankError: ranks are out of step, or this rank must not serve on.
         """
+        if self._has_ended:
+            return False
         step = self._parts.dispatcher.steps
         if not self._may_begin(step):
             return True
@@ -96,6 +100,7 @@ class RankAgent:
             self._core.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
+            self._has_ended = True
             return False
         self._sampler.hand_over()
         self._scrub_turns.at_step()

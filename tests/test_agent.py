@@ -240,6 +240,9 @@ def test_all_ranks_halt_at_one_step_when_one_asks(group: Group) -> None:
 
     halted_at = answers.index([False] * 4)
     assert answers[:halted_at] == [[True] * 4] * halted_at
+    cast = len(group.votes._ballots)
+    assert [group.step() for _ in range(4)] == [[False] * 4] * 4, "what has ended stays so"
+    assert len(group.votes._ballots) == cast, "nobody votes any more"
 
 
 def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:
