@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
-from rebalance.links import Peers, PullTransport, RankMemory, SharedPeers
+from rebalance.links import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
+from rebalance.slab import Digest
 from rebalance.transport import GlooVotes, Record
+from rebalance.wanted import IsWanted, always
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.streams import Completion
 
@@ -70,20 +72,46 @@ def v3(layers: int, experts: int, **others: Any) -> Shapes:
 
 
 class NoSlab:
-    """Stands in place of a host's slab where every byte comes from peers."""
+    """Stands in place of a host's slab where every byte comes from peers: has nothing."""
 
     num_entries = 4  # a transport asks for so much at a time, at most; it never does
     bytes_from_other_hosts = 0
 
     def load(
-        self, records: Sequence[Record], *, deadline_s: float, weights_version: int = 0
-    ) -> tuple[list[Any], int]:
-        """Refuse: whoever asks the host has not found a peer.
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        weights_version: int = 0,
+        is_wanted: IsWanted = always,
+    ) -> tuple[Sequence[Digest], int]:
+        """Refuse: whoever asks the host has not found a peer."""
+        raise self._refusal(records)
 
-        Raises:
-            MigrationError: always.
-        """
-        raise MigrationError(
+    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
+        """Refuse."""
+        raise self._refusal(records)
+
+    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
+        """Refuse."""
+        raise self._refusal([record])
+
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
+        """Refuse."""
+        raise self._refusal([record])
+
+    def release(self, records: Collection[Record]) -> None:
+        """Nothing to do: nothing is leased."""
+
+    def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
+        """Nothing to do: nothing can be read ahead."""
+
+    def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
+        """Nothing to do: no record is here."""
+
+    @staticmethod
+    def _refusal(records: Sequence[Record]) -> MigrationError:
+        return MigrationError(
             f"{len(records)} records asked of the host, expected peers to have them all: "
             "this benchmark has no slab"
         )
@@ -103,18 +131,13 @@ class BigRank:
     digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
     device: torch.device
 
-    def transport(self, slab: Any = None) -> PullTransport:
+    def transport(self, slab: HostMemory | None = None) -> PullTransport:
         """Make a transport that reads peers and ``slab``, with streams of its own.
 
         Args:
-            slab: whatever reads as a SlabReader does; None: no byte may come from the host.
+            slab: what the host holds; None: no byte may come from the host.
         """
-        return PullTransport(RankMemory(self.rank, self.bank, slab or no_slab()), self.peers)
-
-
-def no_slab() -> Any:
-    """A NoSlab, untyped: it is a part of a SlabReader, and only what a transport asks of it."""
-    return NoSlab()
+        return PullTransport(RankMemory(self.rank, self.bank, slab or NoSlab()), self.peers)
 
 
 def build(

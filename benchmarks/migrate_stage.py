@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from big_rank import DEADLINE_S, BigRank, Shapes, build, fill, is_cuda, seconds
+from big_rank import DEADLINE_S, BigRank, NoSlab, Shapes, build, fill, is_cuda, seconds
 from preload import write_experts
 from rows import Row
 
@@ -27,12 +26,13 @@ from eplb.migration import Move, Source
 from eplb.placement import EMPTY
 from rebalance.lanes import Pull
 from rebalance.phases import RankPhase
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.slab import Digest, HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.sources import Sources
 from rebalance.stage_settings import StageSettings
 from rebalance.staging import Stager
 from rebalance.transport import Record
 from rebalance.waiting import PhaseBox, drive
+from rebalance.wanted import IsWanted, always
 from runtime.checkpoint import Checkpoint
 from runtime.launch import launch
 from runtime.memory import digest
@@ -42,38 +42,31 @@ REPEATS = 8
 LAUNCH_DEADLINE_S = 150.0
 
 
-class PinnedSlab:
+class PinnedSlab(NoSlab):
     """Records in locked host memory, as a slab that holds them all already."""
-
-    bytes_from_other_hosts = 0
 
     def __init__(self, big: BigRank, records: list[Record]) -> None:
         size = big.bank.schema.record_bytes
         whole = torch.empty(len(records) * size, dtype=torch.uint8, pin_memory=is_cuda())
         self._of = dict(zip(records, whole.view(len(records), size), strict=True))
+        self.num_entries = 4 * len(records)  # all of them, for each rank of the host
         scratch = big.bank.staging(0)
         for layer, expert in records:
             fill(scratch, layer, expert, big.bank.schema)
             self._of[(layer, expert)].copy_(scratch)
 
-    @property
-    def num_entries(self) -> int:
-        """All of them, for each rank of the host."""
-        return 4 * len(self._of)
-
     def load(
-        self, records: list[Record], *, deadline_s: float, weights_version: int = 0
-    ) -> tuple[list[Any], int]:
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        weights_version: int = 0,
+        is_wanted: IsWanted = always,
+    ) -> tuple[Sequence[Digest], int]:
         """Nothing comes from disk."""
         return [], 0
 
-    def release(self, records: list[Record]) -> None:
-        """Nothing to do: all of it stays."""
-
-    def hint(self, records: list[Record], *, weights_version: int = 0) -> None:
-        """Nothing to do: all of it is here."""
-
-    def prepare_for_gpu(self, records: list[Record]) -> None:
+    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
         """Nothing to do: it is locked."""
 
     def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
@@ -121,7 +114,7 @@ def stage_work(big: BigRank, source: Source, address: SlabAddress | None) -> Sta
     records = [(move.layer, move.expert) for move in moves]
     entries = [big.bank.staging(number) for number in range(NUM_STAGED)]
     held = big.placement.slot_to_expert
-    slab: Any = None
+    slab: SlabReader | PinnedSlab | None = None
     if address is not None:
         slab = leased(big, address, records)
     elif source is Source.HOST:

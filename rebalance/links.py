@@ -6,7 +6,7 @@ Ranks that cannot be read may be asked, where they listen (``rebalance/rank_link
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,13 +84,53 @@ class SharedPeers:
         self._banks[place.rank].read(layer, place.slot, into, offset)
 
 
+class HostMemory(Protocol):
+    """What a transport asks of its host; ``SlabReader`` says what each does and raises."""
+
+    @property
+    def num_entries(self) -> int:
+        """Records that there is room for."""
+
+    @property
+    def bytes_from_other_hosts(self) -> int:
+        """So far, for this rank."""
+
+    def load(
+        self,
+        records: Sequence[Record],
+        *,
+        deadline_s: float,
+        weights_version: int = 0,
+        is_wanted: IsWanted = always,
+    ) -> tuple[Sequence[Digest], int]:
+        """Lease records; return their digests, and the bytes that the disk gave for it."""
+
+    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
+        """Register leased records with CUDA."""
+
+    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a leased record's bytes."""
+
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
+        """Look at a leased record's bytes, and mend them."""
+
+    def release(self, records: Collection[Record]) -> None:
+        """End leases."""
+
+    def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
+        """Name what may be asked for next."""
+
+    def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
+        """Void the records of older weights."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """What a rank reads beside its peers' slots."""
 
     rank: int
     bank: ExpertBank
-    slab: SlabReader
+    slab: HostMemory
     ranks_on_host: int = 1  # that share the slab
     others: OtherRanks | None = None  # that can be asked over the network
 
