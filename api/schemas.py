@@ -204,6 +204,14 @@ class PlanAnswer(Answer):
     last_decision: DecisionAnswer | None
 
 
+class PlanEnd(Answer):
+    """How a published plan has ended."""
+
+    outcome: Literal["committed", "aborted", "rejected"]
+    reason: str
+    time: float
+
+
 class TaskAnswer(Answer):
     """A request that the controller works off."""
 
@@ -213,6 +221,9 @@ class TaskAnswer(Answer):
     request: dict[str, Any]
     state: Literal["queued", "running", "done", "failed"]
     result: dict[str, Any]
+    plan_end: PlanEnd | None = Field(
+        None, description="of the plan that it published; null while that is open, and for others"
+    )
 
 
 class Problem(Answer):

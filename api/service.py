@@ -16,6 +16,7 @@ import numpy as np
 from api.metric_rows import Level
 from api.metrics import Exposition
 from api.monitor import Monitor
+from api.plan_ends import task_answer
 from api.readiness import unready
 from api.requests import ControlRequest, ExplainRequest, RebalanceRequest
 from api.schemas import (
@@ -187,7 +188,7 @@ class AdminService:
         found = self._store.task(task_id)
         if found is None:
             raise Refused(404, f"there is no task {task_id}")
-        return TaskAnswer(**asdict(found))
+        return task_answer(self._store, found)
 
     # -- requests
     def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
@@ -217,7 +218,7 @@ class AdminService:
         task = self._wait_for(self._store.submit(kind, asked))
         if task.state == "failed":
             raise Refused(409, f"task {task.id}: {task.result.get('error', 'no reason was given')}")
-        return TaskAnswer(**asdict(task))
+        return task_answer(self._store, task)
 
     def _check_may_rebalance(self, request: RebalanceRequest) -> None:
         control, migration = self._store.control(), self._store.published()

@@ -62,9 +62,16 @@ class Fetcher:
         self._beat.busy("waiting for what was ordered to end")
         try:
             yield from self._stager.drain()
-            self._stager.host.release()
+            self._release()
         except Exception as exc:
             # Too late or a broken device: what may still be written must not be used again.
             log.exception("rank %d: copies cannot be ended", self._rank)
             self.is_quiet = False
             box.update(phases.freeze, f"rank {self._rank}: copies cannot be ended: {exc}")
+
+    def _release(self) -> None:
+        """End the leases. A host that is gone has none, and nothing is writing all the same."""
+        try:
+            self._stager.host.release()
+        except MigrationError as exc:
+            log.warning("rank %d: %s", self._rank, exc)

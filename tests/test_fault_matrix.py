@@ -506,6 +506,11 @@ def test_the_reason_of_an_abort_is_found_from_the_task_that_asked_for_the_plan_a
     (abort,) = [event["detail"] for event in events if event["kind"] == "abort"]
     assert abort["plan_id"] == task["result"]["plan_id"]
     assert "is truncated: 10 bytes, expected" in abort["reason"]
+    assert task["plan_end"] == {
+        "outcome": "aborted",
+        "reason": abort["reason"],
+        "time": next(event["time"] for event in events if event["kind"] == "abort"),
+    }
     ends = [line for line in metrics.splitlines() if line.startswith("eplb_rebalances_total{")]
     counted = [line for line in ends if 'outcome="aborted"' in line and 'trigger="request"' in line]
     assert [line.split()[-1] for line in counted] == ["1.0"]

@@ -1,0 +1,35 @@
+"""What became of the plan that a task has published: whoever asked for it asks there first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from api.schemas import PlanEnd, TaskAnswer
+from telemetry.rules import EVENT_OF_OUTCOME
+from telemetry.store import Event, LoadStore, Outcome, Task
+
+OUTCOMES: dict[str, Outcome] = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
+AT_ONCE = 1000  # events
+
+
+def task_answer(store: LoadStore, task: Task) -> TaskAnswer:
+    """A task with the end of its plan, once it has published one."""
+    plan_id = task.result.get("plan_id") if task.state == "done" else None
+    end = plan_end(store, int(plan_id)) if plan_id else None
+    return TaskAnswer(**vars(task), plan_end=end)
+
+
+def plan_end(store: LoadStore, plan_id: int) -> PlanEnd | None:
+    """How a plan has ended, and why; None while it is open, or once its event is forgotten."""
+    for event in _events(store):
+        if event.kind in OUTCOMES and event.detail.get("plan_id") == plan_id:
+            reason = str(event.detail.get("reason", ""))
+            return PlanEnd(outcome=OUTCOMES[event.kind], reason=reason, time=event.time)
+    return None
+
+
+def _events(store: LoadStore) -> Iterator[Event]:
+    last = 0
+    while found := store.events(after=last, limit=AT_ONCE):
+        yield from found
+        last = found[-1].id
