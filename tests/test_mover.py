@@ -62,6 +62,7 @@ class Simulated:
     released: list[list[Record]] = field(default_factory=list)
     reloaded: list[Record] = field(default_factory=list)
     host_room: int = 100
+    is_host_gone: bool = False
 
     def begin(self) -> None:
         pass
@@ -79,6 +80,8 @@ class Simulated:
         self.reloaded.append(record)
 
     def release(self, records: Sequence[Record]) -> None:
+        if self.is_host_gone:
+            raise MigrationError("the preload process of host 0 is gone")
         self.released.append(list(records))
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
@@ -264,6 +267,23 @@ def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
     assert made.box.state.phase is Phase.IDLE
     assert "copies cannot be ended" in made.box.state.frozen_reason
     assert made.mover.ring.num_free == 0  # what is still being written is never used again
+
+
+def test_a_host_that_is_gone_freezes_nobody_who_has_nothing_left_to_write() -> None:
+    made = bench(staging=2)
+    work = made.mover.work(made.migration, made.box)
+    made.run(work, lambda: made.box.state.is_preloaded)
+    made.adopt()
+    made.run(work, lambda: made.transport.num_flying > 0)
+
+    made.transport.is_host_gone = True
+    made.drop()
+    made.end(work)
+
+    assert made.box.state.phase is Phase.IDLE
+    assert made.box.state.frozen_reason == ""
+    assert made.transport.num_flying == 0
+    assert made.mover.ring.num_free == 2
 
 
 def test_a_swap_whose_copies_never_end_is_named() -> None:
