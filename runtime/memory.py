@@ -43,16 +43,21 @@ class SharedArena:
     """
 
     def __init__(self, name: str, num_bytes: int, *, folder: Path | None = None) -> None:
+        refusal = f"no arena {name} of {num_bytes} bytes"
         try:
             self._descriptor = (
                 os.memfd_create(name)
                 if folder is None
                 else os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
             )
+        except OSError as exc:
+            raise MigrationError(f"{refusal}: {exc}") from exc
+        try:
             os.ftruncate(self._descriptor, num_bytes)
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
-        except OSError as exc:
-            raise MigrationError(f"no arena {name} of {num_bytes} bytes: {exc}") from exc
+        except (OSError, OverflowError) as exc:
+            os.close(self._descriptor)
+            raise MigrationError(f"{refusal}: {exc}") from exc
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def reserve(self, start: int, num_bytes: int) -> None:
