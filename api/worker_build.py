@@ -24,15 +24,17 @@ from eplb.placement import Placement
 from rebalance.agent import RankAgent
 from rebalance.choice import KnownRecords
 from rebalance.digests import agree_on_digests
+from rebalance.first_fill import fill_bank
+from rebalance.gloo_votes import GlooVotes
 from rebalance.journal import JOURNAL_FOLDER, Journal
-from rebalance.links import RankMemory, fill_bank, ranks_beside
+from rebalance.links import RankMemory, ranks_beside
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.rank_link_reader import OtherRanks
 from rebalance.rank_link_wire import GroupName
 from rebalance.recovery import membership_of_start
 from rebalance.slab import SlabReader
 from rebalance.stage_settings import StageSettings
-from rebalance.transport import GlooVotes, WeightTransport
+from rebalance.transport import WeightTransport
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher

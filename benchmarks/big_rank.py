@@ -25,9 +25,10 @@ from eplb.model import ModelShape
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
+from rebalance.gloo_votes import GlooVotes
 from rebalance.links import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
 from rebalance.slab import Digest
-from rebalance.transport import GlooVotes, Record
+from rebalance.transport import Record
 from rebalance.wanted import IsWanted, always
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.streams import Completion

@@ -5,7 +5,6 @@ Ranks that cannot be read may be asked, where they listen (``rebalance/rank_link
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,17 +12,14 @@ from typing import Protocol
 import torch
 
 from eplb.errors import MigrationError
-from eplb.migration import Source
 from eplb.topology import Topology
 from rebalance.rank_link_reader import OtherRanks
 from rebalance.rank_link_wire import Part
-from rebalance.slab import Digest, SlabReader
+from rebalance.slab import Digest
 from rebalance.transport import HOST, Place, Record
 from rebalance.wanted import IsWanted, always
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
-
-FILL_RECORDS = 64  # a rank's first experts are leased so many at a time
 
 
 class Peers(Protocol):
@@ -217,13 +213,13 @@ class PullTransport:
                 into.copy_(live[offset : offset + len(into)], non_blocking=True)
             else:
                 if place.rank not in self.readable:
-                    raise _cannot(record, place, "read", self._rank, self.readable)
+                    raise out_of_reach(record, place, "read", self._rank, self.readable)
                 self._peers.read(place, record[0], offset, into)
             return Completion(is_cuda=self._is_cuda, stream=link.stream)
 
     def _ask(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         if self._others is None or place.rank not in self.reachable:
-            raise _cannot(record, place, "asked", self._rank, self.reachable)
+            raise out_of_reach(record, place, "asked", self._rank, self.reachable)
         layer, expert = record
         part = Part(self._weights_version, layer, place.slot, expert, offset, into.numel())
         return self._others.pull(place.rank, part, into)
@@ -234,124 +230,12 @@ class PullTransport:
             self._others.close()
 
 
-def _cannot(
+def out_of_reach(
     record: Record, place: Place, what: str, rank: int, expected: frozenset[int]
 ) -> MigrationError:
+    """The refusal of a place that a rank has no way to."""
     layer, expert = record
     return MigrationError(
         f"layer {layer} expert {expert}: rank {place.rank} cannot be {what} by rank {rank}, "
         f"expected one of {sorted(expected)}"
     )
-
-
-class LocalTransport:
-    """The shipped fake: all ranks' banks and the host's records are in this process."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        rank: int,
-        banks: Sequence[ExpertBank],
-        records: Mapping[Record, torch.Tensor],
-    ) -> None:
-        self._rank, self._banks = rank, banks
-        self._on_disk, self._on_host = records, dict[Record, torch.Tensor]()
-        self._weights_version = 0
-        self.host_room = len(records)
-        self.readable = frozenset([rank, *ranks_beside(rank, topology)])
-        self.reachable = frozenset[int]()
-
-    def begin(self) -> None:
-        """Nothing to do: a CPU thread has no device and no stream."""
-
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
-        """Have the host hold these records; return the bytes that came from disk."""
-        from_disk = 0
-        for record in records:
-            if self._weights_version:
-                raise MigrationError(
-                    f"weights version {self._weights_version} is not in the host's slab"
-                )
-            if record not in self._on_disk:
-                raise MigrationError(f"layer {record[0]} expert {record[1]} is not on disk")
-            if record not in self._on_host:
-                self._on_host[record] = self._on_disk[record]
-                from_disk += len(self._on_disk[record])
-        return {"disk": from_disk}
-
-    def hint(self, records: Sequence[Record]) -> None:
-        """Nothing to do: reading takes no time."""
-
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Read a record again."""
-        self._on_host[record] = self._on_disk[record]
-
-    def release(self, records: Sequence[Record]) -> None:
-        """Forget records."""
-        for record in records:
-            self._on_host.pop(record, None)
-
-    def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have no records any more."""
-        self._on_host.clear()
-        self._weights_version = version
-
-    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        """Copy a part of a record."""
-        if place.is_far:
-            raise _cannot(record, place, "asked", self._rank, self.reachable)
-        if place.source is Source.HOST:
-            held = self._on_host[record]
-        elif place.rank in self.readable:
-            held = self._banks[place.rank].live(record[0], place.slot)
-        else:
-            raise _cannot(record, place, "read", self._rank, self.readable)
-        into.copy_(held[offset : offset + len(into)])
-        return Completion(is_cuda=False)
-
-    def close(self) -> None:
-        """Nothing to do: no rank is asked over a network."""
-
-
-def fill_bank(
-    bank: ExpertBank, held: Sequence[Sequence[int]], slab: SlabReader, *, deadline_s: float
-) -> dict[Record, Digest]:
-    """Load the first experts of a rank: slots ``held`` [L][C], negative for an empty one.
-
-    Returns:
-        The digest of every expert that this rank now holds, taken from the slots themselves.
-
-    Raises:
-        MigrationError: a record cannot be read, or a slot does not hold what was read.
-    """
-    places = {
-        (layer, expert): slot
-        for layer, slots in enumerate(held)
-        for slot, expert in enumerate(slots)
-        if expert >= 0
-    }
-    deadline = time.monotonic() + deadline_s
-    # Not all at once: a small slab has no room for them, and reading goes on while one is copied.
-    size = max(1, min(FILL_RECORDS, slab.num_entries // 4))
-    records, digests = list(places), dict[Record, Digest]()
-    for first in range(0, len(records), size):
-        batch, following = records[first : first + size], records[first + size : first + 2 * size]
-        found, _ = slab.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
-        slab.hint(following)
-        for record, expected in zip(batch, found, strict=True):
-            layer, slot = record[0], places[record]
-            slab.read(record, bank.live(layer, slot))
-            if bank.digest(layer, slot) != expected:
-                # The host's memory may have been damaged since: its disk is a second try.
-                left_s = max(0.0, deadline - time.monotonic())
-                expected = slab.reload(record, deadline_s=left_s)
-                slab.read(record, bank.live(layer, slot))
-            if bank.digest(layer, slot) != expected:
-                raise MigrationError(
-                    f"layer {layer} slot {slot} does not hold expert {record[1]} as read"
-                )
-            digests[record] = expected
-        slab.release(batch)
-    return digests

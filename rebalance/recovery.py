@@ -26,8 +26,9 @@ from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from rebalance import phases
+from rebalance.gloo_votes import GlooVotes
 from rebalance.phases import Phase, RankPhase
-from rebalance.transport import GlooVotes, PendingVote, VoteGroup
+from rebalance.transport import PendingVote, VoteGroup
 from rebalance.vote import NO_PLAN, Ballot, Outcome, Verdict
 from telemetry.store import LoadStore
 

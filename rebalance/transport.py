@@ -9,20 +9,13 @@ exchange.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from eplb.errors import RankError
 from eplb.migration import Source
-from rebalance.lifelines import LOOPBACK, Address, Lifelines, address_towards
 from rebalance.vote import Outcome
 from rebalance.wanted import IsWanted, always
 from runtime.streams import Completion
@@ -159,155 +152,3 @@ class VoteGroup(Protocol):
 
     def close(self) -> None:
         """Leave the group, so that no other rank takes this one for dead."""
-
-
-class GlooVotes:
-    """Votes over a private gloo group of torch.distributed, and lifelines between the votes.
-
-    Args:
-        group: every rank, for votes alone.
-        host: address of this machine by which the other ranks reach it. None: the one from which
-            the rendezvous of the group is reached; one in a file is taken to be of one machine.
-        deadline_s: for all ranks to be connected with each other.
-
-    Raises:
-        RankError: a rank cannot be reached.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, host: str | None = None, deadline_s: float = 60.0
-    ) -> None:
-        self._group = group
-        own = host or _host_towards_rendezvous(group)
-        self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
-
-    def _exchange(self, mine: Address) -> list[Address]:
-        addresses = [mine] * self._group.size()
-        try:
-            dist.all_gather_object(addresses, mine, group=self._group)
-        except RuntimeError as exc:
-            raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
-        return addresses
-
-    def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start an asynchronous all-reduce with MIN."""
-        return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
-
-    def dead(self) -> frozenset[int]:
-        """Ranks whose lifeline broke."""
-        return self._lifelines.dead()
-
-    def close(self) -> None:
-        """Take leave of the other ranks."""
-        self._lifelines.close()
-
-
-def _host_towards_rendezvous(group: dist.ProcessGroup) -> str:
-    store = group.get_group_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return address_towards(store.host, store.port) if isinstance(store, TCPStore) else LOOPBACK
-
-
-class _GlooVote:
-    def __init__(self, vector: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._vector = vector
-        self._failed = False
-        try:
-            self._work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=group, async_op=True)
-        except RuntimeError:  # the group is broken already
-            self._failed = True
-
-    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
-        if self._failed or self._is_late(timeout_s):
-            return (Outcome.BROKEN if self._failed else Outcome.LATE), []
-        try:
-            self._work.wait()  # it has ended, well or badly: this only says which
-        except RuntimeError:
-            self._failed = True
-            return Outcome.BROKEN, []
-        return Outcome.VALUE, self._vector.tolist()
-
-    def _is_late(self, timeout_s: float) -> bool:
-        try:
-            if timeout_s > 0:  # zero would mean "for ever" to torch
-                self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError:
-            # A time-out or a failure, the type does not tell; and a vote that ends right after the
-            # time-out has not failed. Only whether it has ended counts.
-            pass
-        return not self._work.is_completed()
-
-
-class LocalVotes:
-    """The shipped fake: ranks are threads of one process, or turns of a scheduler.
-
-    ``kill`` makes a rank dead: votes that it has not cast can only end BROKEN.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._changed = threading.Condition()
-        self._ballots: list[dict[int, list[int]]] = []  # per vote, by rank
-        self._dead: set[int] = set()
-
-    def member(self, rank: int) -> VoteGroup:
-        """Return the group as one rank sees it."""
-        return _LocalMember(self, rank)
-
-    def kill(self, rank: int) -> None:
-        """Let a rank die."""
-        with self._changed:
-            self._dead.add(rank)
-            self._changed.notify_all()
-
-    def dead(self) -> frozenset[int]:
-        """Ranks that were killed."""
-        with self._changed:
-            return frozenset(self._dead)
-
-    def add(self, rank: int, number: int, ballot: list[int]) -> None:
-        """Take one rank's ballot of one vote."""
-        with self._changed:
-            while len(self._ballots) <= number:
-                self._ballots.append({})
-            self._ballots[number][rank] = ballot
-            self._changed.notify_all()
-
-    def result(self, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
-        """Wait for one vote."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while len(self._ballots[number]) < self._num_ranks:
-                if self._dead - self._ballots[number].keys():
-                    return Outcome.BROKEN, []
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return Outcome.LATE, []
-                self._changed.wait(left)
-            columns = zip(*self._ballots[number].values(), strict=True)
-            return Outcome.VALUE, [min(column) for column in columns]
-
-
-class _LocalMember:
-    def __init__(self, votes: LocalVotes, rank: int) -> None:
-        self._votes, self._rank, self._number = votes, rank, -1
-
-    def cast(self, ballot: Sequence[int]) -> PendingVote:
-        self._number += 1
-        self._votes.add(self._rank, self._number, list(ballot))
-        return _LocalVote(self._votes, self._number)
-
-    def dead(self) -> frozenset[int]:
-        return self._votes.dead()
-
-    def close(self) -> None:
-        """Nothing to do: only ``kill`` makes a rank dead here."""
-
-
-class _LocalVote:
-    def __init__(self, votes: LocalVotes, number: int) -> None:
-        self._votes, self._number = votes, number
-
-    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
-        return self._votes.result(self._number, timeout_s)

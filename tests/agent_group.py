@@ -20,8 +20,9 @@ from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.journal import NoJournal, Notebook
+from rebalance.local_votes import LocalVotes
 from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.transport import LocalVotes, Record, VoteGroup, WeightTransport
+from rebalance.transport import Record, VoteGroup, WeightTransport
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest

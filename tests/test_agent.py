@@ -17,7 +17,7 @@ from eplb.migration import Pace, build_migration
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
 from rebalance.parts import StepFigures
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion

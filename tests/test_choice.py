@@ -17,9 +17,11 @@ from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
 from rebalance.choice import KnownRecords, choose_transport
 from rebalance.digests import agree_on_digests
-from rebalance.links import RankMemory, SharedPeers, fill_bank
+from rebalance.first_fill import fill_bank
+from rebalance.gloo_votes import GlooVotes
+from rebalance.links import RankMemory, SharedPeers
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.transport import HOST, GlooVotes, Place
+from rebalance.transport import HOST, Place
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 

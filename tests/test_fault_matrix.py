@@ -44,10 +44,12 @@ from eplb.placement import Placement
 from eplb.records import model_to_dict, topology_to_dict
 from eplb.topology import Topology
 from rebalance.controller import Controller, ControllerSettings
-from rebalance.links import PullTransport, RankMemory, SharedPeers, fill_bank
+from rebalance.first_fill import fill_bank
+from rebalance.links import PullTransport, RankMemory, SharedPeers
+from rebalance.local_votes import LocalVotes
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.stage_settings import StageSettings
-from rebalance.transport import LocalVotes, PendingVote, Place, Record, VoteGroup, WeightTransport
+from rebalance.transport import PendingVote, Place, Record, VoteGroup, WeightTransport
 from rebalance.vote import Outcome
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema

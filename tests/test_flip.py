@@ -13,7 +13,7 @@ from eplb.errors import MigrationError
 from eplb.migration import Migration, Pace
 from eplb.placement import EMPTY, Placement, check_fits
 from eplb.topology import Topology
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
 from rebalance.transport import Place, Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion

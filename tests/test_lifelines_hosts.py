@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
+from rebalance.gloo_votes import GlooVotes
 from rebalance.lifelines import Lifelines, address_towards, is_loopback
-from rebalance.transport import GlooVotes
 from rebalance.vote import Outcome
 
 FORK = get_context("fork")
@@ -108,7 +108,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from rebalance.transport import GlooVotes
+from rebalance.gloo_votes import GlooVotes
 
 rank, timeout = int(sys.argv[1]), timedelta(seconds=30)
 os.environ["GLOO_SOCKET_IFNAME"] = f"end{rank}"

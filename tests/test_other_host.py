@@ -31,16 +31,17 @@ from eplb.placement import Placement
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.door import MOST_CALLERS
+from rebalance.first_fill import fill_bank
 from rebalance.host_link_settings import HostLinkSettings
 from rebalance.host_link_wire import CHUNK_BYTES, Budget
 from rebalance.known_host import KnownHost
-from rebalance.links import NoPeers, PullTransport, RankMemory, fill_bank
+from rebalance.links import NoPeers, PullTransport, RankMemory
+from rebalance.local_votes import LocalVotes
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.record_sources import RecordSources
 from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.slab_cache import SlabCache
 from rebalance.slab_requests import Request
-from rebalance.transport import LocalVotes
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema

@@ -30,9 +30,11 @@ from eplb.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.digests import agree_on_digests
 from rebalance.door import MOST_CALLERS
+from rebalance.first_fill import fill_bank
+from rebalance.gloo_votes import GlooVotes
 from rebalance.host_link_wire import RefusedError, Wire, greet, reach
 from rebalance.lanes import Pull
-from rebalance.links import NoPeers, PullTransport, RankMemory, fill_bank
+from rebalance.links import NoPeers, PullTransport, RankMemory
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.phases import RankPhase
 from rebalance.rank_link_reader import OtherRanks
@@ -44,7 +46,7 @@ from rebalance.slab import HostSlab, SlabAddress, SlabReader
 from rebalance.sources import Sources
 from rebalance.stage_settings import LinkSettings, StageSettings
 from rebalance.staging import Stager
-from rebalance.transport import HOST, GlooVotes, Place
+from rebalance.transport import HOST, Place
 from rebalance.waiting import PhaseBox, drive
 from runtime.checkpoint import Checkpoint
 from runtime.compute import swiglu

@@ -21,7 +21,8 @@ from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
 from eplb.topology import Topology
 from rebalance import phases
 from rebalance.agent import RankAgent
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
+from rebalance.local_votes import LocalVotes
 from rebalance.phases import PlanRef, RankPhase
 from rebalance.recovery import (
     Deadlines,
@@ -30,7 +31,6 @@ from rebalance.recovery import (
     missed_verdicts,
     recover,
 )
-from rebalance.transport import LocalVotes
 from rebalance.vote import NO_PLAN, Verdict
 from runtime.experts import ExpertBank, ExpertSchema
 from telemetry.memory import MemoryStore

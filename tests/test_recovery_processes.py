@@ -40,11 +40,11 @@ from eplb.placement import Placement
 from eplb.recovery import Recovery
 from eplb.topology import Topology
 from rebalance.agent import RankAgent
+from rebalance.gloo_votes import GlooVotes
 from rebalance.journal import Journal
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
 from rebalance.parts import AgentSettings, Links, RankParts
 from rebalance.recovery import end_together, membership_of_start, recover, rejoin
-from rebalance.transport import GlooVotes
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest

@@ -16,9 +16,9 @@ from eplb.load import LoadSample
 from eplb.records import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
 from rebalance.controller import Controller, ControllerSettings
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
+from rebalance.local_votes import LocalVotes
 from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.transport import LocalVotes
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest

@@ -17,7 +17,7 @@ from eplb.errors import RankError
 from eplb.migration import Migration, Pace
 from eplb.placement import EMPTY, Placement
 from eplb.topology import Topology
-from rebalance.links import LocalTransport
+from rebalance.local_transport import LocalTransport
 from rebalance.scrub_turns import in_hex
 from rebalance.scrubber import LiveSlot, Loan, Scrubber
 from rebalance.transport import HOST, Place, Record

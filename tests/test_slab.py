@@ -24,7 +24,7 @@ import torch
 
 from eplb.errors import MigrationError
 from eplb.model import ModelShape
-from rebalance.links import fill_bank
+from rebalance.first_fill import fill_bank
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
 from rebalance.wanted import CalledOff
 from runtime.checkpoint import Checkpoint

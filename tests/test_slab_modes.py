@@ -24,7 +24,7 @@ import torch
 
 from eplb.errors import CheckpointError, ConfigError, MigrationError
 from eplb.model import ModelShape
-from rebalance.links import fill_bank
+from rebalance.first_fill import fill_bank
 from rebalance.preload import make_all
 from rebalance.record_file import RecordFile
 from rebalance.record_origin import RecordOrigin

@@ -27,22 +27,16 @@ from eplb.migration import Source
 from eplb.model import ModelShape
 from eplb.topology import Topology
 from rebalance.digests import agree_on_digests
-from rebalance.links import LocalTransport, NoPeers, PullTransport, RankMemory, SharedPeers
+from rebalance.gloo_votes import GlooVotes
+from rebalance.links import NoPeers, PullTransport, RankMemory, SharedPeers
+from rebalance.local_transport import LocalTransport
+from rebalance.local_votes import LocalVotes
 from rebalance.rank_link_reader import OtherRanks
 from rebalance.rank_link_server import RankLinkServer, Served
 from rebalance.rank_link_settings import RankLinkSettings
 from rebalance.rank_link_wire import GroupName
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.transport import (
-    HOST,
-    GlooVotes,
-    LocalVotes,
-    PendingVote,
-    Place,
-    Record,
-    VoteGroup,
-    WeightTransport,
-)
+from rebalance.transport import HOST, PendingVote, Place, Record, VoteGroup, WeightTransport
 from rebalance.vote import BALLOT_SIZE, Outcome
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank

@@ -1,0 +1,55 @@
+"""A rank's first experts: from its host's slab into its slots, and proved there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from eplb.errors import MigrationError
+from rebalance.slab import Digest, SlabReader
+from rebalance.transport import Record
+from runtime.experts import ExpertBank
+
+FILL_RECORDS = 64  # leased at a time
+
+
+def fill_bank(
+    bank: ExpertBank, held: Sequence[Sequence[int]], slab: SlabReader, *, deadline_s: float
+) -> dict[Record, Digest]:
+    """Load the first experts of a rank: slots ``held`` [L][C], negative for an empty one.
+
+    Returns:
+        The digest of every expert that this rank now holds, taken from the slots themselves.
+
+    Raises:
+        MigrationError: a record cannot be read, or a slot does not hold what was read.
+    """
+    places = {
+        (layer, expert): slot
+        for layer, slots in enumerate(held)
+        for slot, expert in enumerate(slots)
+        if expert >= 0
+    }
+    deadline = time.monotonic() + deadline_s
+    # Not all at once: a small slab has no room for them, and reading goes on while one is copied.
+    size = max(1, min(FILL_RECORDS, slab.num_entries // 4))
+    records, digests = list(places), dict[Record, Digest]()
+    for first in range(0, len(records), size):
+        batch, following = records[first : first + size], records[first + size : first + 2 * size]
+        found, _ = slab.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
+        slab.hint(following)
+        for record, expected in zip(batch, found, strict=True):
+            layer, slot = record[0], places[record]
+            slab.read(record, bank.live(layer, slot))
+            if bank.digest(layer, slot) != expected:
+                # The host's memory may have been damaged since: its disk is a second try.
+                left_s = max(0.0, deadline - time.monotonic())
+                expected = slab.reload(record, deadline_s=left_s)
+                slab.read(record, bank.live(layer, slot))
+            if bank.digest(layer, slot) != expected:
+                raise MigrationError(
+                    f"layer {layer} slot {slot} does not hold expert {record[1]} as read"
+                )
+            digests[record] = expected
+        slab.release(batch)
+    return digests

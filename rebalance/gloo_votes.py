@@ -1,0 +1,93 @@
+"""Votes over torch.distributed: what ranks that are processes agree by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from eplb.errors import RankError
+from rebalance.lifelines import LOOPBACK, Address, Lifelines, address_towards
+from rebalance.transport import PendingVote
+from rebalance.vote import Outcome
+
+
+class GlooVotes:
+    """Votes over a private gloo group of torch.distributed, and lifelines between the votes.
+
+    Args:
+        group: every rank, for votes alone.
+        host: address of this machine by which the other ranks reach it. None: the one from which
+            the rendezvous of the group is reached; one in a file is taken to be of one machine.
+        deadline_s: for all ranks to be connected with each other.
+
+    Raises:
+        RankError: a rank cannot be reached.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, host: str | None = None, deadline_s: float = 60.0
+    ) -> None:
+        self._group = group
+        own = host or _host_towards_rendezvous(group)
+        self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
+
+    def _exchange(self, mine: Address) -> list[Address]:
+        addresses = [mine] * self._group.size()
+        try:
+            dist.all_gather_object(addresses, mine, group=self._group)
+        except RuntimeError as exc:
+            raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
+        return addresses
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        """Start an asynchronous all-reduce with MIN."""
+        return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
+
+    def dead(self) -> frozenset[int]:
+        """Ranks whose lifeline broke."""
+        return self._lifelines.dead()
+
+    def close(self) -> None:
+        """Take leave of the other ranks."""
+        self._lifelines.close()
+
+
+def _host_towards_rendezvous(group: dist.ProcessGroup) -> str:
+    store = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return address_towards(store.host, store.port) if isinstance(store, TCPStore) else LOOPBACK
+
+
+class _GlooVote:
+    def __init__(self, vector: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._vector = vector
+        self._failed = False
+        try:
+            self._work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=group, async_op=True)
+        except RuntimeError:  # the group is broken already
+            self._failed = True
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        if self._failed or self._is_late(timeout_s):
+            return (Outcome.BROKEN if self._failed else Outcome.LATE), []
+        try:
+            self._work.wait()  # it has ended, well or badly: this only says which
+        except RuntimeError:
+            self._failed = True
+            return Outcome.BROKEN, []
+        return Outcome.VALUE, self._vector.tolist()
+
+    def _is_late(self, timeout_s: float) -> bool:
+        try:
+            if timeout_s > 0:  # zero would mean "for ever" to torch
+                self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError:
+            # A time-out or a failure, the type does not tell; and a vote that ends right after the
+            # time-out has not failed. Only whether it has ended counts.
+            pass
+        return not self._work.is_completed()

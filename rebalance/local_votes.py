@@ -1,0 +1,84 @@
+"""Votes within one process: the shipped fake of ``rebalance/gloo_votes.py``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from rebalance.transport import PendingVote, VoteGroup
+from rebalance.vote import Outcome
+
+
+class LocalVotes:
+    """The shipped fake: ranks are threads of one process, or turns of a scheduler.
+
+    ``kill`` makes a rank dead: votes that it has not cast can only end BROKEN.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._changed = threading.Condition()
+        self._ballots: list[dict[int, list[int]]] = []  # per vote, by rank
+        self._dead: set[int] = set()
+
+    def member(self, rank: int) -> VoteGroup:
+        """Return the group as one rank sees it."""
+        return _LocalMember(self, rank)
+
+    def kill(self, rank: int) -> None:
+        """Let a rank die."""
+        with self._changed:
+            self._dead.add(rank)
+            self._changed.notify_all()
+
+    def dead(self) -> frozenset[int]:
+        """Ranks that were killed."""
+        with self._changed:
+            return frozenset(self._dead)
+
+    def add(self, rank: int, number: int, ballot: list[int]) -> None:
+        """Take one rank's ballot of one vote."""
+        with self._changed:
+            while len(self._ballots) <= number:
+                self._ballots.append({})
+            self._ballots[number][rank] = ballot
+            self._changed.notify_all()
+
+    def result(self, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
+        """Wait for one vote."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self._ballots[number]) < self._num_ranks:
+                if self._dead - self._ballots[number].keys():
+                    return Outcome.BROKEN, []
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Outcome.LATE, []
+                self._changed.wait(left)
+            columns = zip(*self._ballots[number].values(), strict=True)
+            return Outcome.VALUE, [min(column) for column in columns]
+
+
+class _LocalMember:
+    def __init__(self, votes: LocalVotes, rank: int) -> None:
+        self._votes, self._rank, self._number = votes, rank, -1
+
+    def cast(self, ballot: Sequence[int]) -> PendingVote:
+        self._number += 1
+        self._votes.add(self._rank, self._number, list(ballot))
+        return _LocalVote(self._votes, self._number)
+
+    def dead(self) -> frozenset[int]:
+        return self._votes.dead()
+
+    def close(self) -> None:
+        """Nothing to do: only ``kill`` makes a rank dead here."""
+
+
+class _LocalVote:
+    def __init__(self, votes: LocalVotes, number: int) -> None:
+        self._votes, self._number = votes, number
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        return self._votes.result(self._number, timeout_s)
