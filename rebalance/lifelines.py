@@ -29,9 +29,9 @@ from contextlib import ExitStack
 from eplb.errors import RankError
 
 SILENCE_S = 30  # a host that answers no probe for so long is gone: as long as a vote may take
-# Six in a row: two were lost once, on all lines of one rank of a machine with ten processes for
+# So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for
 # each core, and its group ended though nobody had died.
-PROBES = 6
+PROBES = 5
 CLOSE_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"
 LEAVING = b"\x01"  # sent before a connection is closed on purpose
@@ -170,12 +170,10 @@ class Lifelines:
     def _register(self, rank: int, line: socket.socket) -> None:
         line.setblocking(False)  # what looks ready may not be: nothing may hold the watching up
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        every_s = SILENCE_S // PROBES
+        every_s = SILENCE_S // (1 + PROBES)  # each is waited for
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-        line.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES - 1
-        )  # the last is waited for
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         self._selector.register(line, selectors.EVENT_READ, rank)
 
     def _watch(self) -> None:

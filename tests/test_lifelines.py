@@ -100,6 +100,38 @@ def test_a_rank_that_takes_its_leave_is_not_taken_for_dead(ranks: Ranks) -> None
     assert [ranks.dead(rank, expected=1) for rank in (0, 2)] == [[3]] * 2
 
 
+def test_a_host_counts_as_gone_after_half_a_minute_and_five_probes_without_an_answer() -> None:
+    lines: list[Lifelines] = []
+    both = threading.Barrier(2)
+    addresses: dict[int, Address] = {}
+
+    def start(rank: int) -> None:
+        def exchange(mine: Address) -> list[Address]:
+            addresses[rank] = mine
+            both.wait(DEADLINE_S)
+            return [addresses[0], addresses[1]]
+
+        lines.append(Lifelines(rank, exchange, deadline_s=DEADLINE_S))
+
+    starts = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
+    for one in starts:
+        one.start()
+    for one in starts:
+        one.join(DEADLINE_S)
+
+    for line in lines:
+        found = [key.fileobj for key in line._selector.get_map().values() if key.data >= 0]
+        (end,) = [one for one in found if isinstance(one, socket.socket)]
+        idle, apart, count = (
+            end.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert count == 5
+        assert idle + count * apart == 30
+    for line in lines:
+        line.close()
+
+
 def refused(exchange: Callable[[Address], list[Address]], rank: int, deadline_s: float) -> str:
     with pytest.raises(RankError) as refusal:
         Lifelines(rank, exchange, deadline_s=deadline_s)
