@@ -121,11 +121,12 @@ def propose(name: str, problem: Problem) -> Proposal:
     if policy is auto_policy:
         return _auto(problem)
     placement = policy(problem)
-    if policy in (greedy_policy, random_policy):  # these look at constraints themselves
+    if policy is greedy_policy:  # it looks at constraints itself
         return Proposal(placement)
     if why_it_cannot_serve(problem, placement) is None:
         return Proposal(placement)
-    # A policy may know nothing of constraints: what it proposes is mended.
+    # A policy may know nothing of constraints, or of the load that they are about: what it proposes
+    # is mended.
     held = placement.slot_to_expert.astype(np.int64)
     return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
 

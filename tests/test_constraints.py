@@ -124,6 +124,17 @@ def test_contradictions_are_refused_in_words(
         plan(EVEN, FOUR, constraints=Constraints(**constraints))
 
 
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"exact"}))
+def test_the_hottest_experts_are_those_of_the_real_load_whatever_a_policy_looks_at(
+    policy: str,
+) -> None:
+    constraints = Constraints(hottest_in_two_domains=1)
+    for hottest in range(6):
+        load = EVEN + 100 * (np.arange(6) == hottest)
+        found = plan(load, FOUR, policy=policy, constraints=constraints)
+        assert len(ranks_with(found, hottest)) >= 2
+
+
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_every_policy_keeps_every_constraint(data: st.DataObject) -> None:
