@@ -9,8 +9,8 @@ from eplb.errors import ConfigError
 
 MIB = 1 << 20
 # A byte that moves passes device memory three times: read at its source, written here, and read for
-# its digest. Decode is bound by that memory (4 TB/s of it, measured), so while R bytes/s come into
-# every rank its steps are longer by 3 R / 4e12: 0.5 % here, 1.5 % at the 20 GB/s of earlier days.
+# its digest. Decode is bound by that memory. On 4 x H200 the slowest 1 % of steps were 0.2 to 0.4 %
+# longer at this budget, and 1.05 % at 20 GB/s (benchmarks/reports/2026-11-20-migrate.md).
 SERVING_BYTES_PER_SECOND = 6e9
 NETWORK_BYTES_PER_SECOND = 1.25e9  # a tenth of 100 Gbit/s, as between hosts: 35 ms for 44 MB
 BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
