@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--only", default="", help="names, with commas between")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--budget", type=float, help="20e9 on cuda; on the cpu none")
+    parser.add_argument(
+        "--budget", type=float, help=f"on cuda {SERVING_BYTES_PER_SECOND:g}, else none"
+    )
     parser.add_argument("--staging", type=int, default=16, help="experts of a rank's ring")
     given = parser.parse_args()
     is_on_gpu = given.device == "cuda"
