@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_group import StepClock
 
 from eplb.candidates import Candidates
 from eplb.errors import ConfigError, MigrationError
@@ -681,13 +682,6 @@ START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7], (2, 1)), num_experts=8)
 SWAPPED = Placement(np.tile([7, 1, 2, 3, 4, 5, 6, 0], (2, 1)), num_experts=8)
 
 
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-
 class Sink:
     """Keeps how the rank stands; samples are nobody's here."""
 
@@ -708,7 +702,7 @@ class Ranks:
     store: MemoryStore
     banks: list[ExpertBank]
     agents: list[RankAgent]
-    clocks: list[Clockwork]
+    clocks: list[StepClock]
 
     def step_until(self, is_reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -732,7 +726,7 @@ def start_ranks(hosts: list[Host], schema: ExpertSchema) -> Ranks:
         ranks.banks.append(bank)
     settings = AgentSettings("test", "run", TWO_HOSTS, sample_steps=4, vote_deadline_s=DEADLINE_S)
     for rank, (host, bank) in enumerate(zip(hosts, ranks.banks, strict=True)):
-        clock, table = Clockwork(), RoutingTable(START, max_replicas=2)
+        clock, table = StepClock(), RoutingTable(START, max_replicas=2)
         parts = RankParts(rank, bank, table, SlotCounter(2, 4), clock, digests)
         transport = PullTransport(RankMemory(rank, bank, host.reader), NoPeers())
         wires = Links(votes.member(rank), transport, ranks.store, Sink(ranks.store))

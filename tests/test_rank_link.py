@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from agent_group import StepClock
 from numpy.typing import NDArray
 
 from api.demo_settings import DemoSettings
@@ -567,13 +568,6 @@ SWAPPED = Placement(np.tile([7, 1, 2, 3, 4, 5, 6, 0], (2, 1)), num_experts=8)
 NEWCOMERS = ((7, 0), (0, 3))
 
 
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-
 class Sink:
     """Samples and states are nobody's here."""
 
@@ -602,7 +596,7 @@ class LiveRank:
     agent: RankAgent
     bank: ExpertBank
     store: MemoryStore
-    clock: Clockwork
+    clock: StepClock
 
     def step_until(self, is_reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -658,7 +652,7 @@ def live_rank(
         name = GroupName("run", 0)
         others = OtherRanks(settings, rank, name, SIZE) if settings is not None else None
         transport = PullTransport(RankMemory(rank, bank, slab, others=others), NoPeers())
-        store, clock = MemoryStore("test"), Clockwork()
+        store, clock = MemoryStore("test"), StepClock()
         store.commit(START, expected=None, reason="start")
         table = RoutingTable(START, max_replicas=2)
         agent = RankAgent(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from agent_group import StepClock
 
 from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.load import LoadSample
@@ -35,13 +36,6 @@ START = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
 # At equal split 6000 and 4000; with a third of expert 0 on the first rank 5000 and 5000.
 TOKENS = torch.tensor([0] * 6000 + [1] * 3000 + [2] * 1000)[:, None]
 WINDOW_STEPS = 4
-
-
-class Clockwork:
-    """A dispatcher's step counter without a dispatcher."""
-
-    def __init__(self) -> None:
-        self.steps = 0
 
 
 class Sink:
@@ -101,7 +95,7 @@ def serving() -> Iterator[Serving]:
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):
             bank.live(0, slot).copy_(records[0, expert])
         table = RoutingTable(START, max_replicas=2)
-        parts = RankParts(rank, bank, table, SlotCounter(1, 2), Clockwork(), digests)
+        parts = RankParts(rank, bank, table, SlotCounter(1, 2), StepClock(), digests)
         transport = LocalTransport(TOPOLOGY, rank, banks, records)
         links = Links(votes.member(rank), transport, store, Sink(store))
         made.agents.append(RankAgent(known, parts, links, START))
