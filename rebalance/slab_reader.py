@@ -20,7 +20,7 @@ from rebalance.transport import Record
 from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
-ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
+ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's reason arrives
 # A host that stands still leaves room for some 70 messages; a little later a send would block.
 SEND_S = 2.0
 
@@ -96,9 +96,10 @@ class SlabReader:
         message = {
             "records": list(records),
             "weights_version": weights_version,
-            "deadline_s": deadline_s - min(ANSWER_MARGIN_S, deadline_s / 10),
+            "deadline_s": deadline_s,
         }
-        answer = self._ask("load", f"{len(records)} records", deadline_s, message, is_wanted)
+        patience_s = deadline_s + ANSWER_MARGIN_S
+        answer = self._ask("load", f"{len(records)} records", patience_s, message, is_wanted)
         self._places |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
