@@ -1,4 +1,4 @@
-"""Compiled functions where nothing can be cached."""
+"""Compiled functions: without a cache, and all of them before the tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import eplb
 
 DEADLINE_S = 100.0
+COMPILE_DEADLINE_S = 1800.0
+ALL_KERNELS = Path(__file__).with_name("compiled_kernels.py")
 PROGRAM = """
 from eplb.jit import jit
 import eplb.kernels
@@ -38,3 +42,16 @@ def test_an_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Pa
     )
 
     assert ended.stdout.split() == [str(package / "__init__.py"), "42"], ended.stderr
+
+
+@pytest.mark.slow  # 92 s of CPU
+def test_the_program_that_compiles_for_tests_calls_each_kernel(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ALL_KERNELS), "--check"],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=COMPILE_DEADLINE_S,
+    )
+
+    assert ended.returncode == 0, ended.stderr
