@@ -1,8 +1,14 @@
-"""A rank's view of its host's slab: lease records, read them through a mapping, let them go."""
+"""A rank's view of its host's slab: lease records, read them through a mapping, let them go.
+
+The process that owns the slab may die and be started again under the same address. Its leases end
+with it; the next load connects anew and maps the new process's memory. A mapping outlives its
+owner, so what is being read meanwhile stays readable, and the digest judges it.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import select
 import threading
 import time
@@ -12,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.slab_stats import SlabStats
@@ -20,9 +27,12 @@ from rebalance.transport import Record
 from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
+log = logging.getLogger(__name__)
+
 ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
 # A host that stands still leaves room for some 70 messages; a little later a send would block.
 SEND_S = 2.0
+CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
 
 class SlabReader:
@@ -37,28 +47,64 @@ class SlabReader:
         deadline_s: float,
         for_gpu: bool = False,
     ) -> None:
-        self._record_bytes, self._name = record_bytes, address.name
-        self._num_asked = 0
+        self._address, self._name, self._for_gpu = address, address.name, for_gpu
+        self._num_experts, self._record_bytes = num_experts, record_bytes
+        self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
+        self._places: dict[Record, int] = {}  # of the records that are leased
+        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
+        self._registered: set[int] = set()  # places; their addresses never change
+        self._connect(deadline_s)
+
+    def _connect(self, deadline_s: float) -> None:
         try:
-            self._connection = call(address, deadline_s)
+            self._connection = call(self._address, deadline_s)
         except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
-                f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
+                f"the preload process of host {self._name} does not answer: {exc or 'it hung up'}"
             ) from exc
         self._takes = select.poll()  # says whether the host has room for a message
         self._takes.register(self._connection, select.POLLOUT)
         hello = json.loads(self._receive("its greeting", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
-        if found != (num_experts, record_bytes):
+        if found != (self._num_experts, self._record_bytes):
             raise MigrationError(
                 f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
-                f"expected {num_experts} of {record_bytes}"
+                f"expected {self._num_experts} of {self._record_bytes}"
             )
-        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=for_gpu)
-        self._places: dict[Record, int] = {}  # of the records that are leased
-        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
-        self._registered: set[int] = set()  # places; their addresses never change
+        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+
+    def _connect_again(self) -> None:
+        """Attach to the process that has taken the place of one that is gone.
+
+        Raises:
+            MigrationError: there is none yet.
+        """
+        before = self._connection, self._takes, self._slab
+        with self._sending:  # a hint of another thread must not meet half of a connection
+            try:
+                self._connect(CONNECT_AGAIN_S)
+            except MigrationError:
+                if self._connection is not before[0]:
+                    self._connection.close()
+                self._connection, self._takes, self._slab = before
+                raise
+            before[0].close()
+            self._unregister(before[2])
+            self._places.clear()
+        log.info("host %s: attached to the preload process that was started again", self._name)
+        if self._weights_version > 0:  # which the new process cannot know
+            self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
+
+    def _unregister(self, slab: NDArray[np.uint8]) -> None:
+        """Give pages back that CUDA has locked, once no copy reads them any more."""
+        if not self._registered:
+            return
+        torch.cuda.synchronize()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for place in self._registered:
+            runtime.cudaHostUnregister(slab[place * self._record_bytes :].ctypes.data)
+        self._registered.clear()
 
     @property
     def num_entries(self) -> int:
@@ -98,7 +144,16 @@ class SlabReader:
             "weights_version": weights_version,
             "deadline_s": deadline_s - min(ANSWER_MARGIN_S, deadline_s / 10),
         }
-        answer = self._ask("load", f"{len(records)} records", deadline_s, message, is_wanted)
+        asking = "load", f"{len(records)} records", deadline_s, message, is_wanted
+        try:
+            answer = self._ask(*asking)
+        except _Gone:
+            try:
+                self._connect_again()
+            except MigrationError as exc:
+                log.debug("%s", exc)
+                raise self._gone() from exc
+            answer = self._ask(*asking)
         self._places |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
@@ -193,6 +248,7 @@ class SlabReader:
         Raises:
             MigrationError: the preload process is gone, or late.
         """
+        self._weights_version = weights_version
         if weights_version > 0:
             self.release(list(self._places))
         what = f"word that weights version {weights_version} is known"
@@ -268,8 +324,8 @@ class SlabReader:
         except (EOFError, OSError) as exc:
             raise self._gone() from exc
 
-    def _gone(self) -> MigrationError:
-        return MigrationError(f"the preload process of host {self._name} is gone")
+    def _gone(self) -> _Gone:
+        return _Gone(f"the preload process of host {self._name} is gone")
 
     def _late(self, what: str, deadline_s: float) -> _Late:
         return _Late(
@@ -279,6 +335,10 @@ class SlabReader:
     def close(self) -> None:
         """Let go of the slab."""
         self._connection.close()
+
+
+class _Gone(MigrationError):
+    """The process has ended; another may take its place."""
 
 
 class _Late(MigrationError):
