@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -36,6 +37,7 @@ RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
 GRACE_S = 2.0  # after a first failure, for the others to say what they saw
 CONTROLLER, CHECKER = "the controller", "the reference checker"
 POLL_S = 0.25
+LEASE_LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Crew:
         ]
         self._service: HttpService | None = None
         self._http: Supervised | None = None
+        self._lease_due = 0.0
         self._helpers = {one.name: one for one in supervisor.processes}
         self.checks: list[CheckedStep] = []
         self._reports: dict[str, RankReport] = {}
@@ -274,6 +277,7 @@ class Crew:
             else:
                 self._mourn(child)
         self._look_at_http()
+        self._look_at_lease()
         self._supervisor.look()
 
     def _hear(self, child: Child, kind: str, body: Any) -> None:
@@ -370,6 +374,14 @@ class Crew:
         self._service = service
         self._http = self._supervised("the HTTP service", "http", start, has_turns=False)
         self._http.begin()
+
+    def _look_at_lease(self) -> None:
+        now = self._supervisor.clock()
+        if now < self._lease_due:
+            return
+        self._lease_due = now + LEASE_LOOK_S
+        with suppress(StoreError):  # its age grows, which is what it is for
+            self._supervisor.see_lease(self._store.lease())
 
     def _look_at_http(self) -> None:
         if self._service is None or self._http is None or not self._http.is_up:

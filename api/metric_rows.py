@@ -97,7 +97,7 @@ def _health(seen: Snapshot) -> Iterator[Metric]:
 
 def _supervision(seen: Snapshot) -> Iterator[Metric]:
     lease_help = "Time since a renewal of the controller's lease was last seen."
-    yield _gauge("controller_lease_age_seconds", lease_help, seen.lease_age_s)
+    yield _gauge("controller_lease_age_seconds", lease_help, seen.supervision.lease_age_s)
     turns: dict[str, float] = {}
     restarts: dict[str, float] = {}
     up: dict[str, float] = {}

@@ -39,7 +39,7 @@ from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
 from telemetry.intake import Intake
 from telemetry.run_windows import folder_of
-from telemetry.store import Event, Lease, LoadStore, RankState, RunInfo
+from telemetry.store import Event, LoadStore, RankState, RunInfo
 from telemetry.windows import Window
 
 SAMPLES_PER_READ = 2000
@@ -68,8 +68,6 @@ class Monitor:
     ) -> None:
         self._store, self._clock, self.silent_after_s = store, clock, silent_after_s
         self._supervision = supervision
-        self._lease: Lease | None = None
-        self._renewed: float | None = None  # when another renewal of the lease was last seen
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -110,16 +108,9 @@ class Monitor:
             self._control = self._store.control()
             self._committed = self._store.committed()
             self._published = self._store.published()
-            self._look_at_lease()
             if self._info is not None:
                 self._states = self._store.rank_states(self._info.run)
                 self._read_samples(self._info.run)
-
-    def _look_at_lease(self) -> None:
-        """Note when the lease was last renewed: one that has run out is not, and grows older."""
-        lease = self._store.lease()
-        if lease is not None and lease != self._lease:
-            self._lease, self._renewed = lease, self._clock()
 
     def _read_events(self) -> None:
         while new := self._store.events(after=self._last_event, limit=KEPT_EVENTS):
@@ -228,7 +219,6 @@ class Monitor:
                 mover_failures=detail_sum(self._states, "mover_failures"),
                 store_errors=detail_sum(self._states, "store_errors"),
                 sample_age_s=self._samples.age_s(now),
-                lease_age_s=None if self._renewed is None else max(0.0, now - self._renewed),
                 supervision=self._supervision(),
                 **self._tally.shown(),
             )

@@ -34,9 +34,10 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
     late = next((view for view in seen.supervision.processes if view.is_late), None)
     if late is not None:
         return f"{late.name} has had no turn for {late.turn_age_s:.1f} s: it hangs, or is not there"
-    if seen.lease_age_s is not None and seen.lease_age_s > stalled_after_s:
+    lease_age_s = seen.supervision.lease_age_s
+    if lease_age_s is not None and lease_age_s > stalled_after_s:
         return (
-            f"no controller has renewed its lease for {seen.lease_age_s:.1f} s, "
+            f"no controller has renewed its lease for {lease_age_s:.1f} s, "
             f"expected within {stalled_after_s:g} s"
         )
     frozen = next((view for view in seen.ranks if view.frozen), None)

@@ -144,7 +144,6 @@ class Snapshot:
     rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
     store_errors: int = 0  # failed attempts of ranks to write to the store
     sample_age_s: float | None = None  # newest sample of the rank that is furthest behind
-    lease_age_s: float | None = None  # since a renewal of the controller's lease was last seen
     supervision: SupervisionView = field(default_factory=SupervisionView)
 
     @property

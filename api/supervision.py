@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from eplb.errors import EplbError
+from telemetry.store import Lease
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
@@ -92,6 +93,7 @@ class SupervisionView:
 
     processes: tuple[ProcessView, ...] = ()
     token_age_s: float | None = None  # since every rank last finished a step; None before the first
+    lease_age_s: float | None = None  # since the controller's lease was last renewed
     unserved_s: float | None = None  # time without tokens around restarts of ranks, so far
 
 
@@ -272,6 +274,8 @@ class Supervisor:
         self.processes: list[Supervised] = []
         self.unserved = UnservedTime(clock)
         self.step_times: Sequence[float] = ()  # of the ranks that were started last
+        self._lease: Lease | None = None
+        self._renewed: float | None = None
 
     def add(self, process: Supervised) -> Supervised:
         """Supervise one more."""
@@ -283,6 +287,11 @@ class Supervisor:
         for process in self.processes:
             process.look()
 
+    def see_lease(self, lease: Lease | None) -> None:
+        """Take note of the controller's lease: one that ran out, or stays as it is, grows older."""
+        if lease is not None and lease != self._lease:
+            self._lease, self._renewed = lease, self.clock()
+
     def last_token(self) -> float | None:
         """When all ranks had last finished a step; None: one has not since the last start."""
         return last_token(self.step_times)
@@ -293,5 +302,6 @@ class Supervisor:
         return SupervisionView(
             tuple(process.view() for process in list(self.processes)),
             None if last is None else max(0.0, self.clock() - last),
+            None if self._renewed is None else self.clock() - self._renewed,
             self.unserved.total_s,
         )

@@ -1,11 +1,13 @@
 """What does not serve may hang or be killed, any number of times: serving goes on without it."""
 
 import json
+import os
 import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 
 StartDemo = Callable[..., Any]
 Found = Callable[[LoadStore], Any]
+
+
+@pytest.fixture(autouse=True)
+def ended(start_demo: StartDemo, tmp_path: Path) -> Iterator[None]:
+    """A demo that a failed test leaves would slow the next one down."""
+    yield
+    lock = tmp_path / "state" / "lock"
+    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+        os.kill(int(lock.read_text()), signal.SIGKILL)
 
 
 def url_of(demo: Any) -> str:

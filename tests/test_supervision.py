@@ -8,9 +8,11 @@ from api.supervision import (
     RestartBudget,
     Supervised,
     SupervisionSettings,
+    Supervisor,
     UnservedTime,
     last_token,
 )
+from telemetry.store import Lease
 
 
 class Clock:
@@ -174,3 +176,20 @@ def test_a_second_death_before_ranks_serve_again_is_one_time_without_tokens() ->
     clock.now = 1020.0
 
     assert unserved.serving() == 30.0
+
+
+def test_the_age_of_a_lease_that_is_not_renewed_grows() -> None:
+    clock = Clock()
+    supervisor = Supervisor(SupervisionSettings(), clock)
+    supervisor.see_lease(None)
+    assert supervisor.view().lease_age_s is None
+
+    supervisor.see_lease(Lease("a", 1, 2000.0))
+    clock.now += 5
+    supervisor.see_lease(Lease("a", 1, 2005.0))
+    clock.now += 7
+    supervisor.see_lease(Lease("a", 1, 2005.0))
+    clock.now += 2
+    supervisor.see_lease(None)
+
+    assert supervisor.view().lease_age_s == 9.0
