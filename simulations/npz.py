@@ -62,6 +62,8 @@ def read_arrays(path: Path, wanted: Collection[str]) -> tuple[Arrays, str]:
     Raises:
         HistoryError: the file is missing, damaged, or asks for more memory than its size explains.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise HistoryError(f"trace {path} is no regular file, expected an .npz file")
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) == MAGIC:
@@ -90,6 +92,9 @@ def _read(archive: zipfile.ZipFile, wanted: Collection[str], file_bytes: int) ->
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -> NDArray[Any]:
     name = member.filename.removesuffix(".npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        # The others are unpacked without a limit, whatever size was asked for.
+        raise HistoryError(f"{name} is packed by method {member.compress_type}, expected 0 or 8")
     if member.compress_size > file_bytes:
         raise HistoryError(
             f"{name} takes {member.compress_size} bytes, expected at most {file_bytes}, the file's"

@@ -113,7 +113,7 @@ def _told_layout(
 ) -> Layout:
     first, second, _ = shape
     if request_len is not None and first != second:
-        tokens = _sum_of_lengths(path, request_len, max(first, second))
+        tokens = _sum_of_lengths(path, request_len)
         if tokens == second:
             return "layers-first"
         if tokens == first:
@@ -132,17 +132,18 @@ def _told_layout(
     )
 
 
-def _sum_of_lengths(path: Path, request_len: NDArray[Any], num_tokens: int) -> int:
+def _sum_of_lengths(path: Path, request_len: NDArray[Any]) -> int:
     """Sum the lengths of requests; none is so large that the sum could overflow."""
+    most = 2**31 - 1
     if request_len.dtype.kind not in "iu" or request_len.ndim > 1:
         raise HistoryError(
             f"trace {path}: request_len has shape {request_len.shape} and dtype "
             f"{request_len.dtype}, expected integers [requests]"
         )
-    if request_len.size and not (request_len.min() >= 0 and request_len.max() <= num_tokens):
+    if request_len.size and not (request_len.min() >= 0 and request_len.max() <= most):
         raise HistoryError(
             f"trace {path}: request_len is {request_len.min()}..{request_len.max()}, "
-            f"expected 0..{num_tokens}"
+            f"expected 0..{most}"
         )
     return int(request_len.sum())
 

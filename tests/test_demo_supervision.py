@@ -75,10 +75,10 @@ def step_of(store: LoadStore) -> int:
     return min(state.step for state in store.rank_states(info.run))
 
 
-def commits_after(plan_id: int) -> Found:
+def commits_from(plan_id: int) -> Found:
     def is_there(store: LoadStore) -> bool:
         events = store.events(limit=100_000)
-        return any(e.kind == "commit" and e.detail.get("plan_id", 0) > plan_id for e in events)
+        return any(e.kind == "commit" and e.detail.get("plan_id", 0) >= plan_id for e in events)
 
     return is_there
 
@@ -100,7 +100,7 @@ def test_a_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, hung_after_s=6)
-    demo.sees("a commit", commits_after(0))
+    demo.sees("a commit", commits_from(1))
     url = url_of(demo)
     stopped = time.monotonic()
     demo.kill("controller", signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_a_hung_process_that_does_not_serve_is_restarted(
     tmp_path: Path, start_demo: StartDemo, title: str, name: str
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, hung_after_s=4)
-    demo.sees("a commit", commits_after(0))
+    demo.sees("a commit", commits_from(1))
     demo.kill(title, signal.SIGSTOP)
 
     demo.sees("the note", notes(f"{name}: no turn for "))
@@ -161,12 +161,12 @@ def test_a_host_cache_killed_while_ranks_rebalance_comes_back_and_moves_resume(
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT)
     for number in range(1, 4):
-        demo.sees("a commit", commits_after(newest_plan(demo)))
+        demo.sees("a commit", commits_from(next_plan(demo)))
         demo.kill("preload process")
         demo.sees(
             "its end", notes("preload process of host 0 was killed by SIGKILL; it is st", number)
         )
-        demo.sees("a plan after it", commits_after(newest_plan(demo)))
+        demo.sees("a plan after it", commits_from(next_plan(demo)))
     before = from_host(demo)
     demo.sees("bytes of the new process", lambda _: from_host(demo) > before)
 
@@ -174,10 +174,11 @@ def test_a_host_cache_killed_while_ranks_rebalance_comes_back_and_moves_resume(
     assert summary["restarts"]["host_cache"] == 3
 
 
-def newest_plan(demo: Any) -> int:
+def next_plan(demo: Any) -> int:
     def newest(store: LoadStore) -> int:
         events = store.events(limit=100_000)
-        return 1 + max(int(e.detail.get("plan_id", 0)) for e in events if e.kind == "publish")
+        published = (int(e.detail["plan_id"]) for e in events if e.kind == "publish")
+        return 1 + max(published, default=0)
 
     return int(demo.sees("a plan", newest))
 
@@ -194,12 +195,12 @@ def test_a_checker_that_is_killed_is_restarted_and_checks_go_on(
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT)
     for number in (1, 2):
-        demo.sees("a commit", commits_after(newest_plan(demo)))
+        demo.sees("a commit", commits_from(next_plan(demo)))
         demo.kill("reference check")
         demo.sees("its end", notes("reference checker was killed by SIGKILL; it is s", number))
         demo.sees("another", lambda _: "reference check" in demo.processes().values())
 
-    demo.sees("a commit", commits_after(newest_plan(demo)))
+    demo.sees("a commit", commits_from(next_plan(demo)))
     assert halts_right(demo)["restarts"]["checker"] == 2
 
 
