@@ -1,8 +1,8 @@
 """A rank's view of its host's slab: lease records, read them through a mapping, let them go.
 
 The process that owns the slab may die and be started again under the same address. Its leases end
-with it; the next load connects anew and maps the new process's memory. A mapping outlives its
-owner, so what is being read meanwhile stays readable, and the digest judges it.
+with it; the next load or hint connects anew and maps the new process's memory. A mapping outlives
+its owner, so what is being read meanwhile stays readable, and the digest judges it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import AuthenticationError
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
 log = logging.getLogger(__name__)
+Done = TypeVar("Done")
 
 ANSWER_MARGIN_S = 0.5  # the host gives up this much earlier, so that its reasons arrive in time
 # A host that stands still leaves room for some 70 messages; a little later a send would block.
@@ -96,6 +97,18 @@ class SlabReader:
         if self._weights_version > 0:  # which the new process cannot know
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
 
+    def _in_either_process(self, act: Callable[[], Done]) -> Done:
+        """Do what needs no lease; once more, where another process has taken the place of one."""
+        try:
+            return act()
+        except _Gone as gone:
+            try:
+                self._connect_again()
+            except MigrationError as exc:
+                log.debug("%s", exc)
+                raise gone from exc
+            return act()
+
     def _unregister(self, slab: NDArray[np.uint8]) -> None:
         """Give pages back that CUDA has locked, once no copy reads them any more."""
         if not self._registered:
@@ -144,16 +157,10 @@ class SlabReader:
             "weights_version": weights_version,
             "deadline_s": deadline_s - min(ANSWER_MARGIN_S, deadline_s / 10),
         }
-        asking = "load", f"{len(records)} records", deadline_s, message, is_wanted
-        try:
-            answer = self._ask(*asking)
-        except _Gone:
-            try:
-                self._connect_again()
-            except MigrationError as exc:
-                log.debug("%s", exc)
-                raise self._gone() from exc
-            answer = self._ask(*asking)
+        what = f"{len(records)} records"
+        answer = self._in_either_process(
+            lambda: self._ask("load", what, deadline_s, message, is_wanted)
+        )
         self._places |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
@@ -240,7 +247,8 @@ class SlabReader:
         Raises:
             MigrationError: the preload process is gone, or stands still.
         """
-        self._send({"ask": "hint", "records": list(records), "weights_version": weights_version})
+        hint = {"ask": "hint", "records": list(records), "weights_version": weights_version}
+        self._in_either_process(lambda: self._send(hint))
 
     def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
         """Have the host hand out no record of older weights, for anyone, from now on.

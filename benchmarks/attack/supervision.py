@@ -60,7 +60,7 @@ def moves_again(demo: FaultyDemo) -> None:
 
 
 def outcome_of(folder: Path, attack: Callable[[FaultyDemo], str]) -> Outcome:
-    """Run an attack on a deployment that serves; held: it serves on, right, and says what it did."""
+    """Run an attack on a deployment; held: it serves on, and every answer is right."""
     with deployment(folder) as demo:
         try:
             figure = attack(demo)
