@@ -10,6 +10,7 @@ are read, so that no form of another site can post.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ from api.schemas import (
     TaskAnswer,
 )
 from api.service import AdminService, Refused
+from api.supervision import SupervisionView
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError
 from telemetry.store import LoadStore
@@ -203,7 +205,11 @@ def patch_control(service: Service, body: ControlRequest) -> ControlAnswer:
 
 
 def create_app(
-    store: LoadStore, *, plan_wait_s: float = 10.0, metrics_level: Level = "default"
+    store: LoadStore,
+    *,
+    plan_wait_s: float = 10.0,
+    metrics_level: Level = "default",
+    supervision: Callable[[], SupervisionView] = SupervisionView,
 ) -> FastAPI:
     """Make the service of one deployment; who binds it to a port is the caller's business."""
     # No documentation page: FastAPI's own loads its scripts from another site.
@@ -214,7 +220,9 @@ def create_app(
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
     )
-    app.state.service = AdminService(store, plan_wait_s=plan_wait_s, metrics_level=metrics_level)
+    app.state.service = AdminService(
+        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+    )
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES, www_redirect=False)
     app.include_router(probes)
     app.include_router(routes)

@@ -15,9 +15,10 @@ MAX_WAITING = 4  # sampled steps; more are left out and counted
 class CheckFeed:
     """Hands sampled steps to the checker from a thread, so that a slow one never slows a step."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self.num_left_out = 0  # steps that the checker was too slow for
+    def __init__(self) -> None:
+        self._pipe: Connection | None = None
+        self._sending = threading.Lock()
+        self.num_left_out = 0  # steps that the checker was too slow for, or was not there for
         self._waiting: queue.Queue[SampledStep | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._feed, name="check-feed", daemon=True)
         self._thread.start()
@@ -29,15 +30,33 @@ class CheckFeed:
         except queue.Full:
             self.num_left_out += 1
 
+    def connect(self, pipe: Connection) -> None:
+        """Send to this checker from now on: the first one, or one in place of one that exited."""
+        with self._sending:  # a send to one that exited ends at once
+            self._hang_up()
+            self._pipe = pipe
+
     def close(self) -> None:
         """Send what waits, and tell the checker that nothing follows."""
         self._waiting.put(None, timeout=CLOSE_DEADLINE_S)
         self._thread.join(CLOSE_DEADLINE_S)
-        self._pipe.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
     def _feed(self) -> None:
         while (sampled := self._waiting.get()) is not None:
+            if not self._is_sent(sampled):
+                self.num_left_out += 1
+
+    def _is_sent(self, sampled: SampledStep) -> bool:
+        with self._sending:
             try:
-                self._pipe.send(sampled)
-            except OSError:  # the checker is gone; the parent says so
-                return
+                if self._pipe is not None:
+                    self._pipe.send(sampled)
+                return self._pipe is not None
+            except OSError:  # the parent reports that the checker exited, and starts another
+                return False

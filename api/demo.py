@@ -24,6 +24,7 @@ from api.monitor import Monitor
 from api.server import HttpService
 from api.state_dir import StateDir
 from api.summary_file import check_writable, write_json
+from api.supervision import RestartBudget, SupervisionSettings, Supervisor
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import BrokenGroup, RankError
 from telemetry import open_store
@@ -45,13 +46,22 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         stack.callback(state.close)
         store = open_store(settings.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
-        app = create_app(store, metrics_level=settings.metrics_level)
+        supervisor = Supervisor(
+            SupervisionSettings(
+                settings.process_restarts,
+                settings.restart_window_s,
+                settings.restart_delay_s,
+                settings.hung_after_s,
+            )
+        )
+        app = create_app(store, metrics_level=settings.metrics_level, supervision=supervisor.view)
         service = HttpService(app, settings.host, settings.port)
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)
         console.print(f"eplb demo: {service.url}", highlight=False)
-        demo = Demo(settings, plan, store, console)
+        demo = Demo(settings, plan, store, console, supervisor)
+        demo.watch_over(service)
         stack.callback(give_up_lease, plan, store)
         stack.callback(demo.end)
         begin(settings, plan, store)
@@ -66,14 +76,23 @@ class Demo:
     """A demo from its start to its summary, over the deaths of ranks."""
 
     def __init__(
-        self, settings: DemoSettings, plan: WorkerPlan, store: LoadStore, console: Console
+        self,
+        settings: DemoSettings,
+        plan: WorkerPlan,
+        store: LoadStore,
+        console: Console,
+        supervisor: Supervisor,
     ) -> None:
         self._settings, self._plan, self._store = settings, plan, store
-        self._console, self._monitor = console, Monitor(store)
-        self._crew = Crew(plan, store)
+        self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
+        self._supervisor, self._unserved = supervisor, supervisor.unserved
+        self._crew = Crew(plan, store, supervisor)
         self._losses: list[str] = []  # why ranks were started again
-        self._unserved_since: float | None = None
-        self._unserved_s = 0.0
+        self._budget = RestartBudget(settings.restart_after_death, settings.restart_window_s)
+
+    def watch_over(self, service: HttpService) -> None:
+        """Start the HTTP service again when its thread ends."""
+        self._crew.watch_over(service)
 
     def start(self) -> None:
         """Start every process, and let the ranks begin together.
@@ -108,10 +127,12 @@ class Demo:
         self._monitor.refresh()
         counts = self._store.sample_counts(self._plan.run)
         snapshot, checks = self._monitor.snapshot(), self._crew.checks
+        restarts = self._crew.restarts()
         summary = summarise(self._plan, snapshot, reports, counts, checks) | {
-            "controller_restarts": self._crew.controller_restarts,
+            "controller_restarts": restarts["controller"],
+            "restarts": restarts,
             "deaths": len(self._losses),
-            "unserved_s": round(self._unserved_s, 2),
+            "unserved_s": round(self._unserved.total_s, 2),
         }
         self._console.print(render_summary(summary))
         return summary
@@ -123,24 +144,24 @@ class Demo:
         the store names as committed is right for a start of all ranks, whatever broke the group.
 
         Raises:
-            BrokenGroup: one more than the settings allow for.
+            BrokenGroup: one more than the settings allow for within their window.
         """
         while True:
             try:
-                if self._unserved_since is not None:
+                if self._unserved.is_open:
                     self._start_again()
                 self._crew.wait_until(is_reached)
                 return
             except BrokenGroup as broken:
-                if len(self._losses) == self._settings.restart_after_death:
+                if self._budget.is_used_up:
                     raise
+                self._budget.spend()
                 how = broken.how if isinstance(broken, DeadRank) else str(broken)
                 self._losses.append(how)
-                self._unserved_since = self._unserved_since or time.monotonic()
+                self._unserved.broken(self._supervisor.last_token())
                 self._crew.note("ranks", f"{how}; all ranks start again")
 
     def _start_again(self) -> None:
-        assert self._unserved_since is not None, "somebody died"
         try:
             self._crew.end_ranks()
             self._plan = begin_again(self._plan, self._store)
@@ -149,5 +170,5 @@ class Demo:
             self._crew.wait_until_all_serve()
         except KeyboardInterrupt as exc:
             raise RankError("interrupted while the ranks were started again") from exc
-        self._unserved_s += time.monotonic() - self._unserved_since
-        self._unserved_since = None
+        gap_s = round(self._unserved.serving(), 2)
+        self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

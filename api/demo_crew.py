@@ -1,35 +1,43 @@
-"""The processes of the demo: started, listened to, missed when they end, and ended.
+"""The processes of the demo: started, listened to, started again when they exit, and ended.
 
-a slab per host, the controller     as long as the demo; the controller may die and come back
-the checker and all ranks           from one start of the ranks to the next: ``start_ranks``,
-                                    ``end_ranks``
+a host cache per host, the controller   as long as the demo
+the checker and all ranks               from one start of the ranks to the next: ``start_ranks``,
+                                        ``end_ranks``
+
+Ranks serve: the exit of one breaks the group. The others do not, and are supervised
+(``api/supervision.py``): their exits and hangs never end serving.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import get_context, resource_sharer
 from multiprocessing.connection import wait
 from typing import Any
 
 from api.demo_summary import RankReport, is_right
 from api.processes import Child, refusal
+from api.server import HttpService
+from api.supervision import Kill, Supervised, Supervisor
 from api.worker_checker import CheckedStep
 from api.worker_plan import WorkerPlan
-from eplb.errors import BrokenGroup, EplbError, RankError, StoreError
+from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError, StoreError
 from eplb.recovery import Recovery
 from telemetry.store import LoadStore
 
 READY_DEADLINE_S = 120.0
 RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
 GRACE_S = 2.0  # after a first failure, for the others to say what they saw
-MAX_CONTROLLER_RESTARTS = 20
-CHECKER = "the reference checker"
+CONTROLLER, CHECKER = "the controller", "the reference checker"
 POLL_S = 0.25
+LEASE_LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +50,28 @@ class DeadRank(BrokenGroup):
         self.how = how
 
 
+def name_of_host(host: int) -> str:
+    """Name the process that keeps a host's records in memory."""
+    return f"the preload process of host {host}"
+
+
 class Crew:
     """The demo's processes, and what they told."""
 
-    def __init__(self, plan: WorkerPlan, store: LoadStore) -> None:
-        self._plan, self._store = plan, store
+    def __init__(self, plan: WorkerPlan, store: LoadStore, supervisor: Supervisor) -> None:
+        self._plan, self._store, self._supervisor = plan, store, supervisor
         self._children: list[Child] = []
         self._ranks: list[Child] = []
-        self._controller: Child | None = None
-        self.controller_restarts = 0
+        self._controller = self._supervised(CONTROLLER, "controller", self._new_controller)
+        self._checker = self._supervised(CHECKER, "checker", self._new_checker)
+        self._host_caches = [
+            self._supervised(name_of_host(host), "host_cache", partial(self._new_host_cache, host))
+            for host in range(len(plan.slabs))
+        ]
+        self._service: HttpService | None = None
+        self._http: Supervised | None = None
+        self._lease_due = 0.0
+        self._helpers = {one.name: one for one in supervisor.processes}
         self.checks: list[CheckedStep] = []
         self._reports: dict[str, RankReport] = {}
         self._ready: set[str] = set()
@@ -58,6 +79,7 @@ class Crew:
         self._serving: set[str] = set()  # ranks that have answered since the last start
         self._left_behind: list[Child] = []  # ranks that the survivors went on without
         self._are_ranks_ending = False  # after a death: that they end is no news
+        self._is_halting = False
 
     # -- start and end
 
@@ -67,30 +89,67 @@ class Crew:
         Raises:
             EplbError: one of them could not start.
         """
-        # Imported here: torch takes seconds, and every refusal before this needs none of it.
+        for host_cache in self._host_caches:
+            host_cache.begin()
+        self._wait_until_ready(self._host_caches)
+        self._controller.begin()
+
+    def _supervised(
+        self, name: str, kind: str, start: Callable[[], Kill], *, has_turns: bool = True
+    ) -> Supervised:
+        supervisor = self._supervisor
+        made = Supervised(
+            name,
+            kind,
+            start,
+            self.note,
+            supervisor.settings,
+            has_turns=has_turns,
+            clock=supervisor.clock,
+        )
+        return supervisor.add(made)
+
+    # Imported there: torch takes seconds, and every refusal before a start needs none of it.
+
+    def _new_host_cache(self, host: int) -> Kill:
         from api.worker_slab import run_slab
 
-        for host in range(len(self._plan.slabs)):
-            child = Child(f"the preload process of host {host}", run_slab, self._plan, host)
-            self._children.append(child)
-        self._wait_until_ready()
-        self._start_controller()
+        return self._started(Child(name_of_host(host), run_slab, self._plan, host)).kill
 
-    def _start_controller(self) -> None:
+    def _new_controller(self) -> Kill:
         from api.worker_controller import run_controller
 
-        self._controller = Child("the controller", run_controller, self._plan)
-        self._children.append(self._controller)
+        return self._started(Child(CONTROLLER, run_controller, self._plan)).kill
+
+    def _new_checker(self) -> Kill:
+        """Start the checker, and give each rank that runs a pipe to it.
+
+        New pipes: one whose reader was killed may hold half of a message.
+        """
+        from api.worker_checker import run_checker
+
+        pipes = [get_context("forkserver").Pipe(duplex=False) for _ in self._ranks]
+        readers = [reader for reader, _ in pipes]
+        child = Child(CHECKER, run_checker, self._plan, readers)
+        for rank, (reader, writer) in zip(self._ranks, pipes, strict=True):
+            reader.close()
+            rank.command("checks", writer)
+            writer.close()
+        return self._started(child).kill
+
+    def _started(self, child: Child) -> Child:
+        self._children.append(child)
+        return child
 
     def start_ranks(self, plan: WorkerPlan) -> None:
         """Start the checker and all ranks, up to where they can serve.
 
         Raises:
+            BrokenGroup: a rank could not read its weights from its host's cache.
             EplbError: one of them could not start.
         """
         from torch._C._distributed_c10d import TCPStore
 
-        from api.worker_checker import run_checker
         from api.worker_rank import run_rank
 
         deadline = timedelta(seconds=READY_DEADLINE_S)
@@ -100,19 +159,19 @@ class Crew:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline
         )
         self._plan = plan = replace(plan, rendezvous_port=self._rendezvous.port)
-        context = get_context("forkserver")
-        pipes = [context.Pipe(duplex=False) for _ in range(plan.topology.num_ranks)]
-        readers = [reader for reader, _ in pipes]
-        self._children.append(Child(CHECKER, run_checker, plan, readers))
+        for host_cache in self._host_caches:  # ranks fill their slots from it
+            if not host_cache.is_up:
+                host_cache.begin()
+        self._wait_until_ready(self._host_caches)
+        num_ranks = plan.topology.num_ranks
+        step_times = get_context("forkserver").RawArray("d", num_ranks)
+        self._supervisor.step_times = step_times
         self._ranks = [
-            Child(f"rank {rank}", run_rank, plan, rank, writer)
-            for rank, (_, writer) in enumerate(pipes)
+            self._started(Child(f"rank {rank}", run_rank, plan, rank, step_times))
+            for rank in range(num_ranks)
         ]
-        self._children += self._ranks
-        for reader, writer in pipes:
-            reader.close()
-            writer.close()
-        self._wait_until_ready()
+        self._checker.begin()
+        self._wait_until_ready([*self._host_caches, self._checker, *self._ranks])
 
     def let_ranks_serve(self, started: float) -> None:
         """Let all ranks begin; ``started`` is when the demo did, by the monotonic clock."""
@@ -131,6 +190,9 @@ class Crew:
 
     def end_ranks(self) -> None:
         """Let survivors agree and end, and the checker check what it was given; then end them."""
+        self._checker.retire()
+        # Pipes to the checker that a rank has not taken would keep the checker waiting for it.
+        resource_sharer.stop()
         ending = [child for child in self._children if self._is_of_ranks(child)]
         names = {child.name for child in ending}
         self._are_ranks_ending = True
@@ -157,10 +219,15 @@ class Crew:
         Raises:
             RankError: a rank or the checker ended before, or not in time.
         """
+        self._is_halting = True
         for child in self._ranks:
             child.command("halt")
         self._wait_for("halted", lambda: len(self._reports) == len(self._ranks), deadline_s)
-        self._wait_for("finished checking", lambda: CHECKER in self._done, checks_deadline_s)
+        self._wait_for(
+            "finished checking",
+            lambda: CHECKER in self._done or not self._checker.is_up,
+            checks_deadline_s,
+        )
         return [self._reports[child.name] for child in self._ranks]
 
     def end(self) -> None:
@@ -175,14 +242,14 @@ class Crew:
 
         Raises:
             BrokenGroup: a rank is dead or late; all ranks may be started again.
-            EplbError: another process ended that should not have.
+            EplbError: a rank refused to serve on.
         """
         while not is_reached():
             self._listen()
 
-    def _wait_until_ready(self) -> None:
-        everyone = len(self._children)
-        self._wait_for("ready", lambda: len(self._ready) == everyone, READY_DEADLINE_S)
+    def _wait_until_ready(self, wanted: Sequence[Child | Supervised]) -> None:
+        names = {one.name for one in wanted}
+        self._wait_for("ready", lambda: names <= self._ready, READY_DEADLINE_S)
 
     def _wait_for(self, what: str, is_reached: Callable[[], bool], deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
@@ -202,15 +269,25 @@ class Crew:
         }
         for pipe in wait(list(pipes), POLL_S):
             child = pipes[pipe]
-            message = child.receive()
-            if message is None:
-                self._mourn(child)
-            else:
+            # All of it: what is supervised is judged by the age of its latest turn.
+            while (message := child.receive()) is not None:
                 self._hear(child, *message)
+                if not child.messages.poll():
+                    break
+            else:
+                self._mourn(child)
+        self._look_at_http()
+        self._look_at_lease()
+        self._supervisor.look()
 
     def _hear(self, child: Child, kind: str, body: Any) -> None:
+        helper = self._helpers.get(child.name)
+        if helper is not None and kind != "failed":
+            helper.turned()
         if kind == "ready":
             self._ready.add(child.name)
+        elif kind == "turn":
+            pass
         elif kind == "checked":
             self.checks.append(body)
             if not is_right(body, self._plan.precision):
@@ -229,8 +306,10 @@ class Crew:
             self.note(child.name, body)
         elif kind == "failed" and self._is_ending(child):
             self._done.add(child.name)
+        elif kind == "failed" and helper is not None and helper.was_ready:
+            self.note(child.name, str(refusal(child.name, body)))
         elif kind == "failed":
-            raise self._cause(refusal(child.name, body))
+            raise self._cause(self._failure_of(child, body))
         else:
             raise AssertionError(f"{child.name} sent {kind!r}, which nobody expects")
 
@@ -256,36 +335,77 @@ class Crew:
         if self._is_ending(child):
             self._done.add(child.name)
             return
-        if child is self._controller:
-            self.controller_restarts += 1
-            if self.controller_restarts > MAX_CONTROLLER_RESTARTS:
-                raise RankError(f"the controller died {self.controller_restarts} times")
-            self.note(child.name, f"{child.how_it_ended()}; it is started again")
-            self._children.remove(child)
-            child.stop(deadline_s=0.0)
-            self._start_controller()
-            return
-        raise self._cause(self._loss_of(child))
+        helper = self._helpers.get(child.name)
+        if helper is None:
+            raise self._cause(DeadRank(child.how_it_ended()))
+        self._ready.discard(child.name)
+        self._children.remove(child)
+        child.stop(deadline_s=0.0)
+        if self._is_halting:
+            helper.retire()  # nothing needs it any more
+        else:
+            helper.ended(child.how_it_ended())
 
-    def _loss_of(self, child: Child) -> RankError:
-        if child in self._ranks:
-            return DeadRank(child.how_it_ended())
-        return RankError(f"{child.how_it_ended()}, the demo cannot go on without it")
+    def _failure_of(self, child: Child, body: tuple[str, str]) -> EplbError:
+        """Tell a rank that could not fill its slots, which may be tried again, from any other."""
+        kind, sentence = body
+        if kind == MigrationError.__name__ and child in self._ranks:
+            return DeadRank(f"{child.name} could not start: {sentence}")
+        return refusal(child.name, body)
 
     def _cause(self, first: EplbError) -> EplbError:
         """Find what really happened: peers of a dead rank fail too, and may be heard first."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            killed = [child for child in self._children if (child.process.exitcode or 0) < 0]
+            killed = [child for child in self._ranks if (child.process.exitcode or 0) < 0]
             if killed:
-                return self._loss_of(killed[0])
-            wait([child.process.sentinel for child in self._children], POLL_S)
+                return DeadRank(killed[0].how_it_ended())
+            wait([child.process.sentinel for child in self._ranks], POLL_S)
         return first
+
+    def watch_over(self, service: HttpService) -> None:
+        """Start the HTTP service, which serves already, again when its thread ends."""
+
+        def start() -> Kill:
+            if not service.is_alive:
+                service.start()
+            return service.stop
+
+        self._service = service
+        self._http = self._supervised("the HTTP service", "http", start, has_turns=False)
+        self._http.begin()
+
+    def _look_at_lease(self) -> None:
+        now = self._supervisor.clock()
+        if now < self._lease_due:
+            return
+        self._lease_due = now + LEASE_LOOK_S
+        with suppress(StoreError):  # its age grows, which is what it is for
+            self._supervisor.see_lease(self._store.lease())
+
+    def _look_at_http(self) -> None:
+        if self._service is None or self._http is None or not self._http.is_up:
+            return
+        if self._service.is_alive:
+            self._http.turned()
+        else:
+            self._http.ended("the HTTP service exited unexpectedly")
+
+    def restarts(self) -> dict[str, int]:
+        """Restarts by kind of process, since the start."""
+        total: Counter[str] = Counter()
+        for view in self._supervisor.view().processes:
+            total[view.kind] += view.restarts
+        return dict(total)
 
     def note(self, where: str, message: str) -> None:
         """Write down something that went wrong and ends nothing."""
         log.warning("%s: %s", where, message)
+        self.add_event("error", {"where": where, "message": message})
+
+    def add_event(self, kind: str, detail: dict[str, Any]) -> None:
+        """Write an event down; a store in trouble ends no serving."""
         try:
-            self._store.add_event("error", {"where": where, "message": message})
-        except StoreError as exc:  # a store in trouble ends no serving; it is said, at least here
+            self._store.add_event(kind, detail)
+        except StoreError as exc:
             log.warning("not written down: %s", exc)

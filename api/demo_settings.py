@@ -122,7 +122,28 @@ class DemoSettings(BaseModel):
     plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
     restart_after_death: Whole = Field(
-        3, ge=0, description="restarts after a rank's death; 0: the first one ends the demo"
+        3,
+        ge=0,
+        le=1_000_000,
+        description="restarts of the ranks within restart_window_s; one more exit ends the demo",
+    )
+    process_restarts: Whole = Field(
+        20,
+        ge=0,
+        le=1_000_000,
+        description="restarts of each other process within restart_window_s; then it stays down",
+    )
+    restart_window_s: Number = Field(
+        3600.0, ge=1, le=2_592_000, description="seconds that both budgets of restarts look back on"
+    )
+    restart_delay_s: Number = Field(
+        5.0, ge=0, le=3600, description="most seconds before such a process is started again"
+    )
+    hung_after_s: Number = Field(
+        30.0,
+        ge=1,
+        le=3600,
+        description="seconds without a turn until such a process is killed; more than a plan takes",
     )
     scrub_every_steps: Whole = Field(
         64, ge=0, description="idle steps from one scrubbed slot to the next; 0: none is scrubbed"

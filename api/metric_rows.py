@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from api.drift_watch import largest_layer
 from api.snapshot import PHASES, Snapshot
+from api.supervision import ProcessState
 from api.tally import Durations
 from eplb import __version__
 from eplb.migration import Migration
@@ -65,6 +66,7 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     seen = scrape.seen
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
     yield from _health(seen)
+    yield from _supervision(seen)
     yield from _balance(scrape)
     yield from _plans(seen)
     yield from _rebalances(scrape)
@@ -91,6 +93,31 @@ def _health(seen: Snapshot) -> Iterator[Metric]:
     yield _counter("mover_failures", failures_help, seen.mover_failures)
     anomalies_help = "What should not happen: load refused, no plan found, a rank's death, other."
     yield _counter("anomalies", anomalies_help, seen.anomalies, "type")
+
+
+def _supervision(seen: Snapshot) -> Iterator[Metric]:
+    lease_help = "Time since a renewal of the controller's lease was last seen."
+    yield _gauge("controller_lease_age_seconds", lease_help, seen.supervision.lease_age_s)
+    turns: dict[str, float] = {}
+    restarts: dict[str, float] = {}
+    up: dict[str, float] = {}
+    for view in seen.supervision.processes:
+        if view.turn_age_s is not None:
+            turns[view.kind] = max(view.turn_age_s, turns.get(view.kind, 0.0))
+        restarts[view.kind] = restarts.get(view.kind, 0.0) + view.restarts
+        is_up = view.state is ProcessState.RUNNING
+        up[view.kind] = min(float(is_up), up.get(view.kind, 1.0))
+    turn_help = "Time since the latest turn of the process of this kind that is furthest behind."
+    yield _gauge("process_turn_age_seconds", turn_help, turns, "process")
+    up_help = "1 while every process of this kind runs; serving goes on without them."
+    yield _gauge("process_up", up_help, up, "process")
+    restarts_help = "Restarts of processes that do not serve, since the deployment was started."
+    yield _counter("process_restarts", restarts_help, restarts, "process")
+    token_help = "Time since all ranks had last finished a step."
+    yield _gauge("token_age_seconds", token_help, seen.supervision.token_age_s)
+    unserved = seen.supervision.unserved_s
+    unserved_help = "Time without tokens around restarts of ranks, from the last token on."
+    yield _counter("unserved_seconds", unserved_help, {} if unserved is None else unserved)
 
 
 def _balance(scrape: Scrape) -> Iterator[Metric]:

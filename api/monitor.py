@@ -33,6 +33,7 @@ from api.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
+from api.supervision import SupervisionView
 from api.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
 from eplb.load import LoadSample
 from eplb.records import model_from_dict, topology_from_dict
@@ -54,6 +55,7 @@ class Monitor:
     Args:
         clock: seconds since the epoch; tells how long a rank has been silent.
         silent_after_s: a rank whose last report is older than this counts as silent.
+        supervision: what the process that supervises others knows; by default none does.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Monitor:
         *,
         clock: Callable[[], float] = time.time,
         silent_after_s: float = 10.0,
+        supervision: Callable[[], SupervisionView] = SupervisionView,
     ) -> None:
         self._store, self._clock, self.silent_after_s = store, clock, silent_after_s
+        self._supervision = supervision
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -215,6 +219,7 @@ class Monitor:
                 mover_failures=detail_sum(self._states, "mover_failures"),
                 store_errors=detail_sum(self._states, "store_errors"),
                 sample_age_s=self._samples.age_s(now),
+                supervision=self._supervision(),
                 **self._tally.shown(),
             )
 

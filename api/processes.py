@@ -7,15 +7,18 @@ comes back over a second pipe; how it ended is told in words.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from api.supervision import TURN_S
 from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
@@ -59,6 +62,20 @@ class Parent:
                     os._exit(ORPHANED)
 
         threading.Thread(target=hear, name="lifeline", daemon=True).start()
+
+
+class Turns:
+    """Reports to the parent that this process is at work, at most every ``TURN_S``."""
+
+    def __init__(self, parent: Parent, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parent, self._clock, self._reported = parent, clock, -math.inf
+
+    def report(self) -> None:
+        """Report a turn, unless one was reported just now."""
+        now = self._clock()
+        if now - self._reported >= TURN_S:
+            self._reported = now
+            self._parent.tell("turn")
 
 
 class Child:

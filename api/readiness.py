@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from api.snapshot import Snapshot
+from api.supervision import ProcessState
 
 
 def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> str | None:
@@ -26,6 +27,18 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
         return (
             f"no progress for {age_s:.1f} s, expected at most {stalled_after_s:g} s: "
             f"{seen.progress_of}"
+        )
+    down = [one for one in seen.supervision.processes if one.state is ProcessState.DEGRADED]
+    if down:
+        return f"{down[0].name} is down, its restart budget is used up: {down[0].reason}"
+    late = next((view for view in seen.supervision.processes if view.is_late), None)
+    if late is not None:
+        return f"{late.name} has had no turn for {late.turn_age_s:.1f} s: it hangs, or is not there"
+    lease_age_s = seen.supervision.lease_age_s
+    if lease_age_s is not None and lease_age_s > stalled_after_s:
+        return (
+            f"no controller has renewed its lease for {lease_age_s:.1f} s, "
+            f"expected within {stalled_after_s:g} s"
         )
     frozen = next((view for view in seen.ranks if view.frozen), None)
     if frozen is not None:

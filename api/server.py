@@ -41,7 +41,7 @@ class HttpService:
             lifespan="off",
             timeout_graceful_shutdown=int(STOP_TIMEOUT_S / 2),
         )
-        self._server = uvicorn.Server(config)
+        self._config, self._server = config, uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
     @property
@@ -50,8 +50,14 @@ class HttpService:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
+    @property
+    def is_alive(self) -> bool:
+        """Say whether its thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self) -> None:
-        """Bind, and return once requests are answered."""
+        """Bind, and return once requests are answered. Again, when its thread has ended."""
+        self._server = uvicorn.Server(self._config)
         bound = _bound_socket(self._host, self._port)
         self._port = bound.getsockname()[1]
         self._thread = threading.Thread(

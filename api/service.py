@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from api.schemas import (
     TransactionAnswer,
 )
 from api.snapshot import Snapshot
+from api.supervision import SupervisionView
 from eplb.errors import EplbError
 from eplb.policies import policy_named
 from telemetry.store import CommittedPlacement, Control, LoadStore, Task
@@ -61,6 +63,7 @@ class AdminService:
         plan_wait_s: how long a request for a plan waits for the controller.
         stalled_after_s: without a step for so long, the deployment is not ready.
         metrics_level: how many series /metrics has.
+        supervision: what the process that supervises others knows; by default none does.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class AdminService:
         plan_wait_s: float = 10.0,
         stalled_after_s: float = 30.0,
         metrics_level: Level = "default",
+        supervision: Callable[[], SupervisionView] = SupervisionView,
     ) -> None:
-        self._store, self._monitor = store, Monitor(store)
+        self._store, self._monitor = store, Monitor(store, supervision=supervision)
         self.metrics = Exposition(store, self._monitor, metrics_level)
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
 

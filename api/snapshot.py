@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from api.supervision import SupervisionView
 from api.tally import Durations
 from eplb.balance import imbalance_of
 from eplb.migration import Migration
@@ -143,6 +144,7 @@ class Snapshot:
     rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
     store_errors: int = 0  # failed attempts of ranks to write to the store
     sample_age_s: float | None = None  # newest sample of the rank that is furthest behind
+    supervision: SupervisionView = field(default_factory=SupervisionView)
 
     @property
     def silent_ranks(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from api.processes import Parent
+from api.processes import Parent, Turns
 from api.worker_plan import ROUTE_TIE, WorkerPlan
 from runtime.checkpoint import Checkpoint
 from runtime.moe import Forward
@@ -46,8 +46,10 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
     torch.set_num_threads(8 if plan.device == "cuda" else 1)
     weights = Checkpoint(plan.weights).reference_weights()
     reference = ReferenceModel(plan.model, weights, tie=ROUTE_TIE[plan.precision])
+    turns = Turns(parent)
     parent.tell("ready")
     while pipes:
+        turns.report()
         for pipe in wait(pipes, POLL_S):
             assert isinstance(pipe, Connection), "only pipes are waited for"
             try:
@@ -55,6 +57,7 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
             except (EOFError, OSError):
                 pipes.remove(pipe)
                 continue
+            turns.report()
             found = reference.check(sampled.token_ids, sampled.answer, forced=sampled.is_forced)
             parent.tell(
                 "checked",

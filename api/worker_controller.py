@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from api.processes import Parent
+from api.processes import Parent, Turns
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import StoreError
 from eplb.plan import plan as make_plan
@@ -26,10 +26,16 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     store = open_store(plan.store, DEPLOYMENT)
     warm_up(plan.controller.policy)
     controller = Controller(store, plan.controller, holder=plan.holder)
+    turns = Turns(parent)
     parent.tell("ready")
+
+    def has_to_stop() -> bool:  # asked once in each turn of the controller
+        turns.report()
+        return is_stopping.is_set()
+
     while not is_stopping.is_set():
         try:
-            controller.run(is_stopping.is_set)
+            controller.run(has_to_stop)
         except StoreError as exc:
             parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)

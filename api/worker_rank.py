@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable, MutableSequence
 from statistics import median
 from typing import Any
 
@@ -33,8 +33,16 @@ FIRST_WAITED = 1  # the step at which the first one's answer is complete
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
 
-def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) -> None:
+def run_rank(
+    parent: Parent, plan: WorkerPlan, rank: int, step_times: MutableSequence[float]
+) -> None:
     """Serve until all ranks agree to halt.
+
+    Args:
+        parent: the process that started it.
+        plan: what all processes are told alike.
+        rank: which one this is.
+        step_times: [R] when each rank last finished a step, in memory that the parent reads.
 
     Raises:
         BrokenGroup: a peer is dead or late; the survivors have agreed, as far as they could.
@@ -42,12 +50,15 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     started = threading.Event()
     agents: list[RankAgent] = []
     start_at: list[float] = []
+    feed = CheckFeed()
 
     def on_command(command: tuple[str, Any]) -> None:
         kind, body = command
         if kind == "start":
             start_at.append(body)
             started.set()
+        elif kind == "checks":
+            feed.connect(body)
         elif kind == "halt":
             for agent in agents:
                 agent.request_halt()
@@ -58,10 +69,15 @@ def run_rank(parent: Parent, plan: WorkerPlan, rank: int, checks: Connection) ->
     parent.tell("ready")
     if not started.wait(START_DEADLINE_S):
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
-    feed = CheckFeed(checks)
     built.agent.start()
+
+    def served(step: int) -> None:
+        step_times[rank] = time.monotonic()
+        if step == FIRST_WAITED:
+            parent.tell("serving")
+
     try:
-        _serve(parent, plan, rank, built, feed, start_at[0])
+        _serve(plan, rank, built, feed, start_at[0], served)
     except BrokenGroup as exc:
         _survive(parent, plan, rank, built, exc)
         raise
@@ -94,7 +110,12 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
 
 
 def _serve(
-    parent: Parent, plan: WorkerPlan, rank: int, built: Rank, feed: CheckFeed, start_at: float
+    plan: WorkerPlan,
+    rank: int,
+    built: Rank,
+    feed: CheckFeed,
+    start_at: float,
+    served: Callable[[int], None],
 ) -> None:
     batches = Batches(plan, rank, built.device)
     in_flight = Completion(is_cuda=built.device.type == "cuda")
@@ -105,8 +126,7 @@ def _serve(
         token_ids, forced = batches.at(step, time.monotonic() - start_at)
         answer = built.model.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
         built.agent.wait(in_flight)  # the host may be one step ahead of the device, not more
-        if step == FIRST_WAITED:
-            parent.tell("serving")
+        served(step)
         in_flight = Completion(is_cuda=built.device.type == "cuda")
         phase = built.agent.phase
         if phase != "idle":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from api.processes import Parent
+from api.processes import Parent, Turns
+from api.supervision import TURN_S
 from api.worker_plan import WorkerPlan
 from rebalance.slab import HostSlab
 from runtime.checkpoint import Checkpoint
@@ -21,6 +22,9 @@ def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
         links = replace(settings.links, listen=settings.links.hosts[host])
         settings = replace(settings, links=links)
     slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
+    turns = Turns(parent)
     parent.tell("ready")
-    is_stopping.wait()
+    while not is_stopping.wait(TURN_S):
+        slab.stats()  # takes the cache's lock: a deadlock is no turn
+        turns.report()
     slab.close()

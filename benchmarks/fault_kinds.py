@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from faulty_demo import NODES, RANKS, Ended, FaultyDemo, memory_files
+from faulty_demo import NODES, RANKS, FaultyDemo, memory_files
 
 from telemetry.store import Control
 
@@ -49,14 +49,13 @@ def kill_controller(demo: FaultyDemo, fault: Fault) -> str:
 
 
 def kill_slab(demo: FaultyDemo, fault: Fault) -> str:
-    os.kill(demo.pids("preload process")[fault.host], signal.SIGKILL)
-    status = demo.process.wait(DEADLINE_S)
-    expected = f"preload process of host {fault.host} was killed by SIGKILL, the demo cannot go on"
-    if status != 2 or expected not in demo.last_words():
-        raise Ended(f"status {status}: {demo.last_words()}")
-    demo.leaves_nothing(DEADLINE_S)
-    demo.start()
-    return f"host {fault.host}"
+    pids = demo.wait_for(
+        "all preload processes",
+        lambda: (found := demo.pids("preload process")) and len(found) == NODES and found,
+        DEADLINE_S,
+    )
+    os.kill(pids[fault.host], signal.SIGKILL)
+    return f"host process {fault.host}"
 
 
 def stop_rank(demo: FaultyDemo, fault: Fault) -> str:

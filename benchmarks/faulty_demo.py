@@ -36,6 +36,7 @@ SETTINGS: Mapping[str, Any] = {
     "seconds": 2,  # of one turn of the load's drift; it serves on
     "min_gain": 0.0,
     "restart_after_death": 1_000_000,
+    "process_restarts": 1_000_000,
     "port": 0,
     "view": "off",
 }
@@ -57,8 +58,9 @@ class TooLate(Exception):
 class FaultyDemo:
     """One deployment, in as many lives as it takes: each start goes on from the last placement."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, settings: Mapping[str, Any] | None = None) -> None:
         self.folder, self.state_dir = folder, folder / "state"
+        self._settings = dict(SETTINGS) | dict(settings or {})
         self._seed, self._lives, self._told_before = seed, 0, 0
         self.store: LoadStore
 
@@ -69,7 +71,7 @@ class FaultyDemo:
         self._lives += 1
         self.json_path = self.folder / f"summary-{self._lives}.json"
         given = {"state_dir": self.state_dir, "json_path": self.json_path, "seed": self._seed}
-        given |= dict(SETTINGS)
+        given |= self._settings
         path = self.state_dir / "store.sqlite"
         command = [sys.executable, "-m", "api.cli", "demo", "--serve"]
         command += ["--resume"] * path.exists()

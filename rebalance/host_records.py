@@ -73,6 +73,6 @@ class HostRecords:
             MigrationError: the host is gone.
         """
         held = self._held if records is None else self._held.intersection(records)
+        self._held = self._held - held  # first: a host that is gone holds nothing any more
         if held:
             self._transport.release(sorted(held))
-            self._held = self._held - held

@@ -155,7 +155,11 @@ def read_journals(folder: Path) -> tuple[list[Entry], int]:
 def _entry_of(line: bytes) -> Entry | None:
     try:
         return Entry(**json.loads(line))
-    except (ValueError, TypeError):  # torn: the process or the power went while it was written
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ):  # torn: the process or the power went while it was written
         return None
 
 

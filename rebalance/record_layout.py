@@ -90,7 +90,12 @@ def _read_header(page: bytes) -> Mapping[str, object]:
     text = page[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or digest != hashlib.blake2b(text, digest_size=16).digest():
         raise CheckpointError("its header is damaged")
-    header: dict[str, object] = json.loads(text)
+    try:
+        header: dict[str, object] = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError("its header is damaged") from exc
+    if not isinstance(header, dict):
+        raise CheckpointError("its header is damaged")
     return header
 
 

@@ -1,17 +1,24 @@
-"""A rank's view of its host's slab: lease records, read them through a mapping, let them go."""
+"""A rank's view of its host's slab: lease records, read them through a mapping, let them go.
+
+The process that owns the slab may die and be started again under the same address. Its leases end
+with it; the next load or hint connects anew and maps the new process's memory. A mapping outlives
+its owner, so what is being read meanwhile stays readable, and the digest judges it.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import select
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import AuthenticationError
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.slab_stats import SlabStats
@@ -20,9 +27,13 @@ from rebalance.transport import Record
 from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
 from runtime.memory import attach
 
+log = logging.getLogger(__name__)
+Done = TypeVar("Done")
+
 ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's reason arrives
 # A host that stands still leaves room for some 70 messages; a little later a send would block.
 SEND_S = 2.0
+CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
 
 class SlabReader:
@@ -37,28 +48,76 @@ class SlabReader:
         deadline_s: float,
         for_gpu: bool = False,
     ) -> None:
-        self._record_bytes, self._name = record_bytes, address.name
-        self._num_asked = 0
+        self._address, self._name, self._for_gpu = address, address.name, for_gpu
+        self._num_experts, self._record_bytes = num_experts, record_bytes
+        self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
+        self._places: dict[Record, int] = {}  # of the records that are leased
+        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
+        self._registered: set[int] = set()  # places; their addresses never change
+        self._connect(deadline_s)
+
+    def _connect(self, deadline_s: float) -> None:
         try:
-            self._connection = call(address, deadline_s)
+            self._connection = call(self._address, deadline_s)
         except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
-                f"the preload process of host {address.name} does not answer: {exc or 'it hung up'}"
+                f"the preload process of host {self._name} does not answer: {exc or 'it hung up'}"
             ) from exc
         self._takes = select.poll()  # says whether the host has room for a message
         self._takes.register(self._connection, select.POLLOUT)
         hello = json.loads(self._receive("its greeting", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
-        if found != (num_experts, record_bytes):
+        if found != (self._num_experts, self._record_bytes):
             raise MigrationError(
                 f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
-                f"expected {num_experts} of {record_bytes}"
+                f"expected {self._num_experts} of {self._record_bytes}"
             )
-        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=for_gpu)
-        self._places: dict[Record, int] = {}  # of the records that are leased
-        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
-        self._registered: set[int] = set()  # places; their addresses never change
+        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+
+    def _connect_again(self) -> None:
+        """Attach to the process that has taken the place of one that is gone.
+
+        Raises:
+            MigrationError: there is none yet.
+        """
+        before = self._connection, self._takes, self._slab
+        with self._sending:  # a hint of another thread must not meet half of a connection
+            try:
+                self._connect(CONNECT_AGAIN_S)
+            except MigrationError:
+                if self._connection is not before[0]:
+                    self._connection.close()
+                self._connection, self._takes, self._slab = before
+                raise
+            before[0].close()
+            self._unregister(before[2])
+            self._places.clear()
+        log.info("host %s: attached to the preload process that was started again", self._name)
+        if self._weights_version > 0:  # which the new process cannot know
+            self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
+
+    def _in_either_process(self, act: Callable[[], Done]) -> Done:
+        """Do what needs no lease; once more, where another process has taken the place of one."""
+        try:
+            return act()
+        except _Gone as gone:
+            try:
+                self._connect_again()
+            except MigrationError as exc:
+                log.debug("%s", exc)
+                raise gone from exc
+            return act()
+
+    def _unregister(self, slab: NDArray[np.uint8]) -> None:
+        """Give pages back that CUDA has locked, once no copy reads them any more."""
+        if not self._registered:
+            return
+        torch.cuda.synchronize()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for place in self._registered:
+            runtime.cudaHostUnregister(slab[place * self._record_bytes :].ctypes.data)
+        self._registered.clear()
 
     @property
     def num_entries(self) -> int:
@@ -98,8 +157,10 @@ class SlabReader:
             "weights_version": weights_version,
             "deadline_s": deadline_s,
         }
-        patience_s = deadline_s + ANSWER_MARGIN_S
-        answer = self._ask("load", f"{len(records)} records", patience_s, message, is_wanted)
+        what, patience_s = f"{len(records)} records", deadline_s + ANSWER_MARGIN_S
+        answer = self._in_either_process(
+            lambda: self._ask("load", what, patience_s, message, is_wanted)
+        )
         self._places |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
@@ -186,7 +247,8 @@ class SlabReader:
         Raises:
             MigrationError: the preload process is gone, or stands still.
         """
-        self._send({"ask": "hint", "records": list(records), "weights_version": weights_version})
+        hint = {"ask": "hint", "records": list(records), "weights_version": weights_version}
+        self._in_either_process(lambda: self._send(hint))
 
     def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
         """Have the host hand out no record of older weights, for anyone, from now on.
@@ -194,6 +256,7 @@ class SlabReader:
         Raises:
             MigrationError: the preload process is gone, or late.
         """
+        self._weights_version = weights_version
         if weights_version > 0:
             self.release(list(self._places))
         what = f"word that weights version {weights_version} is known"
@@ -269,8 +332,8 @@ class SlabReader:
         except (EOFError, OSError) as exc:
             raise self._gone() from exc
 
-    def _gone(self) -> MigrationError:
-        return MigrationError(f"the preload process of host {self._name} is gone")
+    def _gone(self) -> _Gone:
+        return _Gone(f"the preload process of host {self._name} is gone")
 
     def _late(self, what: str, deadline_s: float) -> _Late:
         return _Late(
@@ -280,6 +343,10 @@ class SlabReader:
     def close(self) -> None:
         """Let go of the slab."""
         self._connection.close()
+
+
+class _Gone(MigrationError):
+    """The process has ended; another may take its place."""
 
 
 class _Late(MigrationError):

@@ -22,6 +22,7 @@ from eplb.model import ModelShape
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 2**20  # 58 layers x 256 experts take 9 MB
 SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its 128 x 128 blocks
 Weights = Mapping[str, torch.Tensor]  # by checkpoint name
 
@@ -125,12 +126,18 @@ def _read_index(index: Path) -> dict[str, str]:
     """Shard of each tensor, by name."""
     refusal = f"{index} cannot be read as a checkpoint index"
     try:
+        size = index.stat().st_size
+        if size > MAX_INDEX_BYTES:
+            raise CheckpointError(f"{refusal}: {size} bytes, expected at most {MAX_INDEX_BYTES}")
         found = json.loads(index.read_text())
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CheckpointError(f"{refusal}: {exc}") from exc
     shard_of = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(shard_of, dict) or not all(isinstance(s, str) for s in shard_of.values()):
         raise CheckpointError(f'{refusal}, expected a "weight_map" from tensor names to files')
+    outside = next((name for name in shard_of.values() if Path(name).name != name), None)
+    if outside is not None:
+        raise CheckpointError(f"{refusal}: it names file {outside!r}, expected one beside it")
     return shard_of
 
 

@@ -15,8 +15,7 @@ Shapes:  T windows, L MoE layers, E experts, K experts per token.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,15 +24,17 @@ from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, HistoryError
 from eplb.load import LoadHistory, as_history
+from simulations.npz import read_arrays
 
 Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOW_TOKENS = 4096
 CLEARLY_LONGER = 4
 
-# What a damaged archive raises inside numpy and zipfile, tried on every byte of one.
-DAMAGED = (OSError, ValueError, EOFError, RuntimeError, KeyError, zipfile.BadZipFile, zlib.error)
-
-Arrays = dict[str, NDArray[Any]]
+MEMBERS = ("expert_ids", "load", "request_len")
+# Counted windows may take so many times the bytes of the ids, and this much in any case: an id of
+# 2**31 asks for a column for each expert below it.
+COUNTS_PER_ID_BYTE = 16
+SMALL_COUNTS_BYTES = 32 * 2**20
 
 
 def load_trace(
@@ -55,15 +56,12 @@ def load_trace(
         HistoryError: a file that is missing, damaged, or holds something else.
         ConfigError: arguments that do not fit the file.
     """
-    arrays = _read(path)
+    arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" in arrays:
         ids = _layers_first(path, arrays, layout)
         return _windows(path, ids, window_tokens or DEFAULT_WINDOW_TOKENS, num_experts)
     if "load" not in arrays:
-        raise HistoryError(
-            f"trace {path} holds {', '.join(sorted(arrays)) or 'nothing'}, "
-            "expected expert_ids or load"
-        )
+        raise HistoryError(f"trace {path} holds {names}, expected expert_ids or load")
     if window_tokens is not None or layout is not None:
         raise ConfigError(
             f"trace {path} holds windows that are counted already, expected no window or layout"
@@ -74,7 +72,10 @@ def load_trace(
             f"trace {path}: load has shape {load.shape}, "
             f"expected [windows, layers, {num_experts or 'experts'}]"
         )
-    return as_history(load)
+    try:
+        return as_history(load)
+    except HistoryError as exc:
+        raise HistoryError(f"trace {path}: {exc}") from exc
 
 
 def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]:
@@ -83,29 +84,15 @@ def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]
     Raises:
         HistoryError: a file that is missing, damaged, or holds no ``expert_ids``.
     """
-    arrays = _read(path)
+    arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" not in arrays:
-        found = ", ".join(sorted(arrays)) or "nothing"
-        raise HistoryError(f"trace {path} holds {found}, expected expert_ids")
+        raise HistoryError(f"trace {path} holds {names}, expected expert_ids")
     return _layers_first(path, arrays, layout)
 
 
-def _read(path: Path) -> Arrays:
-    try:
-        # Opened here, because np.load leaves a damaged file open.
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            arrays = None if isinstance(archive, np.ndarray) else dict(archive)
-    except FileNotFoundError as exc:
-        raise HistoryError(f"trace {path} does not exist, expected an .npz file") from exc
-    except DAMAGED as exc:
-        raise HistoryError(f"trace {path} cannot be read as an .npz file: {exc}") from exc
-    if arrays is None:
-        raise HistoryError(f"trace {path} is a bare array, expected an .npz file")
-    return arrays
-
-
-def _layers_first(path: Path, arrays: Arrays, layout: Layout | None) -> NDArray[Any]:
+def _layers_first(
+    path: Path, arrays: Mapping[str, NDArray[Any]], layout: Layout | None
+) -> NDArray[Any]:
     ids = arrays["expert_ids"]
     if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
         raise HistoryError(
@@ -126,7 +113,7 @@ def _told_layout(
 ) -> Layout:
     first, second, _ = shape
     if request_len is not None and first != second:
-        tokens = int(request_len.sum())
+        tokens = _sum_of_lengths(path, request_len)
         if tokens == second:
             return "layers-first"
         if tokens == first:
@@ -143,6 +130,22 @@ def _told_layout(
         f"trace {path}: expert_ids {shape} may be layers-first or tokens-first, "
         "expected the layout to be named"
     )
+
+
+def _sum_of_lengths(path: Path, request_len: NDArray[Any]) -> int:
+    """Sum the lengths of requests; none is so large that the sum could overflow."""
+    most = 2**31 - 1
+    if request_len.dtype.kind not in "iu" or request_len.ndim > 1:
+        raise HistoryError(
+            f"trace {path}: request_len has shape {request_len.shape} and dtype "
+            f"{request_len.dtype}, expected integers [requests]"
+        )
+    if request_len.size and not (request_len.min() >= 0 and request_len.max() <= most):
+        raise HistoryError(
+            f"trace {path}: request_len is {request_len.min()}..{request_len.max()}, "
+            f"expected 0..{most}"
+        )
+    return int(request_len.sum())
 
 
 def _windows(
@@ -164,6 +167,14 @@ def _windows(
         raise HistoryError(
             f"trace {path} holds {num_tokens} tokens, {num_windows} windows of {window_tokens}, "
             "expected at least 2 windows"
+        )
+    num_bytes = num_windows * num_layers * num_experts * np.dtype(np.int64).itemsize
+    most = max(SMALL_COUNTS_BYTES, COUNTS_PER_ID_BYTE * ids.nbytes)
+    if num_bytes > most:
+        raise HistoryError(
+            f"trace {path} names experts up to {largest}: counts of {num_windows} windows x "
+            f"{num_layers} layers x {num_experts} experts take {num_bytes} bytes, expected at most "
+            f"{most} for ids of {ids.nbytes} bytes"
         )
     tokens = np.zeros((num_windows, num_layers, num_experts), dtype=np.int64)
     for window, layer in np.ndindex(num_windows, num_layers):

@@ -310,26 +310,6 @@ def test_a_disk_that_stays_full_ends_the_demo_in_words(
 # -- processes that die
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("title", "name"),
-    [
-        ("preload process", "the preload process of host 0"),
-        ("reference check", "the reference checker"),
-    ],
-    ids=["preload", "checker"],
-)
-def test_a_process_that_is_killed_ends_the_demo_and_the_next_start_is_right(
-    tmp_path: Path, start_demo: StartDemo, title: str, name: str
-) -> None:
-    demo = start_demo(tmp_path, *TEXT, seconds=60)
-    demo.hears("window=1 ")
-    demo.kill(title)
-    ends_in_words(demo, f"{name} was killed by SIGKILL")
-
-    is_right(start_demo(tmp_path, *TEXT, seconds=1))
-
-
 def ends_in_words(demo: Any, what: str) -> None:
     status = demo.ends()
     sentence = f"eplb: {what}, the demo cannot go on without it"
@@ -423,4 +403,6 @@ def test_a_rank_that_stands_still_is_left_behind_and_all_start_again(
     demo.process.send_signal(signal.SIGINT)
 
     assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 said nothing in time")
-    assert is_right(demo)["deaths"] == 1
+    summary = is_right(demo)
+    assert summary["deaths"] == 1
+    assert summary["unserved_s"] > 3.0  # from the last token on, not from when it is left behind

@@ -18,6 +18,7 @@ from api.metric_rows import Level
 from api.metrics import Exposition
 from api.monitor import Monitor
 from api.server import HttpService
+from api.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.errors import ConfigError
 from eplb.records import model_to_dict, topology_to_dict
@@ -63,6 +64,12 @@ TYPES = {
     "eplb_digest_failures": "counter",
     "eplb_scrubbed_slots": "counter",
     "eplb_telemetry_samples": "counter",
+    "eplb_controller_lease_age_seconds": "gauge",
+    "eplb_process_turn_age_seconds": "gauge",
+    "eplb_process_up": "gauge",
+    "eplb_process_restarts": "counter",
+    "eplb_token_age_seconds": "gauge",
+    "eplb_unserved_seconds": "counter",
 }
 
 OUTCOMES = ("repeated", "late", "future", "stale", "malformed", "unreadable")
@@ -131,6 +138,11 @@ def text_of(store: LoadStore, now: float = NOW + 1, level: Level = "default") ->
     return Exposition(store, Monitor(store, clock=lambda: now), level).text().decode()
 
 
+def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
+    """A host cache process as its supervisor shows it."""
+    return ProcessView("a host cache", "host_cache", state, age_s, False, restarts, "")
+
+
 def figures_in(text: str) -> Figures:
     """Figures by name and by the values of their labels, in order, the deployment's left out."""
     found: Figures = {}
@@ -143,7 +155,10 @@ def figures_in(text: str) -> Figures:
 
 
 def test_every_metric_has_its_type_and_says_what_it_is(store: MemoryStore) -> None:
-    families = {family.name: family for family in text_string_to_metric_families(text_of(store))}
+    seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
+    monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
+    text = Exposition(store, monitor).text().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
 
     assert {name: family.type for name, family in families.items()} == TYPES
     for name, family in families.items():
@@ -319,6 +334,22 @@ def test_a_pause_is_seen(store: MemoryStore) -> None:
     store.set_control(Control(movement=False), reason="test")
 
     assert figures_in(text_of(store))["eplb_paused"] == {(): 1}
+
+
+def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
+    store: MemoryStore,
+) -> None:
+    both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
+    seen = SupervisionView(both, token_age_s=0.1, lease_age_s=3.0, unserved_s=50.0)
+    monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
+    found = figures_in(Exposition(store, monitor).text().decode())
+
+    assert found["eplb_process_turn_age_seconds"] == {("host_cache",): 7.0}
+    assert found["eplb_process_up"] == {("host_cache",): 0}
+    assert found["eplb_process_restarts_total"] == {("host_cache",): 3}
+    assert found["eplb_token_age_seconds"] == {(): 0.1}
+    assert found["eplb_controller_lease_age_seconds"] == {(): 3.0}
+    assert found["eplb_unserved_seconds_total"] == {(): 50.0}
 
 
 def test_what_is_not_known_yet_has_no_series_and_no_made_up_figure() -> None:

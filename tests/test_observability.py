@@ -22,6 +22,7 @@ from api.metric_rows import Metric, Scrape, metrics_of
 from api.metrics import Exposition
 from api.monitor import Monitor
 from api.observability import ALERTS, DASHBOARD
+from api.supervision import ProcessState, ProcessView, SupervisionView
 from telemetry.drift import Drift
 from telemetry.memory import MemoryStore
 from telemetry.windows import Window
@@ -55,8 +56,13 @@ ALERTED = {
 
 def metrics() -> dict[str, Metric]:
     """Every metric by name, with the figures of a run of which all is known."""
+    kinds = "controller", "checker", "host_cache", "http"
+    processes = (ProcessView(k, k, ProcessState.RUNNING, 0.1, False, 0, "") for k in kinds)
     seen = replace(
-        Monitor(MemoryStore("d")).snapshot(), heatmap=np.ones((1, 2)), swap_pauses_ms=(1.0,)
+        Monitor(MemoryStore("d")).snapshot(),
+        heatmap=np.ones((1, 2)),
+        swap_pauses_ms=(1.0,),
+        supervision=SupervisionView(tuple(processes), 0.1, 0.1, 0.0),
     )
     tokens = np.ones((1, 2), dtype=np.int64)
     none: frozenset[int] = frozenset()

@@ -47,6 +47,11 @@ class Host:
     process: BaseProcess
     schema: ExpertSchema
     checkpoint: Checkpoint
+    start: Callable[[], BaseProcess]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
     def reader(self, address: SlabAddress | None = None) -> SlabReader:
         return SlabReader(
@@ -102,23 +107,27 @@ def host(
     # A copy that tests may damage: the slab opens its shards here, before the damage.
     checkpoint = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
     address = new_address()
-    ours, theirs = FORK.Pipe(duplex=False)
 
-    def run() -> None:
-        threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
-        slab = HostSlab(address, checkpoint, small_model, small_schema)
-        theirs.send("ready")
-        signal.pause()
-        slab.close()
+    def start() -> BaseProcess:
+        ours, theirs = FORK.Pipe(duplex=False)
 
-    process = FORK.Process(target=run, daemon=True)
-    process.start()
-    theirs.close()
-    assert answer(ours) == "ready"
-    yield Host(address, process, small_schema, checkpoint)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, "it was ours to end"
+        def run() -> None:
+            threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
+            slab = HostSlab(address, checkpoint, small_model, small_schema)
+            theirs.send("ready")
+            signal.pause()
+            slab.close()
+
+        process = FORK.Process(target=run, daemon=True)
+        process.start()
+        theirs.close()
+        assert answer(ours) == "ready"
+        return process
+
+    made = Host(address, start(), small_schema, checkpoint, start)
+    yield made
+    made.kill()
+    assert made.process.exitcode == -signal.SIGKILL, "it was ours to end"
 
 
 def test_a_record_holds_the_cooked_bytes_and_its_digest(host: Host) -> None:
@@ -253,6 +262,33 @@ def test_a_killed_slab_is_told_at_once_and_what_was_read_stays_readable(host: Ho
     assert time.monotonic() - started < AT_ONCE_S
     reader.read((0, 0), record)
     assert torch.equal(record, host.cooked(0, 0))
+
+
+def test_a_reader_attaches_again_to_a_host_cache_that_was_started_again(host: Host) -> None:
+    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
+    reader.load([(0, 0)], deadline_s=DEADLINE_S)
+    host.kill()
+    with pytest.raises(MigrationError, match=f"host {host.address.name} is gone"):
+        reader.load([(0, 1)], deadline_s=DEADLINE_S)
+    host.process = host.start()
+
+    digests, _ = reader.load([(1, 2)], deadline_s=DEADLINE_S)
+    reader.read((1, 2), record)
+
+    assert digests == [digest(host.cooked(1, 2))]
+    assert torch.equal(record, host.cooked(1, 2))
+    with pytest.raises(MigrationError, match="layer 0 expert 0 is read without a lease"):
+        reader.read((0, 0), record)
+
+
+def test_a_host_cache_that_was_started_again_hears_of_new_weights(host: Host) -> None:
+    reader = host.reader()
+    reader.invalidate(7, deadline_s=DEADLINE_S)
+    host.kill()
+    host.process = host.start()
+
+    with pytest.raises(MigrationError, match="weights version 0 is void since version 7"):
+        reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
 
 def test_a_slab_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:

@@ -1,0 +1,307 @@
+"""Watches what does not serve: the controller, the checker, the host caches, the HTTP service.
+
+    STARTING --turn--> RUNNING --no turn within the deadline--> SIGKILL
+       ^                  |                                        |
+       |                  +---------------- exit ------------------+
+       |                                                           v
+       +------- delay over ------ BACK_OFF, or DEGRADED where the restart budget is used up
+
+Serving never ends because of them. A budget is so many restarts within a window of time: a process
+that has used it up is started again once the window has moved on, and serving goes on without it
+until then. Clocks are arguments, and nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from eplb.errors import EplbError
+from telemetry.store import Lease
+
+FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
+STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
+START_DEADLINE_S = 300.0  # for the first turn: a fresh checkout compiles kernels first
+TURN_S = 0.5  # how often a process reports a turn, about
+
+Clock = Callable[[], float]
+Kill = Callable[[], None]
+Note = Callable[[str, str], None]  # writes an event down: of which process, and what happened
+
+
+@dataclass(frozen=True)
+class SupervisionSettings:
+    """How often processes may be started again, and when one that runs counts as hung."""
+
+    restarts: int = 20  # of each process, within the window
+    window_s: float = 3600.0
+    max_delay_s: float = 5.0  # before a restart
+    hung_after_s: float = 30.0  # without a turn: SIGKILL. More than a plan takes
+
+
+class RestartBudget:
+    """At most ``restarts`` within any ``window_s`` seconds."""
+
+    def __init__(self, restarts: int, window_s: float, clock: Clock = time.monotonic) -> None:
+        self._restarts, self._window_s, self._clock = restarts, window_s, clock
+        self._times: deque[float] = deque()
+
+    @property
+    def is_used_up(self) -> bool:
+        """Say whether one restart more would exceed it."""
+        while self._times and self._clock() - self._times[0] >= self._window_s:
+            self._times.popleft()
+        return len(self._times) >= self._restarts
+
+    def spend(self) -> None:
+        """Count a restart now."""
+        self._times.append(self._clock())
+
+    def __str__(self) -> str:
+        return f"{self._restarts} restarts within {self._window_s:g} s"
+
+
+class ProcessState(Enum):
+    """Where a process is in the drawing above; DOWN: ended on purpose, or never begun."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    RUNNING = "running"
+    BACK_OFF = "in back-off"
+    DEGRADED = "restart budget used up"
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """What metrics and readiness show of a process."""
+
+    name: str
+    kind: str  # controller, checker, host_cache, http: the label of metrics
+    state: ProcessState
+    turn_age_s: float | None  # since its last turn, over restarts; None: it reports none
+    is_late: bool  # no turn for half of the deadline
+    restarts: int  # since the deployment was started
+    reason: str  # of the latest end; empty: none yet
+
+
+@dataclass(frozen=True)
+class SupervisionView:
+    """What the supervising process knows and the store does not."""
+
+    processes: tuple[ProcessView, ...] = ()
+    token_age_s: float | None = None  # since every rank last finished a step; None before the first
+    lease_age_s: float | None = None  # since the controller's lease was last renewed
+    unserved_s: float | None = None  # time without tokens around restarts of ranks, so far
+
+
+class Supervised:
+    """One process that does not serve. ``view`` may be called by any thread, the rest by one.
+
+    Args:
+        name: for people.
+        kind: the label of metrics.
+        start: starts one more, and returns what ends it at once, even where it stands still.
+        note: writes an event down.
+        has_turns: whether it reports turns; without, only its end is seen.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        start: Callable[[], Kill],
+        note: Note,
+        settings: SupervisionSettings,
+        *,
+        has_turns: bool = True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.name, self._kind, self._start, self._note = name, kind, start, note
+        self._settings, self._has_turns, self._clock = settings, has_turns, clock
+        self._budget = RestartBudget(settings.restarts, settings.window_s, clock)
+        self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
+        self._kill: Kill | None = None
+        self._started = self._due = self._looked = clock()
+        self._turned: float | None = None
+        self._delay_s, self._reason, self._is_late_noted = FIRST_DELAY_S, "", False
+
+    # -- told by whoever listens to it
+
+    def begin(self) -> None:
+        """Start it now, whatever its budget: it is needed, or its ranks are started anew."""
+        self._is_late_noted = False
+        self._started = self._looked = self._clock()
+        self.state = ProcessState.STARTING
+        self._kill = self._start()
+
+    def turned(self) -> None:
+        """Take note of a turn: it is at work."""
+        if self.is_up:
+            self.state, self.was_ready = ProcessState.RUNNING, True
+            self._turned, self._is_late_noted = self._clock(), False
+
+    def retire(self) -> None:
+        """Take note that it is ended on purpose."""
+        self.state, self._kill = ProcessState.DOWN, None
+        self._turned = None
+
+    def ended(self, how: str) -> None:
+        """Take note that it exited, and plan its restart."""
+        now = self._clock()
+        self._kill, self._reason = None, how
+        if now - self._started >= STEADY_S:
+            self._delay_s = FIRST_DELAY_S
+        delay_s = min(self._delay_s, self._settings.max_delay_s)
+        self._due, self._delay_s = now + delay_s, 2 * self._delay_s
+        if self._budget.is_used_up:
+            self.state = ProcessState.DEGRADED
+            self._note(self.name, f"{how}; {self._budget} are used up, serving goes on without it")
+        else:
+            self.state = ProcessState.BACK_OFF
+            self._note(self.name, f"{how}; it is started again in {delay_s:.1f} s")
+
+    # -- asked often
+
+    @property
+    def is_up(self) -> bool:
+        """Say whether there is a process."""
+        return self._kill is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Say whether it has had a turn since it was started."""
+        return self.state is ProcessState.RUNNING
+
+    def look(self) -> None:
+        """Kill it where it hangs; start it again where that is due."""
+        now = self._clock()
+        if now - self._looked > self._settings.hung_after_s / 2:
+            # Whoever looks stood still itself, and has not heard of any turn meanwhile.
+            self._started = now
+            self._turned = now if self._turned is not None else None
+        self._looked = now
+        if self._kill is not None:
+            self._end_if_hung(self._kill, now)
+            return
+        is_to_come_back = self.state in (ProcessState.BACK_OFF, ProcessState.DEGRADED)
+        if is_to_come_back and now >= self._due and not self._budget.is_used_up:
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self._budget.spend()
+        self.restarts += 1
+        try:
+            self.begin()
+        except (EplbError, OSError) as exc:
+            self.ended(f"{self.name} could not be started: {exc}")
+
+    def _end_if_hung(self, kill: Kill, now: float) -> None:
+        if not self._has_turns:
+            return
+        is_starting = self.state is ProcessState.STARTING
+        limit_s = START_DEADLINE_S if is_starting else self._settings.hung_after_s
+        since = self._started if is_starting or self._turned is None else self._turned
+        silent_s = now - since
+        if silent_s >= limit_s:
+            expected = f"expected one within {limit_s:g} s"
+            self._note(self.name, f"no turn for {silent_s:.1f} s, {expected}: killed")
+            kill()
+            self._started = self._turned = now  # its end is reported by itself, and soon
+        elif not is_starting and silent_s >= limit_s / 2 and not self._is_late_noted:
+            self._is_late_noted = True
+            self._note(self.name, f"no turn for {silent_s:.1f} s, it is killed after {limit_s:g} s")
+
+    def view(self) -> ProcessView:
+        """Say how it stands."""
+        age_s = None
+        if self._has_turns and self._turned is not None:
+            age_s = max(0.0, self._clock() - self._turned)
+        is_late = age_s is not None and age_s >= self._settings.hung_after_s / 2
+        return ProcessView(
+            self.name, self._kind, self.state, age_s, is_late, self.restarts, self._reason
+        )
+
+
+class UnservedTime:
+    """Time without tokens around restarts of ranks: from the last token to the first after it."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self._before_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether ranks do not serve now."""
+        return self._since is not None
+
+    @property
+    def total_s(self) -> float:
+        """All of it so far."""
+        open_s = 0.0 if self._since is None else self._clock() - self._since
+        return self._before_s + open_s
+
+    def broken(self, last_token: float | None) -> None:
+        """Take note that ranks do not serve; ``last_token`` None: none since they were started."""
+        if self._since is None:
+            self._since = self._clock() if last_token is None else last_token
+
+    def serving(self) -> float:
+        """Take note that all ranks serve again; return how long they had not."""
+        assert self._since is not None, "they did not serve"
+        gap_s = self._clock() - self._since
+        self._before_s, self._since = self._before_s + gap_s, None
+        return gap_s
+
+
+def last_token(step_times: Sequence[float]) -> float | None:
+    """When all ranks had last finished a step, of each rank's time; None: one has not yet, 0.
+
+    Ranks run in lock step: one that stands still keeps the others from their next step.
+    """
+    oldest = min(step_times, default=0.0)
+    return oldest or None
+
+
+class Supervisor:
+    """All that is supervised, for whoever shows it. Any thread may call ``view``."""
+
+    def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
+        self.settings, self.clock = settings, clock
+        self.processes: list[Supervised] = []
+        self.unserved = UnservedTime(clock)
+        self.step_times: Sequence[float] = ()  # of the ranks that were started last
+        self._lease: Lease | None = None
+        self._renewed: float | None = None
+
+    def add(self, process: Supervised) -> Supervised:
+        """Supervise one more."""
+        self.processes.append(process)
+        return process
+
+    def look(self) -> None:
+        """Kill what hangs, start again what is due."""
+        for process in self.processes:
+            process.look()
+
+    def see_lease(self, lease: Lease | None) -> None:
+        """Take note of the controller's lease: one that ran out, or stays as it is, grows older."""
+        if lease is not None and lease != self._lease:
+            self._lease, self._renewed = lease, self.clock()
+
+    def last_token(self) -> float | None:
+        """When all ranks had last finished a step; None: one has not since the last start."""
+        return last_token(self.step_times)
+
+    def view(self) -> SupervisionView:
+        """Say how everything stands."""
+        last = self.last_token()
+        return SupervisionView(
+            tuple(process.view() for process in list(self.processes)),
+            None if last is None else max(0.0, self.clock() - last),
+            None if self._renewed is None else self.clock() - self._renewed,
+            self.unserved.total_s,
+        )

@@ -1,0 +1,150 @@
+"""Reads named arrays of an ``.npz`` file that somebody else has written, and trusts none of it.
+
+A few bytes can ask for any amount of memory: by a shape that they declare, or by what they unpack
+to. So sizes are compared before anything is allocated: the size that the zip directory gives, the
+one that the array's own header declares, and the bytes that are really there. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from eplb.errors import HistoryError
+
+MAX_RATIO = 50  # unpacked over packed bytes; recorded routing packs to a tenth
+SMALL_BYTES = 4 * 2**20  # an array up to this size may pack better
+MAX_HEADER_BYTES = 10_000
+MAX_MEMBERS = 1000
+SHOWN_NAMES = 8
+MAGIC = b"\x93NUMPY"
+LENGTH_OF_VERSION = {1: struct.Struct("<H"), 2: struct.Struct("<I")}
+CHUNK_BYTES = 2**20
+
+# What a damaged archive raises inside numpy and zipfile.
+DAMAGED = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,  # encrypted; RecursionError
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    MemoryError,
+    OverflowError,
+    NotImplementedError,
+    SyntaxError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def read_arrays(path: Path, wanted: Collection[str]) -> tuple[Arrays, str]:
+    """Read those of the ``wanted`` arrays that a file has; others are not unpacked.
+
+    Returns:
+        The arrays, and the names of all that the file holds, for people.
+
+    Raises:
+        HistoryError: the file is missing, damaged, or asks for more memory than its size explains.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise HistoryError(f"trace {path} is no regular file, expected an .npz file")
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                raise HistoryError(f"trace {path} is a bare array, expected an .npz file")
+            with zipfile.ZipFile(file) as archive:
+                return _read(archive, wanted, path.stat().st_size)
+    except FileNotFoundError as exc:
+        raise HistoryError(f"trace {path} does not exist, expected an .npz file") from exc
+    except HistoryError as exc:
+        at_front = str(exc) if str(path) in str(exc) else f"trace {path}: {exc}"
+        raise HistoryError(at_front) from exc
+    except DAMAGED as exc:
+        why = " ".join(str(exc).split()) or type(exc).__name__
+        raise HistoryError(f"trace {path} cannot be read as an .npz file: {why}") from exc
+
+
+def _read(archive: zipfile.ZipFile, wanted: Collection[str], file_bytes: int) -> tuple[Arrays, str]:
+    members = archive.infolist()
+    if len(members) > MAX_MEMBERS:
+        raise HistoryError(f"found {len(members)} arrays, expected at most {MAX_MEMBERS}")
+    held = {member.filename.removesuffix(".npy"): member for member in members}
+    arrays = {name: _array(archive, held[name], file_bytes) for name in wanted if name in held}
+    shown = [name if name.isprintable() else ascii(name) for name in sorted(held)]
+    return arrays, ", ".join(shown[:SHOWN_NAMES])[:200] or "nothing"
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -> NDArray[Any]:
+    name = member.filename.removesuffix(".npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        # The others are unpacked without a limit, whatever size was asked for.
+        raise HistoryError(f"{name} is packed by method {member.compress_type}, expected 0 or 8")
+    if member.compress_size > file_bytes:
+        raise HistoryError(
+            f"{name} takes {member.compress_size} bytes, expected at most {file_bytes}, the file's"
+        )
+    most = max(SMALL_BYTES, MAX_RATIO * member.compress_size)
+    if member.file_size > most:
+        raise HistoryError(
+            f"{name} unpacks from {member.compress_size} to {member.file_size} bytes, "
+            f"expected at most {most}; an array that really packs so well may be saved unpacked"
+        )
+    with archive.open(member) as stream:
+        shape, is_fortran, dtype, header_bytes = _header(stream, name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if header_bytes + num_bytes != member.file_size:
+            raise HistoryError(
+                f"{name} declares shape {shape} of {dtype}, {num_bytes} bytes, "
+                f"expected the {member.file_size - header_bytes} that follow its header"
+            )
+        data = np.empty(num_bytes, dtype=np.uint8)
+        _fill(stream, data, name)
+    return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
+
+
+def _header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Shape, order, type and the number of bytes before the data."""
+    start = stream.read(len(MAGIC) + 2)
+    version = start[len(MAGIC)] if start[: len(MAGIC)] == MAGIC and len(start) == 8 else 0
+    if version not in LENGTH_OF_VERSION:
+        raise HistoryError(f"{name} is no array of format 1 or 2")
+    length_format = LENGTH_OF_VERSION[version]
+    packed = stream.read(length_format.size)
+    (length,) = length_format.unpack(packed)
+    if length > MAX_HEADER_BYTES:
+        raise HistoryError(f"{name} has a header of {length} bytes, expected {MAX_HEADER_BYTES}")
+    reads = npy.read_array_header_1_0 if version == 1 else npy.read_array_header_2_0
+    shape, is_fortran, dtype = reads(io.BytesIO(packed + stream.read(length)))
+    if dtype.kind not in "iuf" or dtype.itemsize > 8:
+        raise HistoryError(f"{name} holds {dtype}, expected integers or floats of up to 8 bytes")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise HistoryError(f"{name} has shape {shape}, expected sizes of 0 or more")
+    return shape, is_fortran, dtype, len(start) + len(packed) + length
+
+
+def _fill(stream: IO[bytes], data: NDArray[np.uint8], name: str) -> None:
+    at = 0
+    while at < len(data):
+        chunk = stream.read(min(CHUNK_BYTES, len(data) - at))
+        if not chunk:
+            raise HistoryError(f"{name} ends after {at} bytes, expected {len(data)}")
+        data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+        at += len(chunk)
+    if stream.read(1):  # also has the archive's checksum looked at
+        raise HistoryError(f"{name} goes on after its {len(data)} bytes")

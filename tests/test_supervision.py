@@ -1,0 +1,195 @@
+"""Restart budgets, hung processes and time without tokens, on a clock that a test sets."""
+
+from collections.abc import Callable
+
+from api.supervision import (
+    START_DEADLINE_S,
+    ProcessState,
+    RestartBudget,
+    Supervised,
+    SupervisionSettings,
+    Supervisor,
+    UnservedTime,
+    last_token,
+)
+from telemetry.store import Lease
+
+
+class Clock:
+    """Stands still until a test makes time pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Process:
+    """What a start gives; it notes that it was killed."""
+
+    def __init__(self) -> None:
+        self.is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class Scene:
+    """A supervised process, the clock, and what was noted."""
+
+    def __init__(self, **settings: float) -> None:
+        self.clock, self.notes, self.started = Clock(), list[str](), list[Process]()
+        given = SupervisionSettings(
+            restarts=int(settings.pop("restarts", 3)), window_s=settings.pop("window_s", 600.0)
+        )
+        self.process = Supervised(
+            "the controller",
+            "controller",
+            self._start,
+            lambda where, what: self.notes.append(f"{where}: {what}"),
+            given,
+            clock=self.clock,
+        )
+        self.process.begin()
+        self.process.turned()
+
+    def _start(self) -> Callable[[], None]:
+        self.started.append(Process())
+        return self.started[-1].kill
+
+    def passes(self, seconds: float, step_s: float = 5.0) -> None:
+        """Time passes while somebody looks all the time."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now = min(until, self.clock.now + step_s)
+            self.process.look()
+
+    def dies(self) -> None:
+        self.process.ended("the controller was killed by SIGKILL")
+
+
+def test_a_budget_counts_within_its_window_alone() -> None:
+    clock = Clock()
+    budget = RestartBudget(2, 100.0, clock)
+    budget.spend()
+    clock.now += 60
+    budget.spend()
+
+    assert budget.is_used_up
+    clock.now += 39
+    assert budget.is_used_up
+    clock.now += 1
+    assert not budget.is_used_up
+
+
+def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
+    scene = Scene()
+    scene.dies()
+    assert scene.notes[-1] == (
+        "the controller: the controller was killed by SIGKILL; it is started again in 0.1 s"
+    )
+    scene.passes(0.05, 0.05)
+    assert len(scene.started) == 1
+    scene.passes(0.1, 0.05)
+    assert len(scene.started) == 2
+    scene.dies()
+
+    assert scene.notes[-1].endswith("it is started again in 0.2 s")
+
+
+def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
+    scene = Scene(restarts=2)
+    for _ in range(3):
+        scene.dies()
+        scene.passes(10.0)
+
+    assert scene.process.view().state is ProcessState.DEGRADED
+    assert "2 restarts within 600 s are used up, serving goes on without it" in scene.notes[-1]
+    assert (len(scene.started), scene.process.restarts) == (3, 2)
+
+    scene.passes(600.0)
+    scene.process.turned()
+    assert scene.process.view().state is ProcessState.RUNNING
+
+
+def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
+    scene = Scene()
+    scene.passes(14.0, 1.0)
+    assert not scene.process.view().is_late
+    scene.passes(2.0, 1.0)
+
+    assert scene.process.view().is_late
+    assert scene.notes == ["the controller: no turn for 15.0 s, it is killed after 30 s"]
+    scene.passes(14.0, 1.0)
+    assert scene.started[0].is_killed
+    assert scene.notes[-1] == (
+        "the controller: no turn for 30.0 s, expected one within 30 s: killed"
+    )
+
+    scene.dies()
+    scene.passes(1.0, 0.5)
+    assert (len(scene.started), scene.process.restarts) == (2, 1)
+
+
+def test_a_process_that_never_has_a_first_turn_is_killed() -> None:
+    scene = Scene()
+    scene.process.retire()
+    scene.process.begin()
+    scene.passes(START_DEADLINE_S - 1.0, 1.0)
+    assert not scene.started[-1].is_killed
+    scene.passes(1.0, 1.0)
+
+    assert scene.started[-1].is_killed
+
+
+def test_a_supervisor_that_stood_still_itself_kills_nobody() -> None:
+    scene = Scene()
+    scene.process.look()
+    scene.clock.now += 100
+    scene.process.look()
+
+    assert not scene.started[0].is_killed
+    assert scene.notes == []
+
+
+def test_time_without_tokens_begins_with_the_last_token() -> None:
+    clock = Clock()
+    unserved = UnservedTime(clock)
+    stopped = last_token([1000.1, 1000.0, 1000.1])  # rank 1 stands still from then on
+    clock.now = 1043.0  # it is declared dead
+    unserved.broken(stopped)
+    clock.now = 1050.0
+
+    assert unserved.total_s == 50.0
+    assert unserved.serving() == 50.0
+    clock.now = 2000.0
+    assert unserved.total_s == 50.0
+
+
+def test_a_second_death_before_ranks_serve_again_is_one_time_without_tokens() -> None:
+    clock = Clock()
+    unserved = UnservedTime(clock)
+    unserved.broken(990.0)
+    clock.now = 1010.0
+    unserved.broken(last_token([0.0, 1005.0]))
+    clock.now = 1020.0
+
+    assert unserved.serving() == 30.0
+
+
+def test_the_age_of_a_lease_that_is_not_renewed_grows() -> None:
+    clock = Clock()
+    supervisor = Supervisor(SupervisionSettings(), clock)
+    supervisor.see_lease(None)
+    assert supervisor.view().lease_age_s is None
+
+    supervisor.see_lease(Lease("a", 1, 2000.0))
+    clock.now += 5
+    supervisor.see_lease(Lease("a", 1, 2005.0))
+    clock.now += 7
+    supervisor.see_lease(Lease("a", 1, 2005.0))
+    clock.now += 2
+    supervisor.see_lease(None)
+
+    assert supervisor.view().lease_age_s == 9.0
