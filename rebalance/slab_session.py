@@ -18,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from eplb.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_cache import SlabCache
@@ -94,7 +95,7 @@ class SlabSession:
         if self._wake in happened:
             os.eventfd_read(self._wake)
         if self._connection in happened:
-            self._hear(json.loads(self._connection.recv_bytes()))
+            self._hear(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
         now = time.monotonic()
         for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
             self._parts.cache.expire(request)

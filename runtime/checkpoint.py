@@ -17,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from eplb.bounded_json import decode_json
 from eplb.errors import CheckpointError
 from eplb.model import ModelShape
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 * 2**20  # 91,000 tensors of the largest published model take 9 MB
 SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its 128 x 128 blocks
 Weights = Mapping[str, torch.Tensor]  # by checkpoint name
 
@@ -125,7 +127,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """Shard of each tensor, by name."""
     refusal = f"{index} cannot be read as a checkpoint index"
     try:
-        found = json.loads(index.read_text())
+        found = decode_json(index.read_bytes(), max_bytes=MAX_INDEX_BYTES)
     except (OSError, ValueError) as exc:
         raise CheckpointError(f"{refusal}: {exc}") from exc
     shard_of = found.get("weight_map") if isinstance(found, dict) else None
