@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from api.demo_summary import RankReport, is_right
 from api.processes import Child, refusal
@@ -23,6 +22,9 @@ from api.worker_plan import WorkerPlan
 from eplb.errors import BrokenGroup, EplbError, RankError, StoreError
 from eplb.recovery import Recovery
 from telemetry.store import LoadStore
+
+if TYPE_CHECKING:
+    from runtime.rendezvous import Rendezvous
 
 READY_DEADLINE_S = 120.0
 RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
@@ -50,6 +52,7 @@ class Crew:
         self._children: list[Child] = []
         self._ranks: list[Child] = []
         self._controller: Child | None = None
+        self._rendezvous: Rendezvous | None = None  # of the last start of the ranks
         self.controller_restarts = 0
         self.checks: list[CheckedStep] = []
         self._reports: dict[str, RankReport] = {}
@@ -88,18 +91,14 @@ class Crew:
         Raises:
             EplbError: one of them could not start.
         """
-        from torch._C._distributed_c10d import TCPStore
-
         from api.worker_checker import run_checker
         from api.worker_rank import run_rank
+        from runtime.rendezvous import Rendezvous
 
-        deadline = timedelta(seconds=READY_DEADLINE_S)
         # Here and not in rank 0, which is as mortal as any other; new for each start, because what
         # ranks of an earlier one have left there would be taken for these ranks' words.
-        self._rendezvous = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline
-        )
-        self._plan = plan = replace(plan, rendezvous_port=self._rendezvous.port)
+        self._rendezvous = Rendezvous()
+        self._plan = plan = replace(plan, rendezvous=self._rendezvous.handle)
         context = get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(plan.topology.num_ranks)]
         readers = [reader for reader, _ in pipes]

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from api.rank_device import Device, Model, device_of, to_device
@@ -35,11 +35,13 @@ from rebalance.recovery import membership_of_start
 from rebalance.slab import SlabReader
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import WeightTransport
+from runtime.agreement import gathered
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
 from runtime.moe import MoELayer, MoEStack
+from runtime.rendezvous import reach
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter import Reporter
@@ -182,8 +184,7 @@ def _take_weights(
         votes,
         deadline_s=START_DEADLINE_S,
     )
-    handles: list[str] = [""] * topology.num_ranks
-    dist.all_gather_object(handles, bank.handle, group=start_up)
+    handles = [str(handle) for handle in gathered(bank.handle, start_up)]
     known = KnownRecords(placement, topology, digests)
     memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)), others)
     transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
@@ -241,10 +242,9 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
     return gate_up, dense[f"{name}.down_proj.weight"]
 
 
-def reach_rendezvous(plan: WorkerPlan) -> TCPStore:
+def reach_rendezvous(plan: WorkerPlan) -> Store:
     """Reach the rendezvous in the demo's own process: rank 0 is as mortal as any other."""
-    timeout = timedelta(seconds=GROUP_DEADLINE_S)
     try:
-        return TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
+        return reach(plan.rendezvous, GROUP_DEADLINE_S)
     except RuntimeError as exc:
         raise RankError(f"the rendezvous of the ranks cannot be reached: {exc}") from exc
