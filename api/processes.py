@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from api.descriptors import raise_descriptor_limit
 from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
@@ -137,6 +138,7 @@ def _run_child(
     args: tuple[Any, ...],
 ) -> None:
     Path("/proc/self/comm").write_text(title_of(name))
+    raise_descriptor_limit()
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = Parent(commands, messages)

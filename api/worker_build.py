@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -40,6 +41,7 @@ from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
+from runtime.listeners import gloo_listeners_closed
 from runtime.moe import MoELayer, MoEStack
 from runtime.rendezvous import reach
 from runtime.routing import RoutingTable
@@ -215,18 +217,23 @@ def _join(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Join the ranks: one group for tokens, one of its own for votes and start-up."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve to anything
-    timeout = timedelta(seconds=GROUP_DEADLINE_S)
+    timeout, is_cuda = timedelta(seconds=GROUP_DEADLINE_S), place.device.type == "cuda"
     try:
         rendezvous = reach_rendezvous(plan)
-        dist.init_process_group(
-            place.backend,
-            store=rendezvous,
-            rank=rank,
-            world_size=plan.topology.num_ranks,
-            timeout=timeout,
-            device_id=place.device if place.device.type == "cuda" else None,
-        )
-        votes = dist.new_group(backend="gloo", timeout=timeout)
+        with ExitStack() as formed:
+            if not is_cuda:
+                formed.enter_context(gloo_listeners_closed())
+            dist.init_process_group(
+                place.backend,
+                store=rendezvous,
+                rank=rank,
+                world_size=plan.topology.num_ranks,
+                timeout=timeout,
+                device_id=place.device if is_cuda else None,
+            )
+            if is_cuda:  # only now: NCCL goes on connecting ranks of the first group
+                formed.enter_context(gloo_listeners_closed())
+            votes = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as exc:
         raise RankError(f"rank {rank} could not join the others: {exc}") from exc
     assert dist.group.WORLD is not None, "init_process_group sets it"

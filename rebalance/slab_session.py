@@ -52,11 +52,12 @@ class SlabSession:
         self._is_stopping = self._is_over = False
         self._ending = threading.Lock()  # nobody writes to a descriptor that was given away
 
-    def run(self, key: bytes) -> None:
-        """Serve until either side hangs up."""
+    def run(self, key: bytes, on_proved: Callable[[], None]) -> None:
+        """Serve until either side hangs up; ``on_proved`` once the other knows the key."""
         with self._connection:
             try:
                 welcome(self._connection, key)
+                on_proved()
                 self._send(self._hello())
                 while not self._is_stopping:
                     self._turn()
