@@ -9,6 +9,7 @@ import faulthandler
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from eplb.errors import RankError
+from runtime.listeners import gloo_listeners_closed
 from runtime.rendezvous import Rendezvous, reach
 
 RankMain = Callable[..., Any]  # (rank, num_ranks, *args) -> result
@@ -100,14 +102,15 @@ def _run(
         if has_gpus:
             torch.cuda.set_device(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-            store=reach(rendezvous, deadline_s),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=deadline_s),
-            device_id=torch.device("cuda", rank) if has_gpus else None,
-        )
+        with nullcontext() if has_gpus else gloo_listeners_closed():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+                store=reach(rendezvous, deadline_s),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=deadline_s),
+                device_id=torch.device("cuda", rank) if has_gpus else None,
+            )
         pipe.send((True, main(rank, num_ranks, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
