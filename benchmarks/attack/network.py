@@ -41,7 +41,8 @@ from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.launch import launch
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")  # imports of torch take seconds
+START_DEADLINE_S = 120.0  # of ranks that import torch; 5 s on a free machine
 DEADLINE_S = 50.0
 REJOIN_S = 12.0  # for which a rank waits for the survivor whose place the attacker takes
 FILL_COUNT, FILL_BYTES = 150, 7_000_000
@@ -78,7 +79,7 @@ def _rank(rank: int, num_ranks: int, folder: str, is_recovering: bool) -> str:
 
 def _parent(folder: str, is_recovering: bool, pipe: Connection) -> None:
     try:
-        pipe.send(launch(_rank, 2, folder, is_recovering, deadline_s=2 * DEADLINE_S))
+        pipe.send(launch(_rank, 2, folder, is_recovering, deadline_s=START_DEADLINE_S + DEADLINE_S))
     except EplbError as exc:
         pipe.send([str(exc)[-200:]])
 
@@ -88,13 +89,13 @@ def _deployment(
     folder: Path, *, is_recovering: bool = False
 ) -> Iterator[tuple[list[int], Connection]]:
     """Process ids of a parent and its two ranks; what the ranks say once ``ended`` exists."""
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    parent = SPAWN.Process(target=_parent, args=(str(folder), is_recovering, theirs))
+    ours, theirs = FORK.Pipe(duplex=False)
+    parent = FORK.Process(target=_parent, args=(str(folder), is_recovering, theirs))
     parent.start()
     assert parent.pid is not None
     files = [folder / f"rank-{rank}" for rank in range(2)]
     try:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + START_DEADLINE_S
         while not all(file.exists() and file.read_text() for file in files):
             if time.monotonic() > deadline or not parent.is_alive():
                 raise TimeoutError("the ranks did not start")
@@ -132,8 +133,8 @@ def _resident(pids: list[int]) -> int:
 
 def _by_stranger(attempt: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> Any:
     """Run ``attempt`` in a process of another user, if this one may become it."""
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=_become_stranger, args=(theirs, attempt, args), daemon=True)
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_become_stranger, args=(theirs, attempt, args), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -322,7 +323,7 @@ def _asks_a_false_listener(frame: bytes) -> bool:
         client = reach(listening.getsockname()[:2], DEADLINE_S)
         false, _ = listening.accept()
         with false, client:
-            threading.Thread(target=suppress(OSError)(false.sendall), args=(frame,)).start()
+            threading.Thread(target=_send, args=(false, frame), daemon=True).start()
             try:
                 greet(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
             except EplbError:
@@ -330,6 +331,11 @@ def _asks_a_false_listener(frame: bytes) -> bool:
             except RecursionError:
                 return False
     return False
+
+
+def _send(end: socket.socket, frame: bytes) -> None:
+    with suppress(OSError):
+        end.sendall(frame)
 
 
 def _free_address() -> tuple[str, int]:
@@ -363,12 +369,9 @@ def _host_cache_connects(folder: Path) -> Outcome:
     address = SlabAddress(folder.name, b"key of 16 bytes.")
     took = []
     with closing(_host_cache(folder)):
-        for user in ("the same user", "another user"):
-            target, args = _flood, (address.socket, str(folder))
-            if user == "another user":
-                folder.chmod(0o777)
-                target, args = _flood_as_stranger, args
-            flood = SPAWN.Process(target=target, args=args, daemon=True)
+        folder.chmod(0o777)
+        for target in (_flood, _flood_as_stranger):
+            flood = FORK.Process(target=target, args=(address.socket, str(folder)), daemon=True)
             flood.start()
             deadline = time.monotonic() + DEADLINE_S / 2
             while not (folder / "flooded").exists() and time.monotonic() < deadline:
@@ -381,6 +384,7 @@ def _host_cache_connects(folder: Path) -> Outcome:
                 took.append(time.monotonic() - began)
             flood.kill()
             flood.join()
+            flood.close()
             (folder / "flooded").unlink(missing_ok=True)
     shown = ", ".join(f"{seconds * 1e3:.0f} ms" for seconds in took)
     figure = f"{STRAYS} connections held by one process: a rank's first record after {shown}"
