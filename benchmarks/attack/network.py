@@ -6,6 +6,7 @@ get. Addresses are read from ``/proc``: an attacker who can scan ports learns as
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # a stranger may not read the library any more
 import multiprocessing
 import os
 import pickle
@@ -356,6 +357,8 @@ def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostSlab
 
 def _flood(name: str, folder: str) -> None:
     """Open 1,500 connections to the host weight cache and keep them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
         for _ in range(STRAYS):
             stray = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -368,7 +371,11 @@ def _flood(name: str, folder: str) -> None:
 def _host_cache_connects(folder: Path) -> Outcome:
     address = SlabAddress(folder.name, b"key of 16 bytes.")
     took = []
-    with closing(_host_cache(folder)):
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))  # the usual limit
+        stack.enter_context(closing(_host_cache(folder)))
         folder.chmod(0o777)
         for target in (_flood, _flood_as_stranger):
             flood = FORK.Process(target=target, args=(address.socket, str(folder)), daemon=True)
