@@ -19,6 +19,7 @@ from api.demo_crew import Crew, DeadRank
 from api.demo_settings import DemoSettings
 from api.demo_setup import begin, begin_again, give_up_lease, prepare
 from api.demo_summary import render_summary, summarise
+from api.descriptors import raise_descriptor_limit
 from api.live import LiveView
 from api.monitor import Monitor
 from api.server import HttpService
@@ -40,6 +41,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     Raises:
         EplbError: anything that keeps it from running, or that ended it; nothing is left running.
     """
+    raise_descriptor_limit()
     check_writable(settings.json_path)
     with ExitStack() as stack:
         state = StateDir(settings.state_dir)

@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context, resource_sharer
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from api.demo_summary import RankReport, is_right
 from api.processes import Child, refusal
@@ -31,6 +30,9 @@ from api.worker_plan import WorkerPlan
 from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError, StoreError
 from eplb.recovery import Recovery
 from telemetry.store import LoadStore
+
+if TYPE_CHECKING:
+    pass
 
 READY_DEADLINE_S = 120.0
 RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
@@ -148,17 +150,13 @@ class Crew:
             BrokenGroup: a rank could not read its weights from its host's cache.
             EplbError: one of them could not start.
         """
-        from torch._C._distributed_c10d import TCPStore
-
         from api.worker_rank import run_rank
+        from runtime.rendezvous import Rendezvous
 
-        deadline = timedelta(seconds=READY_DEADLINE_S)
         # Here and not in rank 0, which is as mortal as any other; new for each start, because what
         # ranks of an earlier one have left there would be taken for these ranks' words.
-        self._rendezvous = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline
-        )
-        self._plan = plan = replace(plan, rendezvous_port=self._rendezvous.port)
+        self._rendezvous = Rendezvous()
+        self._plan = plan = replace(plan, rendezvous=self._rendezvous.handle)
         for host_cache in self._host_caches:  # ranks fill their slots from it
             if not host_cache.is_up:
                 host_cache.begin()

@@ -76,7 +76,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             SlabAddress(f"{run}-host{host}", secrets.token_bytes(16))
             for host in range(settings.nodes)
         ),
-        rendezvous_port=0,  # known once the demo listens
+        rendezvous="",  # another for each start of the ranks
         tokens_per_rank=settings.tokens_per_rank,
         window_steps=window_steps,
         window_seconds=settings.window_seconds,

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from api.descriptors import raise_descriptor_limit
 from api.supervision import TURN_S
 from eplb.errors import BrokenGroup, EplbError, RankError
 
@@ -154,6 +155,7 @@ def _run_child(
     args: tuple[Any, ...],
 ) -> None:
     Path("/proc/self/comm").write_text(title_of(name))
+    raise_descriptor_limit()
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = Parent(commands, messages)

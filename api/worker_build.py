@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from api.rank_device import Device, Model, device_of, to_device
@@ -35,11 +36,14 @@ from rebalance.recovery import membership_of_start
 from rebalance.slab import SlabReader
 from rebalance.stage_settings import StageSettings
 from rebalance.transport import WeightTransport
+from runtime.agreement import gathered
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
 from runtime.dispatch import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
+from runtime.listeners import gloo_listeners_closed
 from runtime.moe import MoELayer, MoEStack
+from runtime.rendezvous import reach
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter import Reporter
@@ -182,8 +186,7 @@ def _take_weights(
         votes,
         deadline_s=START_DEADLINE_S,
     )
-    handles: list[str] = [""] * topology.num_ranks
-    dist.all_gather_object(handles, bank.handle, group=start_up)
+    handles = [str(handle) for handle in gathered(bank.handle, start_up)]
     known = KnownRecords(placement, topology, digests)
     memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)), others)
     transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
@@ -214,18 +217,23 @@ def _join(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Join the ranks: one group for tokens, one of its own for votes and start-up."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve to anything
-    timeout = timedelta(seconds=GROUP_DEADLINE_S)
+    timeout, is_cuda = timedelta(seconds=GROUP_DEADLINE_S), place.device.type == "cuda"
     try:
         rendezvous = reach_rendezvous(plan)
-        dist.init_process_group(
-            place.backend,
-            store=rendezvous,
-            rank=rank,
-            world_size=plan.topology.num_ranks,
-            timeout=timeout,
-            device_id=place.device if place.device.type == "cuda" else None,
-        )
-        votes = dist.new_group(backend="gloo", timeout=timeout)
+        with ExitStack() as formed:
+            if not is_cuda:
+                formed.enter_context(gloo_listeners_closed())
+            dist.init_process_group(
+                place.backend,
+                store=rendezvous,
+                rank=rank,
+                world_size=plan.topology.num_ranks,
+                timeout=timeout,
+                device_id=place.device if is_cuda else None,
+            )
+            if is_cuda:  # only now: NCCL goes on connecting ranks of the first group
+                formed.enter_context(gloo_listeners_closed())
+            votes = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as exc:
         raise RankError(f"rank {rank} could not join the others: {exc}") from exc
     assert dist.group.WORLD is not None, "init_process_group sets it"
@@ -241,10 +249,9 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
     return gate_up, dense[f"{name}.down_proj.weight"]
 
 
-def reach_rendezvous(plan: WorkerPlan) -> TCPStore:
+def reach_rendezvous(plan: WorkerPlan) -> Store:
     """Reach the rendezvous in the demo's own process: rank 0 is as mortal as any other."""
-    timeout = timedelta(seconds=GROUP_DEADLINE_S)
     try:
-        return TCPStore("127.0.0.1", plan.rendezvous_port, is_master=False, timeout=timeout)
+        return reach(plan.rendezvous, GROUP_DEADLINE_S)
     except RuntimeError as exc:
         raise RankError(f"the rendezvous of the ranks cannot be reached: {exc}") from exc

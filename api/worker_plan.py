@@ -60,7 +60,7 @@ class WorkerPlan:
     model: ModelShape
     topology: Topology
     slabs: tuple[SlabAddress, ...]  # one per host
-    rendezvous_port: int
+    rendezvous: str  # handle of a runtime.rendezvous.Rendezvous
     tokens_per_rank: int
     window_steps: int
     sample_steps: int

@@ -30,6 +30,7 @@ from rebalance.links import HostMemory, Peers, PullTransport, RankMemory, Shared
 from rebalance.slab import Digest
 from rebalance.transport import Record
 from rebalance.wanted import IsWanted, always
+from runtime.agreement import gathered
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.streams import Completion
 
@@ -178,8 +179,7 @@ def build(
     votes = GlooVotes(control)
     sizes = (shapes.model.num_layers, shapes.model.num_experts)
     digests = agree_on_digests(known, *sizes, votes, deadline_s=DEADLINE_S)
-    handles: list[str] = [""] * num_ranks
-    dist.all_gather_object(handles, bank.handle, group=control)
+    handles = gathered(bank.handle, control)
     peers: Peers
     if from_cuda:
         from rebalance.gpu_links import SymmetricPeers

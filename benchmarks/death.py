@@ -36,6 +36,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.moe import Forward
 from runtime.reference import ReferenceModel
+from runtime.rendezvous import Rendezvous, reach
 from runtime.selftest import Trial, choose_dispatcher, routing_cases
 from runtime.streams import Completion
 
@@ -117,11 +118,9 @@ def kill_last(ranks: list[Child], pids: list[int]) -> float:
 
 def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None:
     """Serve, kill, stop, start again, check."""
-    from torch._C._distributed_c10d import TCPStore
-
     say(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.device}", "")
-    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, pids = start(replace(plan, rendezvous_port=rendezvous.port), num_ranks)
+    rendezvous = Rendezvous()
+    ranks, pids = start(replace(plan, rendezvous=rendezvous.handle), num_ranks)
     _, error, wrong = first_answers(ranks, reference)
     say("before: largest error, wrong routes", f"{error:.1e}, {wrong}")
     killed_at = kill_last(ranks, pids)
@@ -129,8 +128,8 @@ def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None
     for child in ranks:
         child.stop(0.0)
     stopped_at = time.monotonic()
-    again = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, _ = start(replace(plan, rendezvous_port=again.port), num_ranks)
+    again = Rendezvous()
+    ranks, _ = start(replace(plan, rendezvous=again.handle), num_ranks)
     ready_at = time.monotonic()
     right_at, error, wrong = first_answers(ranks, reference)
     is_right = error <= MAX_RELATIVE_ERROR[plan.precision] and wrong == 0
@@ -145,17 +144,18 @@ def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None
         child.stop(0.0)
 
 
-def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, port: int) -> None:
+def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, handle: str) -> None:
     """Two ranks dispatch and combine for ever; this one says what its library does at the end."""
-    from torch._C._distributed_c10d import TCPStore
-
     parent.listen(lambda _: None)
     device = torch.device("cuda", first_gpu + rank)
     torch.cuda.set_device(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, device_id=device
+        "cpu:gloo,cuda:nccl",
+        store=reach(handle, UNWATCHED_DEADLINE_S),
+        rank=rank,
+        world_size=2,
+        device_id=device,
     )
     group = dist.group.WORLD
     assert group is not None
@@ -186,16 +186,14 @@ def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, port: in
 
 def measure_unwatched() -> None:
     """Both modes of DeepEP at once, on two GPUs each."""
-    from torch._C._distributed_c10d import TCPStore
-
     modes: dict[str, tuple[Any, list[Child], list[int]]] = {}
     for number, name in enumerate(("deepep_low_latency", "deepep_normal")):
-        port = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        rendezvous = Rendezvous()
         pair = [
-            Child(f"{name} {rank}", run_unwatched, name, rank, 2 * number, port.port)
+            Child(f"{name} {rank}", run_unwatched, name, rank, 2 * number, rendezvous.handle)
             for rank in range(2)
         ]
-        modes[name] = (port, pair, [told(child, "ready", 120) for child in pair])
+        modes[name] = (rendezvous, pair, [told(child, "ready", 120) for child in pair])
     for _, _, pids in modes.values():
         os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + UNWATCHED_DEADLINE_S
@@ -227,7 +225,7 @@ def main() -> None:
     # Ranks spin beside the reference, which would wait for the slowest of many threads.
     torch.set_num_threads(min(8, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(Path(folder), given.ranks, 0, device=given.device, precision=precision)
+        plan = plan_of(Path(folder), given.ranks, "", device=given.device, precision=precision)
         store = begin_run(plan)
         reference = ReferenceModel(
             plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]

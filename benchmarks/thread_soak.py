@@ -25,6 +25,7 @@ from workers import begin_run, plan_of
 
 from api.processes import Child
 from api.worker_slab import run_slab
+from runtime.rendezvous import Rendezvous
 
 START_DEADLINE_S = 240.0
 SILENCE_S = 90.0  # of a rank that serves: it speaks every second, and a vote may wait for 30
@@ -87,15 +88,13 @@ def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: flo
     Raises:
         SystemExit: a process failed, in its words; or interrupted before the ranks served.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         plan = plan_of(
             Path(folder),
             wanted.num_ranks,
-            rendezvous.port,
+            rendezvous.handle,
             device=wanted.device,
             precision=wanted.precision,
         )

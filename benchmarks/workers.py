@@ -29,7 +29,12 @@ CPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=64, intermediate=128)
 
 
 def plan_of(
-    folder: Path, num_ranks: int, port: int, *, device: str = "cuda", precision: str = "bfloat16"
+    folder: Path,
+    num_ranks: int,
+    rendezvous: str,
+    *,
+    device: str = "cuda",
+    precision: str = "bfloat16",
 ) -> WorkerPlan:
     """Write seeded weights of a small model, and lay out what every process is told.
 
@@ -57,7 +62,7 @@ def plan_of(
         model=model,
         topology=Topology.uniform(1, num_ranks, SLOTS_PER_RANK),
         slabs=(SlabAddress(run, secrets.token_bytes(16)),),
-        rendezvous_port=port,
+        rendezvous=rendezvous,
         tokens_per_rank=128,
         window_steps=64,
         sample_steps=16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from eplb.errors import RankError
 from rebalance.lifelines import LOOPBACK, Address, Lifelines, address_towards
 from rebalance.transport import PendingVote
 from rebalance.vote import Outcome
+from runtime.agreement import gathered
 
 
 class GlooVotes:
@@ -36,12 +38,12 @@ class GlooVotes:
         self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
 
     def _exchange(self, mine: Address) -> list[Address]:
-        addresses = [mine] * self._group.size()
+        host, port, key = mine
         try:
-            dist.all_gather_object(addresses, mine, group=self._group)
+            found = gathered((host, port, key.hex()), self._group)
         except RuntimeError as exc:
             raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
-        return addresses
+        return [_address_of(rank, message) for rank, message in enumerate(found)]
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         """Start an asynchronous all-reduce with MIN."""
@@ -54,6 +56,14 @@ class GlooVotes:
     def close(self) -> None:
         """Take leave of the other ranks."""
         self._lifelines.close()
+
+
+def _address_of(rank: int, message: Any) -> Address:
+    try:
+        host, port, key = message
+        return str(host), int(port), bytes.fromhex(key)
+    except (TypeError, ValueError) as exc:
+        raise RankError(f"rank {rank} sent {message!r}, expected its host, port and key") from exc
 
 
 def _host_towards_rendezvous(group: dist.ProcessGroup) -> str:

@@ -25,12 +25,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from eplb.bounded_json import decode_json
 from eplb.errors import MigrationError
 from rebalance.throttle import TokenBucket
 
 PROTOCOL = "eplb-hosts-1"  # of slabs; each kind of door has a name of its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
-MOST_MESSAGE_BYTES = 2**20  # what a stranger says is not taken for a length of gigabytes
+MAX_MESSAGE_BYTES = 2**20  # after authentication
+MAX_PROOF_BYTES = 512  # before it: a nonce and a proof take 150
+MAX_HELLO_BYTES = 2**16  # the side that is asked names its records beside its proof
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
@@ -80,7 +83,7 @@ class Wire:
         text = json.dumps(message).encode()
         self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
 
-    def receive(self, *, is_patient: bool = False) -> Message:
+    def receive(self, *, max_bytes: int = MAX_MESSAGE_BYTES, is_patient: bool = False) -> Message:
         """Hear something; patient: up to the deadline, because the other side may be reading.
 
         Raises:
@@ -89,13 +92,15 @@ class Wire:
         silence_s = self.left_s if is_patient else self._silence_s
         head = self._read(_LENGTH.size, silence_s)
         (length,) = _LENGTH.unpack(head)
-        if length > MOST_MESSAGE_BYTES:
-            raise MigrationError(f"it says {head!r}, expected a message of {PROTOCOL}")
+        if length > max_bytes:
+            raise MigrationError(
+                f"it sent {head!r}, expected the length of a message of at most {max_bytes} bytes"
+            )
         text = self._read(length, self._silence_s)
         try:
-            message = json.loads(text)
+            message = decode_json(text)
         except ValueError as exc:
-            raise MigrationError(f"it says {text[:32]!r}, expected JSON") from exc
+            raise MigrationError(f"it says {text[:32]!r}, expected JSON: {exc}") from exc
         if not isinstance(message, dict):
             raise MigrationError(f"it says {text[:32]!r}, expected a JSON object")
         return message
@@ -167,14 +172,14 @@ def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
         RefusedError: it takes no more callers.
         MigrationError: it knows another secret, or is not of this kind.
     """
-    theirs = wire.receive()
+    theirs = wire.receive(max_bytes=MAX_PROOF_BYTES)
     if "refused" in theirs:
         raise RefusedError(str(theirs["refused"]))
     if theirs.get("protocol") != protocol:
         raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {protocol!r}")
-    nonces = secrets.token_hex(16), str(theirs["nonce"])
+    nonces = secrets.token_hex(16), str(theirs.get("nonce"))
     wire.send({"nonce": nonces[0], "proof": _proof(secret, protocol, "asks", nonces)})
-    found = wire.receive()
+    found = wire.receive(max_bytes=MAX_HELLO_BYTES)
     if "error" in found:
         raise MigrationError(str(found["error"]))
     proof = _proof(secret, protocol, "gives", nonces)
@@ -191,7 +196,7 @@ def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOC
     """
     own = secrets.token_hex(16)
     wire.send({"protocol": protocol, "nonce": own})
-    found = wire.receive()
+    found = wire.receive(max_bytes=MAX_PROOF_BYTES)
     nonces = str(found.get("nonce")), own
     proof = _proof(secret, protocol, "asks", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):

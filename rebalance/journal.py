@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from eplb.bounded_json import decode_json
 from rebalance.phases import Phase, RankPhase
 from rebalance.vote import Ballot, Verdict
 
@@ -154,12 +155,8 @@ def read_journals(folder: Path) -> tuple[list[Entry], int]:
 
 def _entry_of(line: bytes) -> Entry | None:
     try:
-        return Entry(**json.loads(line))
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ):  # torn: the process or the power went while it was written
+        return Entry(**decode_json(line))
+    except (ValueError, TypeError):  # torn: the process or the power went while it was written
         return None
 
 

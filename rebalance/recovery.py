@@ -30,6 +30,7 @@ from rebalance.gloo_votes import GlooVotes
 from rebalance.phases import Phase, RankPhase
 from rebalance.transport import PendingVote, VoteGroup
 from rebalance.vote import NO_PLAN, Ballot, Outcome, Verdict
+from runtime.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
@@ -281,7 +282,8 @@ def rejoin(
         prefixed = PrefixStore(f"recovery-{record.membership}", rendezvous)
         # Not new_group: that is a collective of the default group, which is broken.
         group = dist.ProcessGroup(prefixed, place, size)
-        gloo = dist.ProcessGroupGloo(prefixed, place, size, timeout)
+        with gloo_listeners_closed():
+            gloo = dist.ProcessGroupGloo(prefixed, place, size, timeout)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as exc:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import select
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +30,7 @@ from eplb.model import ModelShape
 from rebalance.host_link_server import HostLinkServer
 from rebalance.preload import WriteBehind, Written
 from rebalance.record_sources import RecordSources
+from rebalance.slab_admission import Admission
 from rebalance.slab_cache import WRITER, SlabCache
 from rebalance.slab_places import Entry
 from rebalance.slab_reader import SlabReader
@@ -72,6 +75,7 @@ class HostSlab:
         self._door: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
+        self._admission = Admission(time.monotonic)
         self._sessions: dict[SlabSession, threading.Thread] = {}
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
@@ -126,17 +130,21 @@ class HostSlab:
     # -- ranks
 
     def _accept(self) -> None:
+        coming = select.poll()
+        coming.register(self._listening, select.POLLIN)
         for holder in self._holders:
-            while True:
-                try:
-                    caller, _ = self._listening.accept()
-                    break
-                except OSError as exc:
-                    if self._is_closed.is_set():
-                        return
-                    log.warning("a rank could not be answered: %s", exc)
-                    self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
-            self._start_session(Connection(caller.detach()), holder)
+            try:
+                while not coming.poll(self._admission.expire()):
+                    continue  # only a client's time to prove itself is up
+                client, _ = self._listening.accept()
+                with client:
+                    if self._admission.admit(client, holder):
+                        self._start_session(Connection(client.detach()), holder)
+            except OSError as exc:
+                if self._is_closed.is_set():
+                    return
+                log.warning("a rank could not be answered: %s", exc)
+                self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
 
     def _start_session(self, connection: Connection, holder: int) -> None:
         try:
@@ -144,12 +152,14 @@ class HostSlab:
         except OSError as exc:
             log.warning("a rank could not be answered: %s", exc)
             connection.close()
+            self._admission.leave(holder)
             return
 
         def run() -> None:
             # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
-            session.run(self._key)
+            session.run(self._key, partial(self._admission.proved, holder))
             self._sessions.pop(session, None)
+            self._admission.leave(holder)
 
         thread = threading.Thread(target=run, name="slab-rank", daemon=True)
         self._sessions[session] = thread
@@ -230,8 +240,8 @@ class HostSlab:
             return
         self._is_closed.set()
         self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
-        self._listening.close()
         self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
+        self._listening.close()
         self._cache.close()
         if self._door is not None:
             self._door.close()

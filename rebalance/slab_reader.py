@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
 from rebalance.slab_stats import SlabStats
 from rebalance.slab_wire import Digest, SlabAddress, call
@@ -66,7 +67,7 @@ class SlabReader:
             ) from exc
         self._takes = select.poll()  # says whether the host has room for a message
         self._takes.register(self._connection, select.POLLOUT)
-        hello = json.loads(self._receive("its greeting", deadline_s))
+        hello = decode_json(self._receive("its greeting", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
         if found != (self._num_experts, self._record_bytes):
             raise MigrationError(
@@ -297,7 +298,7 @@ class SlabReader:
         while is_wanted():
             left_s = max(0.0, deadline - time.monotonic())
             if self._hears(min(left_s, LOOK_S)):
-                answer: dict[str, Any] = json.loads(self._take())
+                answer: dict[str, Any] = decode_json(self._take())
                 if answer["number"] == number:  # else to a request that was given up
                     return answer
             elif left_s <= LOOK_S:
@@ -328,7 +329,7 @@ class SlabReader:
 
     def _take(self) -> bytes:
         try:
-            return self._connection.recv_bytes()
+            return self._connection.recv_bytes(MAX_JSON_BYTES)
         except (EOFError, OSError) as exc:
             raise self._gone() from exc
 

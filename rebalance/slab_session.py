@@ -18,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from eplb.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
 from rebalance.record_origin import RecordOrigin
 from rebalance.slab_cache import SlabCache
@@ -51,11 +52,12 @@ class SlabSession:
         self._is_stopping = self._is_over = False
         self._ending = threading.Lock()  # nobody writes to a descriptor that was given away
 
-    def run(self, key: bytes) -> None:
-        """Serve until either side hangs up."""
+    def run(self, key: bytes, on_proved: Callable[[], None]) -> None:
+        """Serve until either side hangs up; ``on_proved`` once the other knows the key."""
         with self._connection:
             try:
                 welcome(self._connection, key)
+                on_proved()
                 self._send(self._hello())
                 while not self._is_stopping:
                     self._turn()
@@ -94,7 +96,7 @@ class SlabSession:
         if self._wake in happened:
             os.eventfd_read(self._wake)
         if self._connection in happened:
-            self._hear(json.loads(self._connection.recv_bytes()))
+            self._hear(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
         now = time.monotonic()
         for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
             self._parts.cache.expire(request)

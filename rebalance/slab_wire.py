@@ -6,11 +6,12 @@ import os
 import socket
 import struct
 from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from eplb.errors import MigrationError
+from rebalance.slab_admission import peer_of
 
-HANDSHAKE_DEADLINE_S = 10.0
 MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
 Digest = tuple[int, int]
 
@@ -51,6 +52,8 @@ def call(address: SlabAddress, deadline_s: float) -> Connection:
     with socket.socket(socket.AF_UNIX) as calling:
         _limit_waits(calling, deadline_s)
         calling.connect(address.socket)
+        if not (peer := peer_of(calling)).is_trusted:
+            raise AuthenticationError(f"user {peer.uid} listens under its name")
         connection = Connection(calling.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)
@@ -60,10 +63,9 @@ def call(address: SlabAddress, deadline_s: float) -> Connection:
 def welcome(connection: Connection, key: bytes) -> None:
     """Let the caller prove that it knows the key, and prove the same to it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        _limit_waits(end, HANDSHAKE_DEADLINE_S)
+        _limit_waits(end, MESSAGE_DEADLINE_S)
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
-        _limit_waits(end, MESSAGE_DEADLINE_S)
 
 
 def _limit_waits(end: socket.socket, seconds: float) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from eplb.errors import ConfigError
 from eplb.topology import Topology
+from runtime.agreement import gathered
 from runtime.counters import SlotCounter
 from runtime.dispatch import Received, first_sentence
 
@@ -79,9 +80,8 @@ class DeepEPShape:
             raise ConfigError(
                 f"ranks have {sorted(set(slots.tolist()))} slots, DeepEP expects the same number"
             )
-        mine = (self.topology.num_slots, self.hidden, self.top_k, self.max_tokens)
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, mine, group)
+        mine = [self.topology.num_slots, self.hidden, self.top_k, self.max_tokens]
+        found = gathered(mine, group)
         if any(other != mine for other in found):
             raise ConfigError(
                 f"ranks disagree on (slots, hidden, top_k, max_tokens): {found}, expected the same"

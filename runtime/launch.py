@@ -9,6 +9,7 @@ import faulthandler
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
+from runtime.listeners import gloo_listeners_closed
+from runtime.rendezvous import Rendezvous, reach
 
 RankMain = Callable[..., Any]  # (rank, num_ranks, *args) -> result
 
@@ -41,14 +43,13 @@ def launch(main: RankMain, num_ranks: int, *args: Any, deadline_s: float) -> lis
         RankError: a rank failed, was killed, or was late; the message has its words.
     """
     context = multiprocessing.get_context("spawn")
-    # Held open here: a port that was only looked up may be another's when ranks come to listen.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous()
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_run,
-            args=(rank, num_ranks, store.port, deadline_s, theirs, main, args),
+            args=(rank, num_ranks, rendezvous.handle, deadline_s, theirs, main, args),
             daemon=True,
         )
         process.start()
@@ -87,7 +88,7 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -
 def _run(
     rank: int,
     num_ranks: int,
-    port: int,
+    rendezvous: str,
     deadline_s: float,
     pipe: Connection,
     main: RankMain,
@@ -101,14 +102,15 @@ def _run(
         if has_gpus:
             torch.cuda.set_device(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-            store=TCPStore("127.0.0.1", port, timeout=timedelta(seconds=deadline_s)),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=deadline_s),
-            device_id=torch.device("cuda", rank) if has_gpus else None,
-        )
+        with nullcontext() if has_gpus else gloo_listeners_closed():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+                store=reach(rendezvous, deadline_s),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=deadline_s),
+                device_id=torch.device("cuda", rank) if has_gpus else None,
+            )
         pipe.send((True, main(rank, num_ranks, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -22,6 +22,7 @@ from rebalance.gloo_votes import GlooVotes
 from rebalance.links import RankMemory, SharedPeers
 from rebalance.slab import HostSlab, SlabAddress, SlabReader
 from rebalance.transport import HOST, Place
+from runtime.agreement import gathered
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 
@@ -58,8 +59,7 @@ def choose(rank: int, slab: SlabAddress, schema: ExpertSchema, spoil: Spoil) -> 
     mine = fill_bank(bank, held, reader, deadline_s=DEADLINE_S)
     votes = GlooVotes(group)
     digests = agree_on_digests(mine, 2, 8, votes, deadline_s=DEADLINE_S)
-    handles = [""] * 3
-    dist.all_gather_object(handles, bank.handle)
+    handles = gathered(bank.handle, group)
     spoil(rank, bank, handles)
     dist.barrier()
     try:

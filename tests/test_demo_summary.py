@@ -71,7 +71,7 @@ def plan(tmp_path: Any) -> WorkerPlan:
         model=MODEL,
         topology=TOPOLOGY,
         slabs=(),
-        rendezvous_port=0,
+        rendezvous="",
         tokens_per_rank=50,
         window_steps=4,
         sample_steps=1,

@@ -39,7 +39,8 @@ RULES = {
         "eplb telemetry.store telemetry.windows telemetry.run_windows telemetry.intake "
         "telemetry.retention telemetry.drift "
         "runtime.experts runtime.routing runtime.memory runtime.checkpoint runtime.counters "
-        "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement",
+        "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement "
+        "runtime.listeners",
         "numpy torch",
     ),
     "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),

@@ -50,7 +50,11 @@ def run_pair(towards: str, hosts: list[str | None]) -> list[Any]:
     Returns:
         What the first has seen: its ends of connections, and who was dead in the end.
     """
-    rendezvous = TCPStore(towards, 0, is_master=True, wait_for_workers=False)
+    listening = socket.create_server((towards, 0))  # one address: a store of its own takes all
+    port = listening.getsockname()[1]
+    rendezvous = TCPStore(
+        towards, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
     def run(rank: int, pipe: Connection) -> NoReturn:
         try:

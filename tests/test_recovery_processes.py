@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from eplb.errors import RankError, StaleGeneration
 from eplb.load import LoadSample
@@ -48,6 +48,7 @@ from rebalance.recovery import end_together, membership_of_start, recover, rejoi
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
+from runtime.rendezvous import Rendezvous, reach
 from runtime.routing import RoutingTable
 from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore, RankState
@@ -123,8 +124,7 @@ class Ranks:
     dies_at: dict[int, int]  # notes until its death, by rank
 
     def __enter__(self) -> Ranks:
-        assert "pt_tcpstore_uv" not in threads(), "a fork beside a server may inherit its locks"
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.rendezvous = [], [], Rendezvous()
         self.folder.mkdir()
         for rank in range(NUM_RANKS):
             ours, theirs = FORK.Pipe()
@@ -133,16 +133,12 @@ class Ranks:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self.rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for pipe in self.pipes:
-            pipe.send(self.rendezvous.port)
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
             process.join()
-        del self.rendezvous  # and with it the thread of its server
 
     @property
     def folder(self) -> Path:
@@ -172,7 +168,7 @@ class Ranks:
 
     def _serve(self, rank: int, pipe: Connection) -> Survived:
         timeout = timedelta(seconds=DEADLINE_S)
-        rendezvous = TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timeout)
+        rendezvous = reach(self.rendezvous.handle, DEADLINE_S)
         prefixed = PrefixStore(self.run, rendezvous)
         dist.init_process_group(
             "gloo", store=prefixed, rank=rank, world_size=NUM_RANKS, timeout=timeout
@@ -232,11 +228,6 @@ class Ranks:
             ),
             placement,
         )
-
-
-def threads() -> set[str]:
-    """Names of this process's threads, those of libraries too."""
-    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
 
 
 def record_of(layer: int, expert: int) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""Which clients of the host weight cache's socket get a session: an abstract name has no mode bits.
+
+Any process of the machine may connect to it. A client of another user is closed at once. Those of
+this user prove that they know the key before a deadline, and only so many at a time: one process
+that connects without end neither uses up the descriptors nor keeps ranks out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_SESSIONS = 1024
+MAX_UNPROVEN = 64  # clients that have not proved yet that they know the key
+MAX_UNPROVEN_OF_PROCESS = 8
+HANDSHAKE_DEADLINE_S = 10.0  # for all of it, however slowly bytes come
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+log = logging.getLogger(__name__)
+
+
+class Peer(NamedTuple):
+    """The process at the other end, as the kernel saw it when it connected or listened."""
+
+    pid: int
+    uid: int
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is of this user, or root."""
+        return self.uid in (0, os.geteuid())
+
+
+def peer_of(end: socket.socket) -> Peer:
+    """Return who is at the other end of a Unix socket."""
+    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Peer(pid, uid)
+
+
+@dataclass(frozen=True)
+class _Unproven:
+    peer: Peer
+    end: socket.socket  # a duplicate, open until the client has proved itself or is gone
+    deadline: float
+
+
+class Admission:
+    """Counts sessions. ``admit`` and ``expire`` are one thread's, the rest of any."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unproven: dict[int, _Unproven] = {}  # by holder, oldest first
+        self._num_sessions = 0
+        self._num_refused = 0
+
+    def admit(self, client: socket.socket, holder: int) -> bool:
+        """Say whether a client gets a session; ``leave`` ends it."""
+        peer = peer_of(client)
+        with self._lock:
+            of_process = Counter(one.peer.pid for one in self._unproven.values())
+            refusal = ""
+            if not peer.is_trusted:
+                refusal = f"it is of user {peer.uid}, expected {os.geteuid()} or root"
+            elif self._num_sessions >= MAX_SESSIONS:
+                refusal = f"{MAX_SESSIONS} clients are connected"
+            elif of_process[peer.pid] >= MAX_UNPROVEN_OF_PROCESS:
+                refusal = f"{MAX_UNPROVEN_OF_PROCESS} connections of it have not proved the key"
+            if refusal:
+                self._refused(peer, refusal)
+                return False
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._evict(of_process)
+            deadline = self._clock() + HANDSHAKE_DEADLINE_S
+            self._unproven[holder] = _Unproven(peer, client.dup(), deadline)
+            self._num_sessions += 1
+            return True
+
+    def _refused(self, peer: Peer, why: str) -> None:
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, ...: a flood fills no log
+            log.warning(
+                "host weight cache: refused process %d (%d refusals so far): %s",
+                peer.pid,
+                self._num_refused,
+                why,
+            )
+
+    def _evict(self, of_process: Counter[int]) -> None:
+        """Close the oldest connection of the process that has most; a rank has one, briefly."""
+        ((pid, _),) = of_process.most_common(1)
+        oldest = next(holder for holder, one in self._unproven.items() if one.peer.pid == pid)
+        self._refused(self._hang_up(oldest), f"{MAX_UNPROVEN} connections have not proved the key")
+
+    def proved(self, holder: int) -> None:
+        """Note that a client knows the key: it may be silent from now on."""
+        with self._lock:
+            if one := self._unproven.pop(holder, None):
+                one.end.close()
+
+    def leave(self, holder: int) -> None:
+        """Note that a client's session is over."""
+        self.proved(holder)
+        with self._lock:
+            self._num_sessions -= 1
+
+    def expire(self) -> int | None:
+        """Close clients past their deadline; return the milliseconds to the next one, if any."""
+        with self._lock:
+            now = self._clock()
+            late = [holder for holder, one in self._unproven.items() if one.deadline <= now]
+            for holder in late:
+                self._refused(self._hang_up(holder), f"no proof in {HANDSHAKE_DEADLINE_S:g} s")
+            if not self._unproven:
+                return None
+            soonest = min(one.deadline for one in self._unproven.values())
+            return math.ceil(1e3 * (soonest - now))  # up: never early
+
+    def _hang_up(self, holder: int) -> Peer:
+        """End the reads of a session, whose own thread leaves then."""
+        one = self._unproven.pop(holder)
+        with one.end, suppress(OSError):  # the client may be gone already
+            one.end.shutdown(socket.SHUT_RDWR)
+        return one.peer

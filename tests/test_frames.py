@@ -1,0 +1,84 @@
+"""What a listener and a client accept from each other before either has proved the secret."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from eplb.errors import MigrationError
+from rebalance.door import Door, DoorPlate
+from rebalance.host_link_wire import MAX_PROOF_BYTES, Wire, greet, reach
+
+SECRET, PROTOCOL, DEADLINE_S = b"secret", "test-1", 30.0
+DEEP = b"[" * MAX_PROOF_BYTES
+DEEPER = b"[" * 100_000
+
+
+def framed(text: bytes) -> bytes:
+    return struct.pack("!I", len(text)) + text
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()[:2]
+    plate = DoorPlate("rank", address, PROTOCOL, SECRET, DEADLINE_S)
+    is_closing = threading.Event()
+    door = Door(plate, lambda: {"rank": 7}, lambda wire: None, is_closing)
+    yield address
+    door.close()
+
+
+def greeted(address: tuple[str, int]) -> object:
+    with closing(reach(address, DEADLINE_S)) as end:
+        wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
+        return greet(wire, SECRET, protocol=PROTOCOL)["rank"]
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEPER, b'{"a":' * 90, b"1" * 5000, b"\xff\xfe[\0"])
+def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
+    address: tuple[str, int], text: bytes
+) -> None:
+    with closing(reach(address, DEADLINE_S)) as stranger:
+        stranger.sendall(framed(text))
+        stranger.shutdown(socket.SHUT_WR)
+        with stranger.makefile("rb") as said:
+            try:
+                answer = said.read()
+            except ConnectionResetError:  # it closed before it had read all of the frame
+                answer = b""
+
+    assert b"rank" not in answer  # only the nonce; an uncaught error in its thread fails this test
+    assert greeted(address) == 7
+
+
+def test_listener_reads_no_frame_above_the_size_of_a_proof(address: tuple[str, int]) -> None:
+    with closing(reach(address, DEADLINE_S)) as stranger:
+        stranger.sendall(struct.pack("!I", MAX_PROOF_BYTES + 1))  # and none of its bytes
+        stranger.settimeout(DEADLINE_S)
+        with stranger.makefile("rb") as said:
+            nonce = said.read()  # to the end: it closed without waiting for the frame
+
+    assert json.loads(nonce[4:]).keys() == {"protocol", "nonce"}
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEPER, b"{}", b'{"protocol": "test-1"}'])
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_client_rejects_a_hostile_frame_of_a_false_listener(turn: str, text: bytes) -> None:
+    hello = json.dumps({"protocol": PROTOCOL, "nonce": "0"}).encode()
+    words = framed(text) if turn == "first" else framed(hello) + framed(text)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = reach(listening.getsockname()[:2], DEADLINE_S)
+        false, _ = listening.accept()
+    with false, client:
+        false.sendall(words)
+        false.shutdown(socket.SHUT_WR)
+        with pytest.raises(MigrationError):
+            greet(Wire(client, time.monotonic() + DEADLINE_S, 1.0), SECRET, protocol=PROTOCOL)

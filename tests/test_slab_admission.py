@@ -1,0 +1,238 @@
+"""Who gets a session at the host weight cache's socket: any process of the machine reaches it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from eplb.errors import MigrationError
+from eplb.model import ModelShape
+from rebalance import slab_admission
+from rebalance.slab import HostSlab, SlabAddress, SlabReader
+from rebalance.slab_admission import (
+    HANDSHAKE_DEADLINE_S,
+    MAX_UNPROVEN,
+    MAX_UNPROVEN_OF_PROCESS,
+    Admission,
+    Peer,
+)
+from rebalance.slab_wire import listen
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+
+FORK = multiprocessing.get_context("fork")
+NOBODY = 65534
+DEADLINE_S = 30.0
+FLOOD = 1500
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
+    with ExitStack() as stack:
+        made = [socket.socketpair() for _ in range(2 * MAX_UNPROVEN)]
+        for pair in made:
+            for end in pair:
+                stack.enter_context(end)
+        yield made
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
+    """Peers of the clients that are admitted, by turns: one test process cannot be many."""
+    given: list[Peer] = []
+    monkeypatch.setattr(slab_admission, "peer_of", lambda end: given.pop(0))
+    return given
+
+
+class Clock:
+    """Time that stands still."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def admission(clock: Clock) -> Iterator[Admission]:
+    made = Admission(clock)
+    yield made
+    clock.now += HANDSHAKE_DEADLINE_S
+    assert made.expire() is None  # which closes what the test has left
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def is_open(end: socket.socket) -> bool:
+    end.setblocking(False)
+    try:
+        return bool(end.recv(1))
+    except BlockingIOError:
+        return True
+
+
+def test_process_with_unproven_connections_is_refused_until_it_proves_one(
+    admission: Admission,
+    pairs: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    for holder in range(MAX_UNPROVEN_OF_PROCESS):
+        assert admission.admit(pairs[holder][0], holder)
+
+    assert not admission.admit(pairs[-1][0], 100)
+    admission.proved(0)
+    assert admission.admit(pairs[-1][0], 100)
+    admission.leave(1)
+    assert admission.admit(pairs[-2][0], 101)
+
+
+def test_full_of_unproven_evicts_the_oldest_of_the_process_with_most(
+    admission: Admission, pairs: list[tuple[socket.socket, socket.socket]], peers: list[Peer]
+) -> None:
+    own = os.geteuid()
+    peers.append(Peer(1, own))  # a rank in the middle of its handshake
+    assert admission.admit(pairs[0][0], 0)
+    for holder in range(1, 2 * MAX_UNPROVEN):
+        peers.append(Peer(2 + (holder - 1) // MAX_UNPROVEN_OF_PROCESS, own))
+        assert admission.admit(pairs[holder][0], holder)
+
+    assert is_open(pairs[0][1])
+    assert sum(is_open(outer) for _, outer in pairs) == MAX_UNPROVEN
+    assert not is_open(pairs[1][1])
+
+
+def test_client_that_proves_nothing_is_closed_at_the_deadline(
+    admission: Admission,
+    clock: Clock,
+    pairs: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    assert admission.expire() is None
+    for holder in range(2):
+        admission.admit(pairs[holder][0], holder)
+    admission.proved(1)
+    clock.now = HANDSHAKE_DEADLINE_S - 0.5
+    assert admission.expire() == 500
+    clock.now = HANDSHAKE_DEADLINE_S
+
+    assert admission.expire() is None
+    assert [is_open(outer) for _, outer in pairs[:2]] == [False, True]
+
+
+def test_client_of_another_user_is_refused(
+    admission: Admission, pairs: list[tuple[socket.socket, socket.socket]], peers: list[Peer]
+) -> None:
+    peers += [Peer(1, os.geteuid() + 1), Peer(2, 0)]
+
+    assert not admission.admit(pairs[0][0], 0)
+    assert admission.admit(pairs[1][0], 1)
+
+
+@pytest.fixture
+def address(
+    small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
+) -> Iterator[SlabAddress]:
+    address = SlabAddress(f"test-{os.getpid()}-admission", os.urandom(16))
+    with closing(HostSlab(address, small_checkpoint, small_model, small_schema)):
+        yield address
+
+
+def as_nobody(connects: int, address: str) -> list[bool]:
+    """Whether each of a stranger's connections was closed by the other side before it spoke."""
+    ours, theirs = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        found = []
+        for _ in range(connects):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(address)
+                stranger.settimeout(DEADLINE_S)
+                try:
+                    found.append(stranger.recv(1) == b"")
+                except ConnectionResetError:
+                    found.append(True)
+        theirs.send(found)
+        os._exit(0)
+
+    process = FORK.Process(target=run, daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S), "the stranger was neither served nor closed"
+    closed: list[bool] = ours.recv()
+    process.join(DEADLINE_S)
+    return closed
+
+
+@needs_root
+def test_host_cache_closes_another_user_before_a_challenge(address: SlabAddress) -> None:
+    assert all(as_nobody(100, address.socket))
+
+
+def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
+    address: SlabAddress, small_schema: ExpertSchema
+) -> None:
+    ours, theirs = FORK.Pipe()
+
+    def flood() -> None:
+        held = []
+        for _ in range(FLOOD):
+            held.append(socket.socket(socket.AF_UNIX))
+            held[-1].connect(address.socket)  # blocking: waits for room among those not accepted
+            held[-1].settimeout(DEADLINE_S)
+        theirs.send(sum(not is_closed(end) for end in held[-FLOOD + MAX_UNPROVEN :]))
+        theirs.recv()
+        os._exit(0)
+
+    def is_closed(end: socket.socket) -> bool:
+        try:
+            return end.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    before = num_descriptors()
+    process = FORK.Process(target=flood, daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S), "the flood did not end"
+    assert ours.recv() == 0  # of those beyond the first ones none is held open
+    reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
+    reader.load([(0, 0)], deadline_s=DEADLINE_S)
+
+    assert num_descriptors() <= before + 8 * MAX_UNPROVEN_OF_PROCESS
+    reader.close()
+    ours.send("end")
+    process.join(DEADLINE_S)
+
+
+@needs_root
+def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -> None:
+    address = SlabAddress(f"test-{os.getpid()}-squatted", b"key")
+    ours, theirs = FORK.Pipe()
+
+    def squat() -> None:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        with listen(address):
+            theirs.send("listening")
+            theirs.recv()
+        os._exit(0)
+
+    process = FORK.Process(target=squat, daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S)
+    with pytest.raises(MigrationError, match=f"user {NOBODY} listens under its name"):
+        SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)
+    ours.send("end")
+    process.join(DEADLINE_S)

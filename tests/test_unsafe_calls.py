@@ -1,0 +1,85 @@
+"""No code of ours runs what it reads, or serves a rendezvous by TCP: proven from the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[1]
+PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "api", "simulations")
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+CALLS = {"eval", "exec", "TCPStore", "dist.TCPStore", "torch.load"}
+FORBIDDEN = MODULES | OBJECT_COLLECTIVES | CALLS | {"allow_pickle"}
+
+
+def unsafe(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that unpickles, evaluates, or listens to whoever connects."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").partition(".")[0]
+            names = [module, *({alias.name for alias in node.names} & OBJECT_COLLECTIVES)]
+        elif isinstance(node, ast.Attribute) and node.attr in OBJECT_COLLECTIVES:
+            names = [node.attr]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            names = [called, called.rpartition(".")[2]] if called in CALLS else []
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            names = [] if ast.unparse(node.value) == "False" else ["allow_pickle"]
+        yield from ((node.lineno, name) for name in names if name in FORBIDDEN)
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: str) -> None:
+    sources = sorted((HOME / folder).rglob("*.py"))
+    found = [
+        f"{source.relative_to(HOME)}:{line}: {name}"
+        for source in sources
+        for line, name in unsafe(source.read_text())
+    ]
+
+    assert sources, f"{folder} has no source"
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests"])
+def test_what_forms_ranks_outside_the_packages_uses_no_object_collective(folder: str) -> None:
+    found = [
+        f"{source.relative_to(HOME)}:{line}: {name}"
+        for source in sorted((HOME / folder).rglob("*.py"))
+        for line, name in unsafe(source.read_text())
+        if name in OBJECT_COLLECTIVES
+    ]
+
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import joblib.memory",
+        "dist.all_gather_object(found, mine)",
+        "from torch.distributed import broadcast_object_list as b",
+        "np.load(file, allow_pickle=True)",
+        "torch.load(file)",
+        "eval(text)",
+        "store = TCPStore('127.0.0.1', 0, is_master=True)",
+    ],
+)
+def test_scan_finds_what_it_is_to_forbid(line: str) -> None:
+    assert list(unsafe(line))
