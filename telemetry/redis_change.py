@@ -22,9 +22,10 @@ from telemetry import rules
 from telemetry.redis_keys import Keys
 from telemetry.redis_link import RedisLink
 from telemetry.redis_scripts import CHANGE, LOOK
-from telemetry.store import Control, Details, Lease
+from telemetry.store import Control, Details, Lease, LeaseOf
 
 GAP = 1000
+LEASE_FIELDS: dict[LeaseOf, str] = {"controller": "lease", "deployment": "lease_of_deployment"}
 
 T = TypeVar("T")
 
@@ -64,9 +65,13 @@ class State:
 
     @property
     def lease(self) -> Lease | None:
-        """The last lease that was given out, be it run out or given up."""
-        found = self.fields.get("lease")
-        return Lease(**rules.details_from_text(found)) if found else None
+        """The controller's; see ``lease_of``."""
+        return self.lease_of("controller")
+
+    def lease_of(self, of: LeaseOf) -> Lease | None:
+        """Return the last lease that was given out, be it run out or given up."""
+        found = self.fields.get(LEASE_FIELDS[of])
+        return rules.lease_from_text(found) if found else None
 
 
 @dataclass
