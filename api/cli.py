@@ -63,6 +63,7 @@ def demo(
     movement: Annotated[bool | None, typer.Option(help="The kill switch.")] = None,
     serve: Annotated[bool | None, typer.Option(help="Stay up until interrupted.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
+    join: Annotated[bool | None, typer.Option(help="Run beside another on its store.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     store: Annotated[str | None, typer.Option(help="URL of the store; none: a file.")] = None,

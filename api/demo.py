@@ -19,6 +19,7 @@ from api.demo_crew import Crew, DeadRank
 from api.demo_settings import DemoSettings
 from api.demo_setup import begin, begin_again, give_up_lease, prepare
 from api.demo_summary import render_summary, summarise
+from api.deployment_lease import DeploymentLease
 from api.live import LiveView
 from api.monitor import Monitor
 from api.server import HttpService
@@ -26,6 +27,7 @@ from api.state_dir import StateDir
 from api.summary_file import check_writable, write_json
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import BrokenGroup, RankError
+from eplb.placement import Placement
 from telemetry import open_store
 from telemetry.store import LoadStore
 
@@ -46,15 +48,18 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         store = open_store(settings.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
         app = create_app(store, metrics_level=settings.metrics_level)
+        deployment = DeploymentLease(store, settings.lease_ttl_s, joins=settings.join)
+        deployment.take()
+        stack.callback(deployment.release)
         service = HttpService(app, settings.host, settings.port)
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)
         console.print(f"eplb demo: {service.url}", highlight=False)
-        demo = Demo(settings, plan, store, console)
+        demo = Demo(settings, plan, store, console, deployment)
         stack.callback(give_up_lease, plan, store)
         stack.callback(demo.end)
-        begin(settings, plan, store)
+        demo.first = begin(settings, plan, store)
         demo.start()
         summary = demo.serve()
     if settings.json_path is not None:
@@ -66,9 +71,16 @@ class Demo:
     """A demo from its start to its summary, over the deaths of ranks."""
 
     def __init__(
-        self, settings: DemoSettings, plan: WorkerPlan, store: LoadStore, console: Console
+        self,
+        settings: DemoSettings,
+        plan: WorkerPlan,
+        store: LoadStore,
+        console: Console,
+        deployment: DeploymentLease,
     ) -> None:
         self._settings, self._plan, self._store = settings, plan, store
+        self._deployment = deployment
+        self.first: Placement  # that the run starts from
         self._console, self._monitor = console, Monitor(store)
         self._crew = Crew(plan, store)
         self._losses: list[str] = []  # why ranks were started again
@@ -124,12 +136,18 @@ class Demo:
 
         Raises:
             BrokenGroup: one more than the settings allow for.
+            StoreError: another has taken the deployment over.
         """
+
+        def is_over() -> bool:
+            self._deployment.check()
+            return is_reached()
+
         while True:
             try:
                 if self._unserved_since is not None:
                     self._start_again()
-                self._crew.wait_until(is_reached)
+                self._crew.wait_until(is_over)
                 return
             except BrokenGroup as broken:
                 if len(self._losses) == self._settings.restart_after_death:
@@ -143,7 +161,7 @@ class Demo:
         assert self._unserved_since is not None, "somebody died"
         try:
             self._crew.end_ranks()
-            self._plan = begin_again(self._plan, self._store)
+            self._plan = begin_again(self._plan, self._store, self.first)
             self._crew.start_ranks(self._plan)
             self._crew.let_ranks_serve(self._started)
             self._crew.wait_until_all_serve()
