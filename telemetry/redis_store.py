@@ -81,6 +81,7 @@ class RedisStore:
         self._decisions = Decisions(self.link, self._keys, self._changes, self._watch)
         self._placements = PlacementReader(self.link, self._keys)
         self._samples = Samples(self.link, self._keys, sample_version)
+        self._repair()
         self._tasks = Tasks(self.link, self._keys, self._changes)
         self._waiter = Waiter(self.link, self._keys.wake, self.version)
 
@@ -95,7 +96,8 @@ class RedisStore:
 
     def runs(self) -> list[RunInfo]:
         """Return every start on record, oldest first."""
-        return [self._run(name) for name in self.link.read("LRANGE", self._keys.run_order, 0, -1)]
+        names = self.link.read("LRANGE", self._keys.run_order, 0, -1)
+        return [self._run(name) for name in dict.fromkeys(names)]  # a torn start may be there twice
 
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
@@ -312,6 +314,13 @@ class RedisStore:
         """Close the connections and end every wait; the store cannot be used after."""
         self.link.close()
         self._waiter.close()
+
+    def _repair(self) -> None:
+        try:
+            self._samples.repair()
+        except BaseException:
+            self.link.close()
+            raise
 
     def _run(self, name: bytes) -> RunInfo:
         found = self.link.read("HGET", self._keys.runs, name)
