@@ -6,8 +6,9 @@ the append-only file see the same ids (https://redis.io/docs/latest/develop/prog
 
 A server that was killed in the middle of a write cuts its append-only file behind the last whole
 *command*, be it inside of a transaction. What is left of that, and was never acknowledged, it runs
-at the start after the next one, with what was written meanwhile (valkey pull request 4342). So a script writes in an
-order in which every beginning of it is harmless, or leaves a mark of what is to be taken back.
+at the start after the next one, with what was written meanwhile (valkey pull request 4342). So a
+script writes in an order in which every beginning of it is harmless, or leaves a mark of what is to
+be taken back.
 
 Ids that readers go by (events, versions, cursors) are the server's clock, or one more than the last
 if that is greater: a server that lost its last second in a crash gives none of them out again.

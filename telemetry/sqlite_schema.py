@@ -119,7 +119,8 @@ def prepare(
     try:
         check(connection, path)
     finally:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # an error of the file's may have ended it
+            connection.execute("ROLLBACK")
     _use_write_ahead_log(connection, busy_timeout_s)
     # Commits are in the operating system's hands before they are acknowledged, so no death of a
     # process loses one. FULL would also survive power loss, at one fsync for each commit.

@@ -423,7 +423,7 @@ def test_a_socket_file_that_is_not_there_is_named_and_is_no_failure_of_tls(tmp_p
 def test_certificates_that_are_not_there_are_a_failure_of_tls(tmp_path: Path) -> None:
     url = f"rediss://127.0.0.1:{free_port()}?ca_certs={tmp_path}/none.pem&deadline_s=0.1"
 
-    with pytest.raises(StoreError, match="fails TLS|cannot be reached"):
+    with pytest.raises(StoreError, match=r"fails TLS|cannot be reached"):
         RedisStore(url, "demo")
 
 
