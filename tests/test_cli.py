@@ -152,9 +152,7 @@ def test_pause_after_the_log_was_removed_is_refused_or_told_to_be_heard_by_nobod
         assert done.returncode in (1, 2), done.stdout + done.stderr
         assert done.stderr.startswith("eplb: ")
         for use in (store.control, lambda: store.add_event("note", {})):
-            with pytest.raises(
-                StoreError, match=r"-(wal|shm) was removed or replaced"
-            ):
+            with pytest.raises(StoreError, match=r"-(wal|shm) was removed or replaced"):
                 use()
 
 
