@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +17,10 @@ from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
 from api.store_commands import app as store_commands
-from api.store_place import DEFAULT_STORE, StoreUrl, open_existing
+from api.store_place import DEFAULT_STORE, StoreUrl
+from api.switches import switch_movement
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
-from telemetry.store import Control
 
 BAD_INPUT = 2
 WRONG_RESULT = 1
@@ -63,6 +62,7 @@ def demo(
     movement: Annotated[bool | None, typer.Option(help="The kill switch.")] = None,
     serve: Annotated[bool | None, typer.Option(help="Stay up until interrupted.")] = None,
     resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
+    join: Annotated[bool | None, typer.Option(help="Run beside another on its store.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     store: Annotated[str | None, typer.Option(help="URL of the store; none: a file.")] = None,
@@ -130,13 +130,17 @@ def _more_settings(pairs: list[str]) -> dict[str, Any]:
 
 def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
     try:
-        # One that never ran is refused: a misspelt name must not pass for a stop.
-        with closing(open_existing(url, deployment)) as store:
-            before = store.control()
-            store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
+        words, is_heard = switch_movement(url, deployment, movement=movement, reason=reason)
     except EplbError as exc:
         errors.print(f"eplb: {exc}", markup=False)
         raise typer.Exit(BAD_INPUT) from exc
+    typer.echo(words)
+    if not is_heard:
+        errors.print(
+            "eplb: no rank reports to this store: the switch is written, and nobody may obey it",
+            markup=False,
+        )
+        raise typer.Exit(WRONG_RESULT)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from api.demo_crew import Crew, DeadRank
 from api.demo_settings import DemoSettings
 from api.demo_setup import begin, begin_again, give_up_lease, prepare
 from api.demo_summary import render_summary, summarise
+from api.deployment_lease import DeploymentLease
 from api.descriptors import raise_descriptor_limit
 from api.live import LiveView
 from api.monitor import Monitor
@@ -28,6 +29,7 @@ from api.summary_file import check_writable, write_json
 from api.supervision import RestartBudget, SupervisionSettings, Supervisor
 from api.worker_plan import DEPLOYMENT, WorkerPlan
 from eplb.errors import BrokenGroup, RankError
+from eplb.placement import Placement
 from telemetry import open_store
 from telemetry.store import LoadStore
 
@@ -48,6 +50,9 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         stack.callback(state.close)
         store = open_store(settings.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
+        deployment = DeploymentLease(store, settings.lease_ttl_s, joins=settings.join)
+        deployment.take()
+        stack.callback(deployment.release)
         supervisor = Supervisor(
             SupervisionSettings(
                 settings.process_restarts,
@@ -62,11 +67,11 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         stack.callback(service.stop)
         plan = prepare(settings, state)
         console.print(f"eplb demo: {service.url}", highlight=False)
-        demo = Demo(settings, plan, store, console, supervisor)
+        demo = Demo(settings, plan, store, console, deployment, supervisor)
         demo.watch_over(service)
         stack.callback(give_up_lease, plan, store)
         stack.callback(demo.end)
-        begin(settings, plan, store)
+        demo.first = begin(settings, plan, store)
         demo.start()
         summary = demo.serve()
     if settings.json_path is not None:
@@ -83,9 +88,12 @@ class Demo:
         plan: WorkerPlan,
         store: LoadStore,
         console: Console,
+        deployment: DeploymentLease,
         supervisor: Supervisor,
     ) -> None:
         self._settings, self._plan, self._store = settings, plan, store
+        self._deployment = deployment
+        self.first: Placement  # that the run starts from
         self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
         self._supervisor, self._unserved = supervisor, supervisor.unserved
         self._crew = Crew(plan, store, supervisor)
@@ -147,12 +155,18 @@ class Demo:
 
         Raises:
             BrokenGroup: one more than the settings allow for within their window.
+            StoreError: another has taken the deployment over.
         """
+
+        def is_over() -> bool:
+            self._deployment.check()
+            return is_reached()
+
         while True:
             try:
                 if self._unserved.is_open:
                     self._start_again()
-                self._crew.wait_until(is_reached)
+                self._crew.wait_until(is_over)
                 return
             except BrokenGroup as broken:
                 if self._budget.is_used_up:
@@ -166,7 +180,7 @@ class Demo:
     def _start_again(self) -> None:
         try:
             self._crew.end_ranks()
-            self._plan = begin_again(self._plan, self._store)
+            self._plan = begin_again(self._plan, self._store, self.first)
             self._crew.start_ranks(self._plan)
             self._crew.let_ranks_serve(self._started)
             self._crew.wait_until_all_serve()

@@ -86,6 +86,7 @@ class DemoSettings(BaseModel):
     policy: str = Field("auto", min_length=1, description="placement policy")
     observe: bool = Field(False, description="plan and report, but publish nothing")
     movement: bool = Field(True, description="the kill switch: off means that no weight moves")
+    join: bool = Field(False, description="start although another runs on this store")
     serve: bool = Field(False, description="serve on until interrupted")
     host: str = Field("127.0.0.1", min_length=1, description="address of the HTTP service")
     port: Whole = Field(8765, ge=0, le=65535, description="port of the HTTP service; 0: any free")

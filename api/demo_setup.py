@@ -42,6 +42,8 @@ from telemetry.store import Control, LoadStore, RunInfo
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # of slabs; ranks have the next ones. Below those that systems give to callers
 
+LOST_GENERATIONS = 1000  # left out where nobody knows how far they had come
+
 log = logging.getLogger(__name__)
 
 
@@ -149,12 +151,20 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
     return start
 
 
-def begin_again(plan: WorkerPlan, store: LoadStore) -> WorkerPlan:
+def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerPlan:
     """Record another start after a death, from what is committed; return the plan for it.
 
     Under a name of its own: samples count from zero, and would pass for repeats of the last run's.
+
+    Args:
+        start: the run's first placement. The new ranks load it where the store lost its contents
+            after the last rank had ended: every legal placement gives right answers.
     """
     plan = replace(plan, run=new_run_name())
+    if store.committed() is None:
+        log.error("the store lost its contents: all ranks start from the run's first placement")
+        start = start.with_generation(start.generation + LOST_GENERATIONS)
+        store.commit(start, expected=None, reason="the store lost its contents")
     _record_start(plan, store)
     return plan
 

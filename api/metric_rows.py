@@ -91,7 +91,7 @@ def _health(seen: Snapshot) -> Iterator[Metric]:
     yield _gauge("placement_mismatch_ranks", mismatch_help, len(mismatched))
     failures_help = "Failures of the threads that bring bytes; a second one freezes a rank."
     yield _counter("mover_failures", failures_help, seen.mover_failures)
-    anomalies_help = "What should not happen: load refused, no plan found, a rank's death, other."
+    anomalies_help = "What should not happen: refused load, no plan, a rank's death, a lost store."
     yield _counter("anomalies", anomalies_help, seen.anomalies, "type")
 
 

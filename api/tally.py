@@ -23,7 +23,7 @@ SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
 TRIGGERS = ("load", "request")  # the controller's own, after a window; asked for by a person
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
-ANOMALIES = ("load", "plan", "rank_death", "other")
+ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
 # What the controller makes of samples that it does not count as load; telemetry.intake.OUTCOMES.
 LEFT_OUT = ("repeated", "late", "future", "stale", "malformed", "unreadable")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -79,6 +79,8 @@ class RunTally:
             self.anomalies[where if where in ANOMALIES else "other"] += 1
         elif event.kind == "recovery":
             self.anomalies["rank_death"] += 1
+        elif event.kind == "restore":
+            self.anomalies["store_lost"] += 1
 
     def shown(self) -> dict[str, Any]:
         """Give the counts of now as fields of a Snapshot."""

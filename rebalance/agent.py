@@ -272,6 +272,10 @@ class RankAgent:
         committed = self._core.links.store.committed()
         return committed is not None and committed.plan_id == plan_id
 
+    def settled(self) -> tuple[Placement, int]:
+        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        return self._swapper.settled()
+
     def describe(self) -> RankState:
         """Say how this rank stands, for the store."""
         return rank_state(self._core, self._swapper, self._scrubber, self.notes)

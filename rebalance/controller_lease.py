@@ -1,4 +1,4 @@
-"""The right to act as a deployment's controller, kept for as long as one is at work.
+"""The right to act as a deployment's controller, or to run it, kept for as long as one is at work.
 
               another holds it              asked, and it is free
     STANDS BY <--------------- (asks) -----------------------------> LEADS
@@ -16,27 +16,22 @@ A plan that takes longer than the time to live is lost to whoever stands by: giv
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable
 
 from eplb.errors import FencedOut, StoreError
-from telemetry.store import Lease, LoadStore
+from telemetry.holder import new_holder
+from telemetry.store import Lease, LeaseOf, LoadStore
+
+__all__ = ["ControllerLease", "new_holder"]
 
 RENEWALS = 3  # within one time to live
 
 log = logging.getLogger(__name__)
 
 
-def new_holder() -> str:
-    """Name a process: by its host and number for people, and as nobody else."""
-    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
-
-
 class ControllerLease:
-    """One controller's hold on the lease.
+    """One process's hold on a lease, by default on the controller's.
 
     Args:
         holder: no two living processes share one.
@@ -50,9 +45,11 @@ class ControllerLease:
         holder: str,
         ttl_s: float,
         *,
+        of: LeaseOf = "controller",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self.holder, self._ttl_s, self._clock = store, holder, ttl_s, clock
+        self._of = of
         self._lease: Lease | None = None
         self._asked_at = 0.0  # when the store was last asked for the lease that is held
         self._untold = ""  # how the last one was lost, until the store has it as an event
@@ -74,7 +71,7 @@ class ControllerLease:
         if self._lease is not None and now < self._asked_at + self._ttl_s / RENEWALS:
             return True
         try:
-            found = self._store.acquire_lease(self.holder, self._ttl_s)
+            found = self._store.acquire_lease(self.holder, self._ttl_s, self._of)
         except StoreError as exc:
             if self._lease is not None and now >= self._asked_at + self._ttl_s:
                 self.lose(f"it was not renewed within {self._ttl_s:g} s: {exc}")
@@ -112,7 +109,7 @@ class ControllerLease:
         self._lease, self._asked_at, self._is_standing_by = lease, now, False
         self._tell_loss()
         if is_news:
-            log.info("token=%d %s leads", lease.token, self.holder)
+            log.info("token=%d %s holds the lease of the %s", lease.token, self.holder, self._of)
             self._tell("leads", token=lease.token)
 
     def _stand_by(self) -> None:
@@ -121,7 +118,7 @@ class ControllerLease:
         self._tell_loss()
         if not self._is_standing_by:
             self._is_standing_by = True
-            log.info("%s stands by: another controller holds the lease", self.holder)
+            log.info("%s stands by: another holds the lease of the %s", self.holder, self._of)
 
     def _tell_loss(self) -> None:
         if self._untold:
@@ -129,4 +126,5 @@ class ControllerLease:
             self._tell("lost", reason=reason)
 
     def _tell(self, state: str, **more: object) -> None:
-        self._store.add_event("lease", {"state": state, "holder": self.holder} | more)
+        said = {"of": self._of, "state": state, "holder": self.holder}
+        self._store.add_event("lease", said | more)

@@ -100,6 +100,15 @@ class Swapper:
             self._core.parts.table.generation = state.generation
         self._core.watcher.commit(migration, self.placement, "aborted", state.abort_reason)
 
+    def settled(self) -> tuple[Placement, int]:
+        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        with self._core.box.changed:
+            state, migration = self._core.box.state, self.migration
+            newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)
+            if state.plan is None or migration is None:
+                return self.placement, newest
+            return migration.base, newest
+
     # -- what the scrubber needs
 
     def at_rest(self) -> Placement | None:

@@ -23,6 +23,7 @@ from eplb.migration import Migration
 from eplb.placement import Placement
 from rebalance import phases
 from rebalance.mover import Mover
+from rebalance.store_loss import StoreLoss
 from rebalance.vote import NO_PLAN
 from rebalance.waiting import PhaseBox
 from rebalance.watchdog import Watchdog
@@ -56,6 +57,9 @@ class Listener(Protocol):
     def describe(self) -> RankState:
         """Say how this rank stands."""
 
+    def settled(self) -> tuple[Placement, int]:
+        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -81,6 +85,7 @@ class Watcher:
     ) -> None:
         self._store, self._agent, self._mover, self._box = store, agent, mover, box
         self._sink, self._watchdog = sink, watchdog
+        self._loss = StoreLoss(store, agent)
         self.num_mover_failures = 0
         self._closing = threading.Event()
         self._to_write: queue.SimpleQueue[Writing | None] = queue.SimpleQueue()
@@ -155,7 +160,11 @@ class Watcher:
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
-            if committed is None or committed.placement.generation <= serving.generation:
+            if committed is None:
+                raise StoreError(
+                    "the store has lost its contents, expected its placement to be written anew"
+                ) from None
+            if committed.placement.generation <= serving.generation:
                 raise
 
     def _watch(self) -> None:
@@ -181,7 +190,10 @@ class Watcher:
         self._watchdog.watcher.busy("asking the load store for news")
         try:
             version = self._store.wait(version, patience_s)
-            is_settled = self._agent.hear(self._store.control(), self._store.published())
+            control, published = self._store.control(), self._store.published()
+            if self._loss.is_restored(control):
+                return version, SOON_S  # what was read is of a store without its contents
+            is_settled = self._agent.hear(control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
             log.warning("the load store failed, trying again: %s", exc)

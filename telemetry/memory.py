@@ -34,6 +34,7 @@ from telemetry.store import (
     Details,
     Event,
     Lease,
+    LeaseOf,
     Outcome,
     RankState,
     RunInfo,
@@ -43,11 +44,22 @@ from telemetry.store import (
 
 
 class MemoryStore:
-    """LoadStore over plain lists and dictionaries; one lock guards them all."""
+    """LoadStore over plain lists and dictionaries; one lock guards them all.
 
-    def __init__(self, deployment: str, *, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        clock: seconds since the epoch.
+        monotonic: for how long leases stand; if not given, ``clock`` where that is.
+    """
+
+    def __init__(
+        self,
+        deployment: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] | None = None,
+    ) -> None:
         self.deployment = deployment
-        self._clock = clock
+        self._clock = clock or time.time
         self._changed = Condition()
         self._is_closed = False
         self._version = 0
@@ -55,7 +67,7 @@ class MemoryStore:
         self._rank_states: dict[tuple[str, int], RankState] = {}
         self._samples = SampleTable()
         self._rollups = RollupTable()
-        self._lease = LeaseTable()
+        self._lease = LeaseTable(monotonic or clock)
         self._placements = PlacementTable()
         self._last_plan_id = 0
         self._events = EventTable()
@@ -147,20 +159,20 @@ class MemoryStore:
         with self._use():
             return self._rollups.prune(seconds, before_time)
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take or renew the lease."""
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
+        """Take or renew a lease."""
         with self._use():
-            return self._lease.acquire(holder, ttl_s, self._clock())
+            return self._lease.acquire(holder, ttl_s, of, self._clock())
 
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up."""
         with self._use():
             return self._lease.release(lease, self._clock())
 
-    def lease(self) -> Lease | None:
+    def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now."""
         with self._use():
-            return self._lease.held(self._clock())
+            return self._lease.held(of)
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
@@ -231,6 +243,34 @@ class MemoryStore:
         self._placements.open = None
         detail = rules.close_detail(closing.plan_id, closing.base.generation, reason)
         self._event(rules.EVENT_OF_OUTCOME[outcome], detail)
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents."""
+        with self._use():
+            current = next(reversed(self._runs), None)
+            is_committed = self._placements.latest() is not None
+            if not rules.is_to_be_restored(run, is_committed=is_committed, current_run=current):
+                return False
+            self._runs[run.run] = replace(
+                run, model=as_stored(run.model), topology=as_stored(run.topology)
+            )
+            line = CommittedPlacement(placement, self._clock(), 0, reason)
+            self._placements.add(line, None, self._recovery)
+            self._control = control
+            self._last_plan_id = max(self._last_plan_id, last_plan_id + rules.PLAN_ID_GAP)
+            detail = rules.restore_detail(
+                run, placement, control, last_plan_id=self._last_plan_id, reason=reason
+            )
+            self._event("restore", detail)
+            return True
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""

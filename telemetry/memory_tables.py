@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.recovery import Recovery
 from telemetry import rules
+from telemetry.lease_watch import LeaseWatch
 from telemetry.rollup import Rollup
-from telemetry.store import CommittedPlacement, Details, Event, Lease, Task, TaskState
+from telemetry.store import CommittedPlacement, Details, Event, Lease, LeaseOf, Task, TaskState
 
 
 def as_stored(details: Details) -> Details:
@@ -92,32 +93,37 @@ class RollupTable:
 
 
 class LeaseTable:
-    """The last lease that was given out."""
+    """The last lease of each kind that was given out."""
 
-    def __init__(self) -> None:
-        self._latest: Lease | None = None
+    def __init__(self, monotonic: Callable[[], float] | None) -> None:
+        self._latest: dict[LeaseOf, Lease] = {}
+        self._watch = LeaseWatch(monotonic)
 
-    def acquire(self, holder: str, ttl_s: float, now: float) -> Lease | None:
+    def acquire(self, holder: str, ttl_s: float, of: LeaseOf, now: float) -> Lease | None:
         """Give the lease to ``holder``, unless another holds it."""
-        lease = rules.next_lease(holder, ttl_s, now=now, latest=self._latest)
-        self._latest = lease or self._latest
-        return lease
+        latest, is_over = self._latest.get(of), self._watch.is_over
+        lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
+        return None if lease is None else self._write(lease)
 
     def release(self, lease: Lease, now: float) -> bool:
         """End a lease; False when it was its holder's no more."""
-        if not rules.is_held(lease, now=now, latest=self._latest):
-            return False
-        self._latest = replace(lease, expires=now)
-        return True
+        latest, is_over = self._latest.get(lease.of), self._watch.is_over
+        ended = rules.given_up(lease, now=now, latest=latest, is_over=is_over)
+        return ended is not None and self._write(ended) is ended
 
-    def held(self, now: float) -> Lease | None:
+    def held(self, of: LeaseOf) -> Lease | None:
         """Return the lease that holds now."""
-        latest = self._latest
-        return latest if latest is not None and now < latest.expires else None
+        latest = self._latest.get(of)
+        return None if latest is None or self._watch.is_over(latest) else latest
 
     def check(self, fence: int | None) -> None:
         """Refuse a writer whose token is not the newest."""
-        rules.check_fence(fence, self._latest)
+        rules.check_fence(fence, self._latest.get("controller"))
+
+    def _write(self, lease: Lease) -> Lease:
+        self._latest[lease.of] = lease
+        self._watch.age_s(lease)
+        return lease
 
 
 class EventTable:

@@ -22,9 +22,12 @@ from telemetry import rules
 from telemetry.redis_keys import Keys
 from telemetry.redis_link import RedisLink
 from telemetry.redis_scripts import CHANGE, LOOK
-from telemetry.store import Control, Details, Lease
+from telemetry.store import Control, Details, Lease, LeaseOf
 
 GAP = 1000
+LEASE_FIELDS: dict[LeaseOf, str] = {"controller": "lease", "deployment": "lease_of_deployment"}
+
+_REMOVALS = ("DEL", "ZREM")  # written after the state, which must never refer to what is gone
 
 T = TypeVar("T")
 
@@ -64,9 +67,13 @@ class State:
 
     @property
     def lease(self) -> Lease | None:
-        """The last lease that was given out, be it run out or given up."""
-        found = self.fields.get("lease")
-        return Lease(**rules.details_from_text(found)) if found else None
+        """The controller's; see ``lease_of``."""
+        return self.lease_of("controller")
+
+    def lease_of(self, of: LeaseOf) -> Lease | None:
+        """Return the last lease that was given out, be it run out or given up."""
+        found = self.fields.get(LEASE_FIELDS[of])
+        return rules.lease_from_text(found) if found else None
 
 
 @dataclass
@@ -76,6 +83,7 @@ class Change:
     keys: Keys
     events: list[tuple[str, str]] = field(default_factory=list)  # kind, detail
     writes: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    state: dict[str, object] = field(default_factory=dict)  # fields to set, in one command
     is_awaited: bool = False  # readers wait for it
 
     def event(self, kind: str, detail: Details) -> None:
@@ -89,7 +97,7 @@ class Change:
 
     def set_state(self, **fields: object) -> None:
         """Set fields of the state."""
-        self.write("HSET", self.keys.state, *(word for pair in fields.items() for word in pair))
+        self.state |= fields
 
     def give_out(self, counter: str, number: int, state: State) -> None:
         """Note that a number is the greatest of its counter."""
@@ -98,7 +106,7 @@ class Change:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.events and not self.writes
+        return not (self.events or self.writes or self.state)
 
 
 class Changes:
@@ -148,6 +156,7 @@ class Changes:
         # Not seeded: no two changes may ever have the same id.
         change_id = secrets.token_hex(8)
         keys = [self._keys.state, self._keys.events, self._keys.of("receipt", change_id)]
+        state_words = [word for pair in change.state.items() for word in pair]
         values: list[Any] = [
             guard,
             change_id,
@@ -156,11 +165,16 @@ class Changes:
             self._keys.wake,
             len(change.events),
             *(word for event in change.events for word in event),
+            len(state_words),
+            *state_words,
         ]
+        before, after = list[Any](), list[Any]()
         for command, key, words in change.writes:
             if key not in keys:
                 keys.append(key)
-            values += [command, keys.index(key) + 1, len(words), *words]
+            part = after if command in _REMOVALS else before
+            part += [command, keys.index(key) + 1, len(words), *words]
+        values += [len(values) + 2 + len(before), *before, *after]
         answer, *event_ids = self._link.run(what, CHANGE, keys, values).decode().split()
         return [int(event) for event in event_ids] if answer == "made" else None
 

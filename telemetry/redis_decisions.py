@@ -14,10 +14,11 @@ from eplb.records import migration_to_bytes, placement_to_bytes
 from eplb.recovery import Recovery
 from telemetry import redis_rows as rows
 from telemetry import rules
-from telemetry.redis_change import Change, Changes, State
-from telemetry.redis_keys import Keys
+from telemetry.lease_watch import LeaseWatch
+from telemetry.redis_change import LEASE_FIELDS, Change, Changes, State
+from telemetry.redis_keys import SCHEMA_VERSION, Keys
 from telemetry.redis_link import RedisLink
-from telemetry.store import Lease, Outcome, RunInfo
+from telemetry.store import Control, Lease, LeaseOf, Outcome, RunInfo
 
 KEPT_PLACEMENTS = 1000
 
@@ -25,8 +26,8 @@ KEPT_PLACEMENTS = 1000
 class Decisions:
     """Changes of one deployment that rest on its state."""
 
-    def __init__(self, link: RedisLink, keys: Keys, changes: Changes) -> None:
-        self._link, self._keys, self._changes = link, keys, changes
+    def __init__(self, link: RedisLink, keys: Keys, changes: Changes, watch: LeaseWatch) -> None:
+        self._link, self._keys, self._changes, self._watch = link, keys, changes, watch
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
@@ -37,38 +38,42 @@ class Decisions:
             if known is not None:
                 rules.check_run_is_new(rows.run_from_text(text), rows.run_from_text(known))
                 return
-            change.write("HSET", self._keys.runs, info.run, text)
-            change.write("RPUSH", self._keys.run_order, info.run)
+            self._add_run(change, info)
             change.event("run", rules.run_detail(info))
 
         self._changes.decide(f"run {info.run!r}", decision)
 
-    # -- the one controller
+    # -- the one controller, the one owner
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take or renew the lease."""
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf) -> Lease | None:
+        """Take or renew a lease."""
+        is_over, counter = self._watch.is_over, f"token_of_{of}" if of != "controller" else "token"
 
         def decision(state: State, change: Change) -> Lease | None:
-            latest = state.lease
-            lease = rules.next_lease(holder, ttl_s, now=state.time, latest=latest)
+            latest, now = state.lease_of(of), state.time
+            lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
             if lease is None:
                 return None
             if latest is None or lease.token != latest.token:
-                lease = replace(lease, token=lease.token + state.gap("token"))
-                change.give_out("token", lease.token, state)
-            change.set_state(lease=rows.lease_to_text(lease))
+                lease = replace(lease, token=lease.token + state.gap(counter))
+                change.give_out(counter, lease.token, state)
+            change.set_state(**{LEASE_FIELDS[of]: rules.lease_to_text(lease)})
             return lease
 
-        return self._changes.decide(f"lease for {holder!r}", decision)
+        lease = self._changes.decide(f"lease for {holder!r}", decision)
+        if lease is not None:
+            self._watch.age_s(lease)
+        return lease
 
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up."""
 
         def decision(state: State, change: Change) -> bool:
-            is_held = rules.is_held(lease, now=state.time, latest=state.lease)
-            if is_held:
-                change.set_state(lease=rows.lease_to_text(replace(lease, expires=state.time)))
-            return is_held
+            latest, is_over = state.lease_of(lease.of), self._watch.is_over
+            ended = rules.given_up(lease, now=state.time, latest=latest, is_over=is_over)
+            if ended is not None:
+                change.set_state(**{LEASE_FIELDS[lease.of]: rules.lease_to_text(ended)})
+            return ended is not None
 
         return self._changes.decide(f"end of the lease of {lease.holder!r}", decision)
 
@@ -161,6 +166,43 @@ class Decisions:
             return record
 
         return self._changes.decide(f"recovery to membership {record.membership}", decision)
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows, unless the store has a placement; see LoadStore.restore."""
+
+        def decision(state: State, change: Change) -> bool:
+            current = self._link.read("LINDEX", self._keys.run_order, -1)
+            if not rules.is_to_be_restored(
+                run,
+                is_committed=state.committed is not None,
+                current_run=current.decode() if current is not None else None,
+            ):
+                return False
+            if current is None:
+                self._add_run(change, run)
+            self._add_placement(change, placement, state.time, 0, reason)
+            # Whoever opened the store wrote the layout's version: it is lost too.
+            change.set_state(schema=SCHEMA_VERSION, control=rules.details_to_text(vars(control)))
+            plan_id = max(state.last("plan_id"), last_plan_id + rules.PLAN_ID_GAP)
+            change.give_out("plan_id", plan_id, state)
+            detail = rules.restore_detail(
+                run, placement, control, last_plan_id=plan_id, reason=reason
+            )
+            change.event("restore", detail)
+            return True
+
+        return self._changes.decide(f"restoring of run {run.run!r}", decision)
+
+    def _add_run(self, change: Change, info: RunInfo) -> None:
+        change.write("HSET", self._keys.runs, info.run, rows.run_to_text(info))
+        change.write("RPUSH", self._keys.run_order, info.run)
 
     def _known_hash(self, state: State, generation: int) -> str | None:
         if state.committed is None or generation > state.committed[0]:

@@ -73,8 +73,14 @@ class RedisDriver:
             return told
         if isinstance(exc, errors.AuthenticationError):
             return Trouble.LOGIN
-        if _is_tls(exc):
+        if self._address.tls is not None and _is_behind(
+            exc, ssl.SSLError, FileNotFoundError, PermissionError
+        ):
             return Trouble.NOT_TRUSTED
+        if self._address.socket_path and _is_behind(exc, FileNotFoundError):
+            return Trouble.NO_SOCKET
+        if self._address.socket_path and _is_behind(exc, PermissionError):
+            return Trouble.SOCKET_FORBIDDEN
         if isinstance(exc, errors.TimeoutError):
             return Trouble.SLOW
         cause = exc.__cause__
@@ -193,10 +199,10 @@ def _library() -> Any:
     return redis
 
 
-def _is_tls(exc: BaseException | None) -> bool:
-    """Whether a failure of TLS, or of the files that it needs, is behind an error."""
+def _is_behind(exc: BaseException | None, *kinds: type[Exception]) -> bool:
+    """Whether an error of one of these kinds is behind an error."""
     while exc is not None:
-        if isinstance(exc, ssl.SSLError | FileNotFoundError | PermissionError):
+        if isinstance(exc, kinds):
             return True
         exc = exc.__cause__ or exc.__context__
     return False

@@ -33,6 +33,8 @@ class Trouble(Enum):
     LOGIN = Trait("refuses the login, expected the URL's user and password to be known")
     FORBIDDEN = Trait("forbids the user a command, expected the permissions of the docs")
     NOT_TRUSTED = Trait("fails TLS, expected certificates and keys that fit those of the URL")
+    NO_SOCKET = Trait("has no socket file, expected a server that listens on it", True, True)
+    SOCKET_FORBIDDEN = Trait("forbids this user its socket file, expected the right to write to it")
     NODE_OF_CLUSTER = Trait("is a node of a cluster, expected a URL redis+cluster:// for it")
     NO_CLUSTER = Trait("is no cluster, expected a URL redis:// for it")
     OTHER = Trait("failed, expected it to take the command")

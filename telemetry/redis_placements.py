@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from threading import Lock
 
+from eplb.errors import StoreError
 from eplb.migration import Migration
 from eplb.records import migration_from_bytes
 from telemetry import redis_rows as rows
@@ -34,6 +35,13 @@ class PlacementReader:
             if self._last_committed is None or self._last_committed[0] != name:
                 entry_id = name.split()[0] + b"-1"
                 (entry,) = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
+                if entry[1][b"hash"] != name.split()[1]:
+                    raise StoreError(
+                        f"Redis store {self._link.address}: generation {name.split()[0].decode()} "
+                        f"has hash {entry[1][b'hash'].decode()}, expected "
+                        f"{name.split()[1].decode()}: a torn write of another placement is in its "
+                        "place"
+                    )
                 self._last_committed = (name, rows.placement_of(entry))
             return self._last_committed[1]
 

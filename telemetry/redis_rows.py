@@ -7,7 +7,7 @@ from typing import Any
 
 from eplb.records import placement_from_bytes
 from telemetry.rules import details_from_text, details_to_text
-from telemetry.store import CommittedPlacement, Event, Lease, RankState, RunInfo, Task
+from telemetry.store import CommittedPlacement, Event, RankState, RunInfo, Task
 
 Entry = tuple[bytes, Mapping[bytes, bytes]]  # of a stream: id, fields
 
@@ -45,11 +45,6 @@ def task_to_text(task: Task) -> str:
 def task_from_text(text: bytes | str) -> Task:
     """Make a task of what ``task_to_text`` gave."""
     return Task(**_details(text))
-
-
-def lease_to_text(lease: Lease) -> str:
-    """Give a lease as JSON text."""
-    return details_to_text(vars(lease))
 
 
 def event_of(entry: Entry) -> Event:

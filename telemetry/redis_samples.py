@@ -6,6 +6,7 @@ may send again what retention has forgotten, and it counts once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -16,10 +17,12 @@ from telemetry import redis_rows as rows
 from telemetry.codec import sample_from_bytes, sample_to_bytes
 from telemetry.redis_keys import Keys
 from telemetry.redis_link import RedisLink
-from telemetry.redis_scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES
+from telemetry.redis_scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES, REPAIR
 from telemetry.rollup import Rollup
 from telemetry.rollup_codec import rollup_from_bytes, rollup_to_bytes
 from telemetry.unreadable import Unreadable
+
+log = logging.getLogger(__name__)
 
 # A script holds up everybody else: of so many samples it takes a few milliseconds.
 _AT_ONCE = 500
@@ -68,11 +71,21 @@ class Samples:
     def counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
         seen = self._link.read("HGETALL", self._keys.of("seen", run))
-        return {int(rank): int(seen[rank].split()[0]) for rank in sorted(seen, key=int)}
+        ranks = sorted(int(name) for name in seen if name.isdigit())
+        return {rank: int(seen[b"%d" % rank].split()[0]) for rank in ranks}
 
     def prune(self, before_time: float) -> int:
         """Forget samples taken before a time and return how many."""
+        self.repair()
         return sum(self._prune(run, before_time) for run in self._runs())
+
+    def repair(self) -> None:
+        """Forget what a torn write left, where a server ran it after its start."""
+        for run in self._runs():
+            keys = [self._keys.of(name, run) for name in ("samples", "times", "seen")]
+            forgotten = int(self._link.run(f"repair of run {run!r}", REPAIR, keys))
+            if forgotten:
+                log.warning("run %s: forgot %d samples of a torn write", run, forgotten)
 
     def refused(self) -> dict[str, int]:
         """Return how many records could not be read, by reason."""

@@ -4,6 +4,12 @@ They name all their keys, which lie in one cluster slot, and use no command newe
 call TIME before they write: since Redis 5 a script is replicated by its effects, so replicas and
 the append-only file see the same ids (https://redis.io/docs/latest/develop/programmability/eval-intro/).
 
+A server that was killed in the middle of a write cuts its append-only file behind the last whole
+*command*, be it inside of a transaction. What is left of that, and was never acknowledged, it runs
+at the start after the next one, with what was written meanwhile (valkey pull request 4342). So a
+script writes in an order in which every beginning of it is harmless, or leaves a mark of what is to
+be taken back.
+
 Ids that readers go by (events, versions, cursors) are the server's clock, or one more than the last
 if that is greater: a server that lost its last second in a crash gives none of them out again.
 """
@@ -39,7 +45,10 @@ return {redis.call('TIME'), start, redis.call('HGETALL', KEYS[1])}
 # ARGV: 1 the revision that the caller saw, '' if its writes rest on nothing; 2 id of this change;
 #   3 time of its events, '' for the server's; 4 whether readers wait for it; 5 their channel;
 #   6 number of events, then kind and detail of each; then the writes, each as its command, the
-#   number of its key, how many words follow, and these.
+#   number of its key, how many words follow, and these: those before the state, then those after.
+#   6 is followed by the number of words for the state, and these; then where those after begin.
+# Order: what the state refers to, events, the state in one command, then what is removed. Without
+# the state nothing was changed; with it all was, and what is left over is never referred to.
 # Returns 'lost', or 'made' with the ids of the events. The receipt holds that answer for a caller
 # whose connection broke: it asks again with the same id, and nothing is done twice.
 CHANGE = Script("""
@@ -49,33 +58,44 @@ if answered then return answered end
 local guard, id = ARGV[1], ARGV[2]
 if guard ~= '' then
   if (redis.call('HGET', state, 'revision') or 'none') ~= guard then return 'lost' end
-  redis.call('HSET', state, 'revision', id)
 end
 local clock = redis.call('TIME')
 local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
-local function grown(name)
-  local number = math.max(tonumber(redis.call('HGET', state, name) or '0') + 1, now_ms)
-  local text = string.format('%.0f', number)
-  redis.call('HSET', state, name, text)
-  return text
-end
+local function last(name) return tonumber(redis.call('HGET', state, name) or '0') end
 local time = ARGV[3]
 if time == '' then time = string.format('%s.%06d', clock[1], tonumber(clock[2])) end
-local at = 7
-local answer = 'made'
-for _ = 1, tonumber(ARGV[6]) do
-  local event = grown('last_event')
-  redis.call('XADD', events, event .. '-0', 'time', time, 'kind', ARGV[at], 'detail', ARGV[at + 1])
-  answer = answer .. ' ' .. event
-  at = at + 2
+local function write(at, past)
+  while at < past do
+    local after = at + 3 + tonumber(ARGV[at + 2])
+    redis.call(ARGV[at], KEYS[tonumber(ARGV[at + 1])], unpack(ARGV, at + 3, after - 1))
+    at = after
+  end
 end
-while at <= #ARGV do
-  local last = at + 2 + tonumber(ARGV[at + 2])
-  redis.call(ARGV[at], KEYS[tonumber(ARGV[at + 1])], unpack(ARGV, at + 3, last))
-  at = last + 1
+local first_event = 7
+local num_words = first_event + 2 * tonumber(ARGV[6])
+local after_words = num_words + 1 + tonumber(ARGV[num_words])
+local removals = tonumber(ARGV[after_words])
+write(after_words + 1, removals)
+local new = {unpack(ARGV, num_words + 1, after_words - 1)}
+local function set(name, text)
+  table.insert(new, name)
+  table.insert(new, text)
 end
+local answer, event = 'made', last('last_event')
+for at = first_event, num_words - 1, 2 do
+  event = math.max(event + 1, now_ms)
+  local text = string.format('%.0f', event)
+  redis.call('XADD', events, text .. '-0', 'time', time, 'kind', ARGV[at], 'detail', ARGV[at + 1])
+  answer = answer .. ' ' .. text
+end
+if ARGV[6] ~= '0' then set('last_event', string.format('%.0f', event)) end
+if guard ~= '' then set('revision', id) end
+local version = string.format('%.0f', math.max(last('version') + 1, now_ms))
+if ARGV[4] == '1' then set('version', version) end
+if #new > 0 then redis.call('HSET', state, unpack(new)) end
+write(removals, #ARGV + 1)
 redis.call('SET', receipt, answer, 'EX', 120)
-if ARGV[4] == '1' then redis.call('PUBLISH', ARGV[5], grown('version')) end
+if ARGV[4] == '1' then redis.call('PUBLISH', ARGV[5], version) end
 return answer
 """)
 
@@ -88,6 +108,12 @@ return answer
 # What was seen of a rank is kept as its count and the spans of sequences, "5 0:2 4:5". Sequences
 # arrive in order but for what was dropped or waits in a spool, so there are few spans. Of more than
 # 256, the gap between the oldest two is closed: what is missing there is taken for lost for good.
+#
+# Before its samples a batch writes a mark into "seen": its first and last cursor in the run, and
+# what is seen of its ranks once it is whole. The next batch removes it, if the server knows of it;
+# not so that of a torn batch, which the server runs later: REPAIR finds it, and forgets its samples
+# unless they count as seen. They were never acknowledged, so their sender has them. All writers of
+# a run leave marks: one that does not would make those of the others look torn.
 APPEND = Script("""
 local most, num_runs = tonumber(ARGV[1]), tonumber(ARGV[2])
 local clock = redis.call('TIME')
@@ -125,7 +151,7 @@ local function add(seen, n)
   seen.count = seen.count + 1
   return true
 end
-local of_rank, new = {}, 0
+local of_rank, new, writes, spans_of_run = {}, 0, {}, {}
 for at = 3 + num_runs, #ARGV, 5 do
   local base = 3 * tonumber(ARGV[at])
   local rank = ARGV[at + 1]
@@ -136,24 +162,41 @@ for at = 3 + num_runs, #ARGV, 5 do
     cursor = cursor + 1
     new = new + 1
     local text = string.format('%.0f', cursor)
-    redis.call('XADD', KEYS[base], text .. '-0', 's', ARGV[at + 4])
-    redis.call('ZADD', KEYS[base + 1], ARGV[at + 3], text)
+    table.insert(writes, {base, at, text})
+    local span = spans_of_run[KEYS[base + 2]] or {text, text}
+    spans_of_run[KEYS[base + 2]] = {span[1], text}
     seen.is_changed = true
   end
 end
+for run = 1, num_runs do redis.call('SADD', KEYS[2], ARGV[2 + run]) end
+local words_of_run = {}
 for _, seen in pairs(of_rank) do
   if seen.is_changed then
     local parts = {string.format('%.0f', seen.count)}
     for _, span in ipairs(seen.spans) do
       table.insert(parts, string.format('%.0f:%.0f', span[1], span[2]))
     end
-    redis.call('HSET', seen.key, seen.rank, table.concat(parts, ' '))
+    local words = words_of_run[seen.key] or {}
+    words_of_run[seen.key] = words
+    table.insert(words, seen.rank)
+    table.insert(words, table.concat(parts, ' '))
   end
 end
+for key, span in pairs(spans_of_run) do
+  local mark, before = 'mark ' .. span[1], redis.call('HGET', key, 'newest mark')
+  local value = cmsgpack.pack({span[1], span[2], words_of_run[key]})
+  redis.call('HSET', key, mark, value, 'newest mark', mark)
+  if before then redis.call('HDEL', key, before) end
+end
+for _, one in ipairs(writes) do
+  local base, at, text = one[1], one[2], one[3]
+  redis.call('XADD', KEYS[base], text .. '-0', 's', ARGV[at + 4])
+  redis.call('ZADD', KEYS[base + 1], ARGV[at + 3], text)
+end
+for key, words in pairs(words_of_run) do redis.call('HSET', key, unpack(words)) end
 if new > 0 then redis.call('HSET', KEYS[1], 'last_cursor', string.format('%.0f', cursor)) end
 for run = 1, num_runs do
   local samples, times = KEYS[3 * run], KEYS[3 * run + 1]
-  redis.call('SADD', KEYS[2], ARGV[2 + run])
   local over = redis.call('ZCARD', times) - most
   if over > 0 then
     local oldest = redis.call('ZPOPMIN', times, over)
@@ -161,6 +204,29 @@ for run = 1, num_runs do
   end
 end
 return new
+""")
+
+# KEYS: samples, times and seen of one run. Returns how many samples of torn batches were forgotten.
+REPAIR = Script("""
+local found, forgotten = redis.call('HGETALL', KEYS[3]), 0
+local newest = redis.call('HGET', KEYS[3], 'newest mark')
+for at = 1, #found, 2 do
+  if string.sub(found[at], 1, 5) == 'mark ' then
+    local first, last, words = unpack(cmsgpack.unpack(found[at + 1]))
+    local is_seen = true
+    for n = 1, #words, 2 do
+      is_seen = is_seen and redis.call('HGET', KEYS[3], words[n]) == words[n + 1]
+    end
+    if not is_seen then
+      for _, entry in ipairs(redis.call('XRANGE', KEYS[1], first .. '-0', last .. '-0')) do
+        redis.call('ZREM', KEYS[2], string.match(entry[1], '^%d+'))
+        forgotten = forgotten + redis.call('XDEL', KEYS[1], entry[1])
+      end
+    end
+    if not is_seen or found[at] ~= newest then redis.call('HDEL', KEYS[3], found[at]) end
+  end
+end
+return forgotten
 """)
 
 # Samples of one run from before a time, the oldest first, some at a time.
@@ -185,8 +251,9 @@ ADD_ROLLUPS = Script("""
 local new = 0
 for at = 1, #ARGV, 4 do
   local rollups = 2 * tonumber(ARGV[at]) - 1
-  if redis.call('HSETNX', KEYS[rollups], ARGV[at + 1], ARGV[at + 3]) == 1 then
+  if redis.call('HEXISTS', KEYS[rollups], ARGV[at + 1]) == 0 then
     redis.call('ZADD', KEYS[rollups + 1], ARGV[at + 2], ARGV[at + 1])
+    redis.call('HSET', KEYS[rollups], ARGV[at + 1], ARGV[at + 3])
     new = new + 1
   end
 end

@@ -18,6 +18,7 @@ from eplb.recovery import LastWords, Recovery
 from telemetry import redis_rows as rows
 from telemetry import rules
 from telemetry.codec import SAMPLE_VERSION
+from telemetry.lease_watch import LeaseWatch
 from telemetry.redis_address import RedisAddress, parse_address
 from telemetry.redis_change import Change, Changes, control_of
 from telemetry.redis_decisions import Decisions
@@ -35,6 +36,7 @@ from telemetry.store import (
     Details,
     Event,
     Lease,
+    LeaseOf,
     Outcome,
     RankState,
     RunInfo,
@@ -47,7 +49,8 @@ class RedisStore:
     """LoadStore over Redis. Threads may share a store object; each process opens its own.
 
     Args:
-        clock: for times and leases in place of the server's, for tests and simulations.
+        clock: for times in place of the server's, for tests and simulations.
+        monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
 
     Raises:
@@ -61,6 +64,7 @@ class RedisStore:
         deployment: str,
         *,
         clock: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] | None = None,
         sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
@@ -73,9 +77,11 @@ class RedisStore:
             self.link.close()
             raise
         self._changes = Changes(self.link, self._keys, clock)
-        self._decisions = Decisions(self.link, self._keys, self._changes)
+        self._watch = LeaseWatch(monotonic or clock)
+        self._decisions = Decisions(self.link, self._keys, self._changes, self._watch)
         self._placements = PlacementReader(self.link, self._keys)
         self._samples = Samples(self.link, self._keys, sample_version)
+        self._repair()
         self._tasks = Tasks(self.link, self._keys, self._changes)
         self._waiter = Waiter(self.link, self._keys.wake, self.version)
 
@@ -90,7 +96,8 @@ class RedisStore:
 
     def runs(self) -> list[RunInfo]:
         """Return every start on record, oldest first."""
-        return [self._run(name) for name in self.link.read("LRANGE", self._keys.run_order, 0, -1)]
+        names = self.link.read("LRANGE", self._keys.run_order, 0, -1)
+        return [self._run(name) for name in dict.fromkeys(names)]  # a torn start may be there twice
 
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
@@ -146,19 +153,18 @@ class RedisStore:
         """Forget roll-ups that ended by ``before_time`` and return how many."""
         return self._samples.prune_rollups(seconds, before_time)
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take or renew the lease, by the server's clock."""
-        return self._decisions.acquire_lease(holder, ttl_s)
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
+        """Take or renew a lease."""
+        return self._decisions.acquire_lease(holder, ttl_s, of)
 
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up."""
         return self._decisions.release_lease(lease)
 
-    def lease(self) -> Lease | None:
+    def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now."""
-        state = self._changes.look()
-        latest = state.lease
-        return latest if latest is not None and state.time < latest.expires else None
+        latest = self._changes.look().lease_of(of)
+        return None if latest is None or self._watch.is_over(latest) else latest
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
@@ -200,6 +206,18 @@ class RedisStore:
         """Close an open migration of which nothing was applied."""
         assert outcome != "committed", "a migration that was applied is closed by commit"
         return self._decisions.withdraw(plan_id, outcome=outcome, reason=reason, fence=fence)
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents."""
+        return self._decisions.restore(run, placement, control, last_plan_id, reason)
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
@@ -296,6 +314,13 @@ class RedisStore:
         """Close the connections and end every wait; the store cannot be used after."""
         self.link.close()
         self._waiter.close()
+
+    def _repair(self) -> None:
+        try:
+            self._samples.repair()
+        except BaseException:
+            self.link.close()
+            raise
 
     def _run(self, name: bytes) -> RunInfo:
         found = self.link.read("HGET", self._keys.runs, name)

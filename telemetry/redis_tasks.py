@@ -44,8 +44,8 @@ class Tasks:
                 return None
             task = replace(found, state="running")
             self._put(change, task)
-            change.write("ZREM", self._keys.queued, task.id)
             change.write("ZADD", self._keys.running, task.id, task.id)
+            change.write("ZREM", self._keys.queued, task.id)
             change.is_awaited = True
             return task
 

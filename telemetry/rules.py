@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -13,7 +15,13 @@ from eplb.load import LoadSample
 from eplb.migration import Migration
 from eplb.placement import Placement
 from eplb.recovery import LastWords, Recovery
-from telemetry.store import Control, Details, Lease, Outcome, RunInfo, TaskState
+from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, TaskState
+
+OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
+PLAN_ID_GAP = (
+    1000  # left out after a loss: other ranks may know of a few more than the one that writes
+)
+_MAX_SECONDS = 2**32 - 1  # a token fits into 63 bits
 
 EVENT_OF_OUTCOME: dict[Outcome, str] = {
     "committed": "commit",
@@ -144,26 +152,66 @@ def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> Non
         raise StoreError(f"task {task_id} cannot end as {state!r}, expected 'done' or 'failed'")
 
 
-def next_lease(holder: str, ttl_s: float, *, now: float, latest: Lease | None) -> Lease | None:
+def first_token(now: float) -> int:
+    """Return the fencing token that a store gives out when it knows of none before.
+
+    A new store, and one that lost its contents: seconds since the epoch above 31 random bits, so no
+    token of before comes again. While the clock is right the seconds differ. If the clock is lost
+    too, and shows a second in which a token was drawn before, the random bits differ: two draws
+    meet with a chance of 1 in 2^31, and tokens that takeovers counted up from one, by as many more.
+    """
+    return min(max(int(now), 0), _MAX_SECONDS) << 31 | max(1, secrets.randbits(31))
+
+
+def next_lease(
+    holder: str,
+    ttl_s: float,
+    of: LeaseOf,
+    *,
+    now: float,
+    latest: Lease | None,
+    is_over: Callable[[Lease], bool],
+) -> Lease | None:
     """Return the lease that ``holder`` gets; None while another holds it.
 
     Args:
         latest: the last lease that was given out, be it run out or given up.
+        is_over: tells of the latest lease (``telemetry/lease_watch.py``).
     """
     if not holder or not ttl_s > 0:
         raise ConfigError(
             f"holder {holder!r} asked for the lease for {ttl_s} s, expected a name and more than 0"
         )
-    if latest is None or latest.holder == holder:
-        return Lease(holder, latest.token if latest else 1, now + ttl_s)
-    return None if now < latest.expires else Lease(holder, latest.token + 1, now + ttl_s)
+    until = now + ttl_s
+    if latest is None:
+        return Lease(holder, first_token(now), until, ttl_s, now, 0, of)
+    renewals = latest.renewals + 1
+    if latest.holder == holder:
+        return replace(latest, expires=until, ttl_s=ttl_s, renewals=renewals)
+    if not is_over(latest):
+        return None
+    return Lease(holder, latest.token + 1, until, ttl_s, now, renewals, of)
 
 
-def is_held(lease: Lease, *, now: float, latest: Lease | None) -> bool:
-    """Whether a lease that was given out is still its holder's."""
+def given_up(
+    lease: Lease, *, now: float, latest: Lease | None, is_over: Callable[[Lease], bool]
+) -> Lease | None:
+    """Return what to write for a lease that is given up; None: it is its holder's no more."""
     if latest is None or (latest.holder, latest.token) != (lease.holder, lease.token):
-        return False
-    return now < latest.expires
+        return None
+    if is_over(latest):
+        return None
+    return replace(latest, expires=now, ttl_s=0.0, renewals=latest.renewals + 1)
+
+
+def lease_to_text(lease: Lease) -> str:
+    """Give a lease as JSON text."""
+    return details_to_text(vars(lease))
+
+
+def lease_from_text(text: str) -> Lease:
+    """Make a lease of what ``lease_to_text`` gave, or a program that knew but three fields."""
+    return Lease(**{"ttl_s": OLD_TTL_S, "since": 0.0, "renewals": 0} | details_from_text(text))
 
 
 def check_fence(fence: int | None, latest: Lease | None) -> None:
@@ -180,6 +228,24 @@ def check_fence(fence: int | None, latest: Lease | None) -> None:
         f"a controller writes with fencing token {fence}, found {found} as the newest given out: "
         "expected it to stop acting"
     )
+
+
+def is_to_be_restored(run: RunInfo, *, is_committed: bool, current_run: str | None) -> bool:
+    """Whether a store lost its contents, and nobody has begun another run in it since."""
+    return not is_committed and current_run in (None, run.run)
+
+
+def restore_detail(
+    run: RunInfo, placement: Placement, control: Control, *, last_plan_id: int, reason: str
+) -> Details:
+    """Detail of the event "restore"."""
+    return {
+        "run": run.run,
+        "generation": placement.generation,
+        "last_plan_id": last_plan_id,
+        "movement": control.movement,
+        "reason": reason,
+    }
 
 
 def standing_record(

@@ -23,6 +23,7 @@ from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
 from telemetry.codec import SAMPLE_VERSION
+from telemetry.lease_watch import LeaseWatch
 from telemetry.rollup import Rollup
 from telemetry.sqlite_change import Change
 from telemetry.sqlite_file import SqliteFile, one
@@ -34,6 +35,7 @@ from telemetry.store import (
     Details,
     Event,
     Lease,
+    LeaseOf,
     Outcome,
     RankState,
     RunInfo,
@@ -50,6 +52,8 @@ class SqliteStore:
     Threads may share a store object; each process opens its own, after any fork.
 
     Args:
+        clock: seconds since the epoch.
+        monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
 
     Raises:
@@ -63,11 +67,13 @@ class SqliteStore:
         deployment: str,
         *,
         busy_timeout_s: float = 10.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] | None = None,
         sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
-        self._clock = clock
+        self._clock = clock or time.time
+        self._watch = LeaseWatch(monotonic or clock)
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
         self._placements = PlacementReader(self._file, deployment)
@@ -75,14 +81,9 @@ class SqliteStore:
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start; the same again changes nothing."""
-        row = rows.run_row(info)
         with self._change() as change:
-            known = one(change.connection, f"{rows.RUN} AND run = ?", self.deployment, info.run)
-            if known is not None:
-                rules.check_run_is_new(rows.run_of(row), rows.run_of(known))
-                return
-            change.connection.execute(rows.INSERT_RUN, (self.deployment, *row))
-            change.add_event("run", rules.run_detail(info))
+            if change.begin_run(info):
+                change.add_event("run", rules.run_detail(info))
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
@@ -147,20 +148,23 @@ class SqliteStore:
         """Delete roll-ups that ended by ``before_time`` and return how many."""
         return self._samples.prune_rollups(seconds, before_time)
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take or renew the lease."""
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
+        """Take or renew a lease."""
         with self._change() as change:
-            return change.acquire_lease(holder, ttl_s)
+            lease = change.acquire_lease(holder, ttl_s, of, self._watch.is_over)
+        if lease is not None:
+            self._watch.age_s(lease)
+        return lease
 
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up."""
         with self._change() as change:
-            return change.release_lease(lease)
+            return change.release_lease(lease, self._watch.is_over)
 
-    def lease(self) -> Lease | None:
+    def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now."""
-        latest = self._latest_lease()
-        return latest if latest is not None and self._clock() < latest.expires else None
+        latest = self._latest_lease(of)
+        return None if latest is None or self._watch.is_over(latest) else latest
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
@@ -209,6 +213,19 @@ class SqliteStore:
         assert outcome != "committed", "a migration that was applied is closed by commit"
         with self._change(fence) as change:
             return change.withdraw(plan_id, outcome=outcome, reason=reason)
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents."""
+        with self._change() as change:
+            return change.restore(run, placement, control, last_plan_id, reason)
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
@@ -282,8 +299,7 @@ class SqliteStore:
     def set_control(self, control: Control, *, reason: str) -> None:
         """Set the switches."""
         with self._change() as change:
-            row = (self.deployment, rules.details_to_text(vars(control)))
-            change.connection.execute("INSERT OR REPLACE INTO control VALUES (?, ?)", row)
+            change.set_control(control)
             change.add_event("control", rules.control_detail(control, reason))
 
     def candidates(self) -> Candidates:
@@ -333,8 +349,8 @@ class SqliteStore:
             with self._changed:
                 self._changed.notify_all()
 
-    def _latest_lease(self) -> Lease | None:
-        found = self._rows(rows.LEASE)
+    def _latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+        found = self._rows(rows.LEASE, of)
         return rows.lease_of(found[0]) if found else None
 
     def _rows(self, query: str, *values: Any) -> list[Any]:

@@ -7,6 +7,7 @@ version sees the change too.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from eplb.migration import Migration
@@ -16,7 +17,7 @@ from eplb.recovery import LastWords, Recovery
 from telemetry import rules
 from telemetry import sqlite_rows as rows
 from telemetry.sqlite_file import one
-from telemetry.store import Details, Lease, Outcome, Task, TaskState
+from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskState
 
 
 @dataclass
@@ -33,20 +34,38 @@ class Change:
         if fence is not None:
             rules.check_fence(fence, self._latest_lease())
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+    def acquire_lease(
+        self, holder: str, ttl_s: float, of: LeaseOf, is_over: Callable[[Lease], bool]
+    ) -> Lease | None:
         """Give the lease to ``holder``, unless another holds it."""
-        latest = self._latest_lease()
-        lease = rules.next_lease(holder, ttl_s, now=self.time, latest=latest)
+        latest = self._latest_lease(of)
+        lease = rules.next_lease(holder, ttl_s, of, now=self.time, latest=latest, is_over=is_over)
         if lease is not None:
             self._write_lease(lease)
         return lease
 
-    def release_lease(self, lease: Lease) -> bool:
+    def release_lease(self, lease: Lease, is_over: Callable[[Lease], bool]) -> bool:
         """End a lease; False when it was its holder's no more."""
-        if not rules.is_held(lease, now=self.time, latest=self._latest_lease()):
+        latest = self._latest_lease(lease.of)
+        ended = rules.given_up(lease, now=self.time, latest=latest, is_over=is_over)
+        if ended is not None:
+            self._write_lease(ended)
+        return ended is not None
+
+    def begin_run(self, info: RunInfo) -> bool:
+        """Record a start; False when it is recorded already."""
+        row = rows.run_row(info)
+        known = one(self.connection, f"{rows.RUN} AND run = ?", self.deployment, info.run)
+        if known is not None:
+            rules.check_run_is_new(rows.run_of(row), rows.run_of(known))
             return False
-        self._write_lease(replace(lease, expires=self.time))
+        self.connection.execute(rows.INSERT_RUN, (self.deployment, *row))
         return True
+
+    def set_control(self, control: Control) -> None:
+        """Set the switches."""
+        row = (self.deployment, rules.details_to_text(vars(control)))
+        self.connection.execute("INSERT OR REPLACE INTO control VALUES (?, ?)", row)
 
     def bump(self) -> None:
         """Count the version up, which ends the waits of readers."""
@@ -91,18 +110,7 @@ class Change:
         ):
             return False
         rules.check_not_dropped(plan_id, generation, self._recovery())
-        self.connection.execute(
-            "INSERT INTO placement VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                self.deployment,
-                generation,
-                self.time,
-                plan_id,
-                reason,
-                placement.hash,
-                placement_to_bytes(placement),
-            ),
-        )
+        self._add_placement(placement, plan_id, reason)
         open_plan_id = self.open_plan_id()
         if open_plan_id is not None:
             self._close_migration(open_plan_id, outcome if open_plan_id == plan_id else "rejected")
@@ -134,10 +142,7 @@ class Change:
                 migration_to_bytes(migration),
             ),
         )
-        self.connection.execute(
-            "UPDATE deployment SET last_plan_id = max(last_plan_id, ?) WHERE name = ?",
-            (plan_id, self.deployment),
-        )
+        self._reserve_plan_ids(plan_id)
         self.add_event("publish", rules.publish_detail(migration))
 
     def withdraw(self, plan_id: int, *, outcome: Outcome, reason: str) -> bool:
@@ -148,6 +153,33 @@ class Change:
         latest = self.latest_placement()
         detail = rules.close_detail(plan_id, latest[0] if latest else None, reason)
         self.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
+        return True
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows, unless the store has a placement; see LoadStore.restore."""
+        current = one(self.connection, f"{rows.RUN} ORDER BY id DESC LIMIT 1", self.deployment)
+        if not rules.is_to_be_restored(
+            run,
+            is_committed=self.latest_placement() is not None,
+            current_run=rows.run_of(current).run if current else None,
+        ):
+            return False
+        self.begin_run(run)
+        self._add_placement(placement, 0, reason)
+        self.set_control(control)
+        last_plan_id += rules.PLAN_ID_GAP
+        self._reserve_plan_ids(last_plan_id)
+        detail = rules.restore_detail(
+            run, placement, control, last_plan_id=last_plan_id, reason=reason
+        )
+        self.add_event("restore", detail)
         return True
 
     def last_words(self, words: LastWords) -> None:
@@ -242,9 +274,21 @@ class Change:
             (outcome, self.deployment, plan_id),
         )
 
-    def _latest_lease(self) -> Lease | None:
-        return rows.lease_of(one(self.connection, rows.LEASE, self.deployment))
+    def _add_placement(self, placement: Placement, plan_id: int, reason: str) -> None:
+        row = (placement.generation, self.time, plan_id, reason, placement.hash)
+        self.connection.execute(
+            "INSERT INTO placement VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (self.deployment, *row, placement_to_bytes(placement)),
+        )
+
+    def _reserve_plan_ids(self, up_to: int) -> None:
+        self.connection.execute(
+            "UPDATE deployment SET last_plan_id = max(last_plan_id, ?) WHERE name = ?",
+            (up_to, self.deployment),
+        )
+
+    def _latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+        return rows.lease_of(one(self.connection, rows.LEASE, self.deployment, of))
 
     def _write_lease(self, lease: Lease) -> None:
-        row = (self.deployment, lease.holder, lease.token, lease.expires)
-        self.connection.execute(rows.REPLACE_LEASE, row)
+        self.connection.execute(rows.REPLACE_LEASE, (self.deployment, *rows.lease_row(lease)))

@@ -33,11 +33,20 @@ class SqliteFile:
             self._writer = self._connect()
             try:
                 prepare(self._writer, self.path, deployment, busy_timeout_s)
-                self._identity = self._found_identity()
                 self._reader = self._connect()
+                # Opens the log here too: it is there for as long as a connection has it open.
+                self._reader.execute("SELECT count(*) FROM deployment").fetchone()
+                self._identities = self._found_identities()
+                self._check_held()
             except BaseException:
                 self._writer.close()
                 raise
+
+    @property
+    def beside(self) -> tuple[Path, Path]:
+        """SQLite's write-ahead log, and the memory in which processes share its index and locks."""
+        name = self.path.name
+        return self.path.with_name(f"{name}-wal"), self.path.with_name(f"{name}-shm")
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -45,6 +54,7 @@ class SqliteFile:
         self._check_process()
         with self._reading, translated(self.path, self._busy_timeout_s):
             self._check_open()
+            self._check_in_place()
             yield self._reader
 
     def rows(self, query: str, *values: Any) -> list[Any]:
@@ -62,11 +72,7 @@ class SqliteFile:
         self._check_process()
         with self._writing, translated(self.path, self._busy_timeout_s):
             self._check_open()
-            if self._found_identity() != self._identity:
-                raise StoreError(
-                    f"store {self.path} was removed or replaced since it was opened, "
-                    "expected the same file: what is written now would be lost"
-                )
+            self._check_in_place()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -90,14 +96,34 @@ class SqliteFile:
             self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
         )
 
-    def _found_identity(self) -> tuple[int, int] | None:
+    def _found_identities(self) -> dict[Path, tuple[int, int] | None]:
         # stat only: to open and close the file here would drop SQLite's own locks on it, since
         # POSIX locks end with any close by the process (https://www.sqlite.org/howtocorrupt.html).
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
+        return {path: _identity(path) for path in (self.path, *self.beside)}
+
+    def _check_in_place(self) -> None:
+        """Refuse to go on with a file, a log or locks that others do not share.
+
+        Two processes with two logs each see their own changes alone, the kill switch among them.
+        """
+        found = self._found_identities()
+        for path, expected in self._identities.items():
+            if found[path] != expected:
+                raise StoreError(
+                    f"store {self.path}: {path.name} was removed or replaced since it was opened, "
+                    "expected the same file: what is written now would be lost. End every process "
+                    "that uses the store, then start again"
+                )
+
+    def _check_held(self) -> None:
+        """Make sure that what lies on disk is what this process has open, not a later one."""
+        held = {_identity(entry) for entry in Path("/proc/self/fd").glob("*")}
+        for path in self.beside if held else ():
+            if self._identities[path] not in held:
+                raise StoreError(
+                    f"store {self.path}: {path.name} was removed while it was opened, expected it "
+                    "to stay"
+                )
 
     def _check_process(self) -> None:
         # An SQLite connection carried over a fork corrupts the file; so may a lock held then.
@@ -110,6 +136,14 @@ class SqliteFile:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError(f"store {self.path} is closed, expected an open one")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:  # it is not there, or a descriptor that was closed meanwhile
+        return None
+    return found.st_dev, found.st_ino
 
 
 def one(connection: sqlite3.Connection, query: str, *values: Any) -> tuple[Any, ...] | None:

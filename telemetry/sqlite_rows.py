@@ -69,8 +69,14 @@ ROLLUPS = (
     "ORDER BY start, run, phase LIMIT ? OFFSET ?"
 )
 PRUNE_ROLLUPS = "DELETE FROM rollup WHERE deployment = ? AND seconds = ? AND start <= ?"
-LEASE = "SELECT holder, token, expires FROM lease WHERE deployment = ?"
-REPLACE_LEASE = "INSERT OR REPLACE INTO lease VALUES (?, ?, ?, ?)"
+LEASE = (
+    "SELECT holder, token, expires, ttl_s, since, renewals, kind FROM held_lease "
+    "WHERE deployment = ? AND kind = ?"
+)
+REPLACE_LEASE = (
+    "INSERT OR REPLACE INTO held_lease (deployment, holder, token, expires, ttl_s, since, "
+    "renewals, kind) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+)
 PLACEMENT = "SELECT record, time, plan_id, reason FROM placement WHERE deployment = ?"
 RESERVE_PLAN_ID = "UPDATE deployment SET last_plan_id = last_plan_id + 1 WHERE name = ?"
 LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"
@@ -136,6 +142,11 @@ def rollup_row(rollup: Rollup) -> Row:
     record = rollup_to_bytes(rollup)
     start, run, phase = rollup.start, rollup.run, rollup.phase
     return rollup.seconds, start, run, phase, rollup.num_samples, record
+
+
+def lease_row(lease: Lease) -> Row:
+    """Give a lease as the values of LEASE."""
+    return tuple(vars(lease).values())
 
 
 def lease_of(row: Row | None) -> Lease | None:

@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.sqlite_errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
-SCHEMA_VERSION = 6  # counts up with each change of the tables below
+SCHEMA_VERSION = 7  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -88,6 +88,15 @@ ALTER TABLE run ADD COLUMN window_seconds REAL NOT NULL DEFAULT 0;
     6: """
 CREATE TABLE candidates (deployment TEXT PRIMARY KEY, records TEXT NOT NULL);
 """,
+    7: """
+CREATE TABLE held_lease (
+    deployment TEXT NOT NULL, kind TEXT NOT NULL, holder TEXT NOT NULL, token INTEGER NOT NULL,
+    expires REAL NOT NULL, ttl_s REAL NOT NULL, since REAL NOT NULL, renewals INTEGER NOT NULL,
+    PRIMARY KEY (deployment, kind));
+INSERT INTO held_lease
+    SELECT deployment, 'controller', holder, token, expires, 10.0, 0.0, 0 FROM lease;
+DROP TABLE lease;
+""",
 }
 _OLDEST = 2  # the oldest version that can be brought up to date
 _NEW = 0  # version of a file without tables
@@ -110,7 +119,8 @@ def prepare(
     try:
         check(connection, path)
     finally:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # an error of the file's may have ended it
+            connection.execute("ROLLBACK")
     _use_write_ahead_log(connection, busy_timeout_s)
     # Commits are in the operating system's hands before they are acknowledged, so no death of a
     # process loses one. FULL would also survive power loss, at one fsync for each commit.

@@ -25,6 +25,7 @@ from telemetry.rollup import Rollup
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
 TaskState = Literal["queued", "running", "done", "failed"]
+LeaseOf = Literal["controller", "deployment"]
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to act as the deployment's one controller, for a while.
+    """The right to act as the deployment's one controller, or to run it at all, for a while.
 
-    ``token`` is the fencing token: it grows with each new holder and is never given out again. A
-    controller passes it with whatever it writes; once another holds the lease, that is refused.
+    ``token`` is the fencing token: it grows with each new holder and is never given out again, not
+    by a store that lost its contents either (``telemetry.rules.first_token``). A controller passes
+    it with whatever it writes; once another holds the lease, that is refused.
     """
 
     holder: str
     token: int  # 1 or more
-    expires: float  # seconds since the epoch, by the store's clock
+    expires: float  # seconds since the epoch, by the store's clock, for people; see lease_watch
+    ttl_s: float  # without being renewed; 0: given up
+    since: float  # when this holder took it, by the store's clock
+    renewals: int  # grows with each change
+    of: LeaseOf = "controller"
 
 
 @dataclass(frozen=True)
@@ -187,12 +193,13 @@ class LoadStore(Protocol):
     def prune_rollups(self, seconds: int, before_time: float) -> int:
         """Forget roll-ups of that length that ended by ``before_time``, and return how many."""
 
-    # -- the one controller
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
-        """Take the controller's lease, or renew one's own; None while another holds it.
+    # -- the one controller, the one owner
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
+        """Take a lease, or renew one's own; None while another holds it.
 
         Renewing keeps the token as long as nobody else held the lease in between, be it run out or
         not. Whoever takes it over gets a greater token. Two processes must not share a name.
+        ``telemetry/lease_watch.py`` says when another's lease is over.
 
         Raises:
             ConfigError: a holder without a name, or a time to live that is not positive.
@@ -201,8 +208,8 @@ class LoadStore(Protocol):
     def release_lease(self, lease: Lease) -> bool:
         """Give the lease up; False when it has run out, was given up or is another's by now."""
 
-    def lease(self) -> Lease | None:
-        """Return the lease that holds now, or None."""
+    def lease(self, of: LeaseOf = "controller") -> Lease | None:
+        """Return the lease that holds now, as far as this object has seen, or None."""
 
     # -- placements and migrations
     def committed(self) -> CommittedPlacement | None:
@@ -260,6 +267,26 @@ class LoadStore(Protocol):
 
         Raises:
             FencedOut: as ``publish``.
+        """
+
+    # -- after the store lost its contents
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents, atomically, as an event.
+
+        Of all that call this one writes. False: a placement is committed, or another run is
+        current; nothing is changed.
+
+        Args:
+            placement: what serves; the next commit follows its generation.
+            last_plan_id: the newest that the caller knows of; later ids are well above it.
         """
 
     # -- after a death

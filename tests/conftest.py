@@ -223,13 +223,19 @@ def fork() -> Iterator[Callable[..., ForkedProcess]]:
 
 
 class StoreClock:
-    """The clock of the stores under test. It stands still until a test makes time pass."""
+    """The clocks of the stores under test. They stand still until a test makes time pass.
+
+    ``now`` is of the day, and may be set; ``passed`` only grows.
+    """
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now, self.passed = 1000.0, 0.0
 
     def __call__(self) -> float:
         return self.now
+
+    def monotonic(self) -> float:
+        return self.passed
 
 
 OpenStore = Callable[[str], LoadStore]  # of a deployment; the same again sees the same store
@@ -238,12 +244,14 @@ Place = Callable[[pytest.FixtureRequest, StoreClock], OpenStore]
 
 def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     opened: dict[str, LoadStore] = {}
-    return lambda deployment: opened.setdefault(deployment, MemoryStore(deployment, clock=clock))
+    return lambda deployment: opened.setdefault(
+        deployment, MemoryStore(deployment, clock=clock, monotonic=clock.monotonic)
+    )
 
 
 def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     path = request.getfixturevalue("tmp_path") / "store.sqlite"
-    return lambda deployment: SqliteStore(path, deployment, clock=clock)
+    return lambda deployment: SqliteStore(path, deployment, clock=clock, monotonic=clock.monotonic)
 
 
 _prefixes = (f"test-{number}" for number in itertools.count())
@@ -252,7 +260,7 @@ _prefixes = (f"test-{number}" for number in itertools.count())
 def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
     """Open stores on a server that tests share, under a prefix that no other test has."""
     own = replace(address, prefix=next(_prefixes))
-    return lambda deployment: RedisStore(own, deployment, clock=clock)
+    return lambda deployment: RedisStore(own, deployment, clock=clock, monotonic=clock.monotonic)
 
 
 def _in_redis(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
@@ -336,6 +344,7 @@ def pass_time(store_kind: StoreKind, store_clock: StoreClock) -> Callable[[float
 
     def wait_for(seconds: float) -> None:
         store_clock.now += seconds
+        store_clock.passed += seconds
         if store_kind.has_own_clock:
             threading.Event().wait(seconds)
 

@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
-from contextlib import closing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from api.cli import app
+from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.redis_process import RedisProcess
-from telemetry.store import Control, RunInfo
+from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0
@@ -98,17 +101,76 @@ def test_a_refusal_is_one_sentence_on_the_error_stream(words: list[str], sentenc
     assert errors.splitlines() == [f"eplb: {sentence}"]
 
 
+@contextmanager
+def reporting(store: LoadStore) -> Iterator[None]:
+    """A rank that reports, as often as ranks do."""
+    is_over = threading.Event()
+
+    def report() -> None:
+        step = 0
+        while not is_over.wait(0.02):
+            step += 1
+            store.report(RankState(RUN.run, 0, float(step), step, 0, "idle", 0, 0, 0))
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(10.0)
+
+
+def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(open_store(path, "demo")) as store:
+        store.begin_run(RUN)
+        store.report(RankState(RUN.run, 0, 1.0, 1, 0, "idle", 0, 0, 0))
+
+        status, output, errors = run("pause", "--store", str(path))
+
+        assert status == 1
+        assert "movement off (was on); heard from 0 ranks" in output
+        assert "eplb: no rank reports to this store" in errors
+        assert not store.control().movement
+
+
+@pytest.mark.parametrize("ends", [["-wal"], ["-shm"], ["-wal", "-shm"]])
+def test_pause_after_the_log_was_removed_is_refused_or_told_to_be_heard_by_nobody(
+    tmp_path: Path, ends: list[str]
+) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(open_store(path, "demo")) as store:
+        store.begin_run(RUN)
+        store.report(RankState(RUN.run, 0, 1.0, 1, 0, "idle", 0, 0, 0))
+        for end in ends:
+            path.with_name(path.name + end).unlink()
+        pause = [str(EPLB), "pause", "--store", str(path)]
+
+        done = subprocess.run(pause, capture_output=True, text=True, timeout=60.0, check=False)
+
+        assert done.returncode in (1, 2), done.stdout + done.stderr
+        assert done.stderr.startswith("eplb: ")
+        for use in (store.control, lambda: store.add_event("note", {})):
+            with pytest.raises(StoreError, match=r"-(wal|shm) was removed or replaced"):
+                use()
+
+
 def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     with closing(open_store(path, "demo")) as store:
         store.begin_run(RUN)
         store.set_control(Control(movement=True, observe=True), reason="a test")
 
-        assert run("pause", "--store", str(path), "--reason", "too hot")[0] == 0
+        with reporting(store):
+            status, output, _ = run("pause", "--store", str(path), "--reason", "too hot")
+        said = f"demo: movement off (was on); heard from 1 ranks of run {RUN.run} since\n"
+        assert (status, output) == (0, said)
         assert store.control() == Control(movement=False, observe=True)
         assert store.events()[-1].detail["reason"] == "too hot"
 
-        assert run("resume", "--store", str(path))[0] == 0
+        with reporting(store):
+            assert run("resume", "--store", str(path))[0] == 0
         assert store.control() == Control(movement=True, observe=True)
 
 
@@ -133,7 +195,8 @@ def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
     with closing(open_store(url, "demo")) as store:
         store.begin_run(RUN)
 
-        assert run("pause", "--store", url) == (0, "", "")
+        with reporting(store):
+            assert run("pause", "--store", url)[0] == 0
         assert store.control() == Control(movement=False)
         status, output, _ = run("store", "purge", "--store", url, "--before", "1h")
         assert (status, output.startswith("demo: forgot 0 samples")) == (0, True)

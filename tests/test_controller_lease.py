@@ -30,7 +30,7 @@ from telemetry import open_store
 from telemetry.memory import MemoryStore
 from telemetry.redis_process import RedisProcess
 from telemetry.sqlite import SqliteStore
-from telemetry.store import Lease, LoadStore, RunInfo
+from telemetry.store import Lease, LeaseOf, LoadStore, RunInfo
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -56,11 +56,11 @@ class Asked:
     num_asked, is_down = 0, False
     meanwhile: Callable[[], object] = int  # happens once, as a plan is about to be offered
 
-    def acquire_lease(self, holder: str, ttl_s: float) -> Lease | None:
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
         self.num_asked += 1
         if self.is_down:
             raise StoreError("the store is down, expected it up")
-        return super().acquire_lease(holder, ttl_s)
+        return super().acquire_lease(holder, ttl_s, of)
 
     def next_plan_id(self) -> int:
         meanwhile, self.meanwhile = self.meanwhile, int
@@ -142,17 +142,18 @@ def test_the_lease_is_renewed_at_a_third_of_its_time_and_not_before(
         asked.append(store.num_asked)
 
     assert asked == [1, 1, 2, 2, 3]
-    assert (lease.token, lease_states(store)) == (1, [("one", "leads")])
+    assert lease_states(store) == [("one", "leads")]
 
 
 def test_who_stands_by_leads_when_the_lease_has_run_out(store: Asked, clock: Clock) -> None:
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert (one.is_held(), two.is_held()) == (True, False)
 
+    token = one.token
     clock.now += TTL_S
     assert two.is_held()
 
-    assert two.token == 2
+    assert two.token == token + 1
     assert not one.is_held()
     assert not one.is_held()
     assert lease_states(store) == [("one", "leads"), ("two", "leads"), ("one", "lost")]
@@ -172,17 +173,18 @@ def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
 ) -> None:
     lease = ControllerLease(store, "one", TTL_S, clock=clock)
     assert lease.is_held()
+    token = lease.token
     store.is_down = True
     for seconds in (TTL_S / 2, TTL_S / 2):
         clock.now += seconds
         with pytest.raises(StoreError, match="the store is down"):
             lease.is_held()
-    assert "token=1 the lease is lost: it was not renewed within 9 s" in caplog.text
+    assert f"token={token} the lease is lost: it was not renewed within 9 s" in caplog.text
     store.is_down = False
 
     assert lease.is_held()
 
-    assert lease.token == 1  # nobody had it meanwhile
+    assert lease.token == token  # nobody had it meanwhile
     assert lease_states(store) == [("one", "leads"), ("one", "lost"), ("one", "leads")]
     assert details(store, "lease")[1]["reason"].startswith("it was not renewed within 9 s: ")
 
@@ -249,9 +251,10 @@ def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
     (publish,) = details(store, "publish")
     assert publish["generation"] == 1
     assert store.published() is None
+    token = details(store, "lease")[0]["token"]
     assert (
-        "token=1 the lease is lost: a controller writes with fencing token 1, found 2"
-        in caplog.text
+        f"token={token} the lease is lost: a controller writes with fencing token {token}, found "
+        f"{token + 1}" in caplog.text
     )
     sleeper.turn()  # stands by from now on
     assert [state for _, state in lease_states(store)] == ["leads", "leads", "lost"]
@@ -352,7 +355,8 @@ def test_when_the_first_controller_is_killed_the_second_leads_in_time(
 
         assert took_s < ttl_s + 1.0  # a busy machine may come late to look
         assert {first, second} == {"one", "two"}
-        assert [detail["token"] for detail in details(store, "lease")] == [1, 2]
+        tokens = [detail["token"] for detail in details(store, "lease")]
+        assert tokens == [tokens[0], tokens[0] + 1]
         assert [detail["base_generation"] for detail in details(store, "publish")] == [0, 1]
 
 

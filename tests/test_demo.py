@@ -206,7 +206,7 @@ def test_a_demo_whose_store_is_redis_rebalances_and_loses_nothing(
             released = store.lease()
 
     assert lease is not None
-    assert (lease.token, released) == (1, None)
+    assert (lease.of, released) == ("controller", None)
     assert 'eplb_store_errors_total{backend="redis",deployment="demo"} 0.0' in metrics
     assert summary["rebalances"] >= 2
     assert (summary["samples_written"], summary["samples_lost"]) == (stored, 0)

@@ -37,7 +37,7 @@ RULES = {
     # what it reads of the runtime.
     "rebalance": rule(
         "eplb telemetry.store telemetry.windows telemetry.run_windows telemetry.intake "
-        "telemetry.retention telemetry.drift "
+        "telemetry.retention telemetry.drift telemetry.holder "
         "runtime.experts runtime.routing runtime.memory runtime.checkpoint runtime.counters "
         "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement "
         "runtime.listeners",

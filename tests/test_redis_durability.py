@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from eplb.placement import Placement
 from telemetry.redis_address import Limits
 from telemetry.redis_process import RedisProcess
 from telemetry.redis_store import RedisStore
+from telemetry.store import Lease
 
 TIMEOUT_S = 60.0
 # No second attempt and no breaker: each failure is seen, and what follows it starts anew.
@@ -91,12 +92,20 @@ class Writer:
         self.tasks.append(store.submit("rebalance", {"n": number}).id)
 
 
+def acquired(store: RedisStore, holder: str) -> Lease:
+    """Take the lease as soon as the one before, of milliseconds, was seen to stand for its time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (lease := store.acquire_lease(holder, 30.0)) is None:
+        assert time.monotonic() < deadline, "the lease did not run out"
+    return lease
+
+
 def check_that_nothing_is_lost(server: RedisProcess, writer: Writer) -> None:
     with closing(RedisStore(server.address, "demo")) as store:
         kept = {event.id for event in store.events(limit=1_000_000)}
         stored = {sample.sequence for _, sample in store.samples("run-1", limit=1_000_000)}
         committed = store.committed()
-        lease = store.acquire_lease("last", 1.0)
+        lease = acquired(store, "last")
 
         assert not writer.events.keys() - kept
         assert not set(writer.sequences) - stored
@@ -104,7 +113,6 @@ def check_that_nothing_is_lost(server: RedisProcess, writer: Writer) -> None:
         assert committed is not None
         assert committed.placement.generation >= writer.generation
         assert store.next_plan_id() > max(writer.plan_ids)
-        assert lease is not None
         assert lease.token > max(writer.tokens)
         assert all(store.task(task_id) is not None for task_id in writer.tasks)
         assert len(set(writer.tasks)) == len(writer.tasks)
@@ -175,22 +183,97 @@ def test_numbers_that_a_crash_made_the_server_forget_are_not_given_out_again(
         first = store.acquire_lease("zero", 0.001)
         numbers = [(store.next_plan_id(), store.submit("rebalance", {}).id)]
         shutil.copytree(folder, copy)
-        lost = store.acquire_lease("one", 0.001)
+        lost = acquired(store, "one")
         numbers.append((store.next_plan_id(), store.submit("rebalance", {}).id))
-        assert (first, lost) != (None, None)
+        assert first is not None
         server.kill()
         shutil.rmtree(folder)
         copy.rename(folder)
         server.start()
 
-        again = store.acquire_lease("two", 30.0)
+        again = acquired(store, "two")
         numbers.append((store.next_plan_id(), store.submit("rebalance", {}).id))
 
         assert numbers == [(1, 1), (2, 2), (1002, 1002)]
-        assert again is not None
-        assert again.token == 1002
-        with pytest.raises(FencedOut, match="fencing token 2, found 1002, of 'two'"):
-            store.claim(fence=2)
+        assert again.token == first.token + 1001
+        assert lost.token == first.token + 1
+        with pytest.raises(FencedOut, match=r"fencing token \d+, found \d+, of 'two'"):
+            store.claim(fence=lost.token)
+
+
+def commands_of(journal: Path) -> list[int]:
+    """Where each command of an append-only file ends."""
+    ends, at, data = [], 0, journal.read_bytes()
+    while at < len(data):
+        end = data.index(b"\r\n", at)
+        num_words, at = int(data[at + 1 : end]), end + 2
+        for _ in range(num_words):
+            end = data.index(b"\r\n", at)
+            at = end + 2 + int(data[at + 1 : end]) + 2
+        ends.append(at)
+    return ends
+
+
+def journal_of(folder: Path) -> Path:
+    # Redis 7 keeps the file in a folder of its own.
+    (journal,) = [*folder.glob("appendonly.aof"), *folder.glob("*/*.incr.aof")]
+    return journal
+
+
+def writes_torn(store: RedisStore) -> None:
+    store.append([make_sample(sequence) for sequence in (7, 8)])
+
+
+def commits_torn(store: RedisStore) -> None:
+    store.commit(make_placement(2), expected=1, reason="torn")
+
+
+def queues_torn(store: RedisStore) -> None:
+    store.submit("rebalance", {})
+
+
+def check_whole(store: RedisStore) -> None:
+    """Every part of what is there belongs to the rest of it."""
+    sequences = [sample.sequence for _, sample in store.samples("run-1")]
+    assert len(set(sequences)) == len(sequences)
+    assert store.sample_counts("run-1") == {0: len(sequences)}
+    assert len(store.samples_before(1e9)) == len(sequences)
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.generation in (1, 2)
+    while (task := store.claim()) is not None:
+        store.finish(task.id, "done", {})
+    assert store.running() == []
+    assert store.prune(1e9) == len(sequences)
+    assert store.samples("run-1") == []
+
+
+@pytest.mark.parametrize("torn", [writes_torn, commits_torn, queues_torn])
+def test_a_change_torn_at_any_command_of_its_transaction_leaves_a_whole_store(
+    tmp_path: Path, torn: Callable[[RedisStore], None]
+) -> None:
+    with synced(tmp_path / "redis", "always") as server:
+        with closing(RedisStore(server.address, "demo")) as store:
+            store.commit(make_placement(1), expected=None, reason="first")
+            store.append([make_sample(1)])
+            journal = journal_of(server.folder)
+            num_before = len(commands_of(journal))
+            torn(store)
+        server.kill()
+        whole, ends = journal.read_bytes(), commands_of(journal)
+        for cut in ends[num_before:-1]:
+            # In the middle of the next command: what is left is a transaction without its end.
+            journal.write_bytes(whole[: cut + 5])
+            server.start()
+            with closing(RedisStore(server.address, "demo")) as store:
+                store.append([make_sample(2), make_sample(7)])  # 7 is sent again
+            server.kill()
+            server.start()
+            with closing(RedisStore(server.address, "demo")) as store:
+                assert 7 in [sample.sequence for _, sample in store.samples("run-1")]
+                check_whole(store)
+            server.kill()
+        assert len(ends[num_before:-1]) > 4
 
 
 def test_what_was_written_before_a_torn_write_is_kept(tmp_path: Path) -> None:

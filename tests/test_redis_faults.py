@@ -22,7 +22,12 @@ from eplb.errors import StoreError
 from eplb.load import LoadSample
 from telemetry.redis_address import Limits, RedisAddress
 from telemetry.redis_keys import SCHEMA_VERSION
-from telemetry.redis_process import RedisClusterProcesses, RedisProcess, find_redis_server
+from telemetry.redis_process import (
+    RedisClusterProcesses,
+    RedisProcess,
+    find_redis_server,
+    free_port,
+)
 from telemetry.redis_store import RedisStore
 
 TIMEOUT_S = 20.0
@@ -403,3 +408,35 @@ def test_a_socket_file_serves_as_well(tmp_path: Path) -> None:
         store.add_event("note", {})
 
         assert [event.kind for event in store.events()] == ["note"]
+
+
+def test_a_socket_file_that_is_not_there_is_named_and_is_no_failure_of_tls(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+
+    with pytest.raises(StoreError, match="has no socket file, expected a server") as refused:
+        RedisStore(f"unix://{path}?deadline_s=0.1", "demo")
+
+    assert str(path) in str(refused.value)
+    assert "TLS" not in str(refused.value)
+
+
+def test_certificates_that_are_not_there_are_a_failure_of_tls(tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:{free_port()}?ca_certs={tmp_path}/none.pem&deadline_s=0.1"
+
+    with pytest.raises(StoreError, match=r"fails TLS|cannot be reached"):
+        RedisStore(url, "demo")
+
+
+def test_a_server_behind_a_socket_file_is_used_and_its_absence_is_passing(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    url = f"unix://{path}?deadline_s=5&breaker_failures=1000"
+    with (
+        RedisProcess(tmp_path, {"unixsocket": str(path)}) as server,
+        closing(RedisStore(url, "demo")) as store,
+    ):
+        first = store.add_event("before", {})
+        server.kill()
+        path.unlink(missing_ok=True)
+        server.start()
+
+        assert store.add_event("after", {}) > first

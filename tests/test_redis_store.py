@@ -246,7 +246,7 @@ def test_a_change_whose_answer_is_lost_is_made_once(address: RedisAddress, cut: 
 
 def test_the_same_change_sent_twice_gives_the_same_answer(store: RedisStore) -> None:
     keys = [key(store, name) for name in ("state", "events", "receipt:x")]
-    values = ["", "x", "", 1, key(store, "wake"), 1, "note", "{}"]
+    values = ["", "x", "", 1, key(store, "wake"), 1, "note", "{}", 0, 11]
 
     answers = [store.link.run("test", CHANGE, keys, values) for _ in range(2)]
 
@@ -265,7 +265,7 @@ def test_event_ids_are_the_clock_so_that_a_lost_second_repeats_none(store: Redis
 # -- the lease
 
 
-def test_a_lease_ends_by_the_server_s_clock(store: RedisStore) -> None:
+def test_a_lease_ends_by_the_watcher_s_own_clock(store: RedisStore) -> None:
     lease = store.acquire_lease("one", 0.15)
     assert lease is not None
     assert store.acquire_lease("two", LONG_S) is None

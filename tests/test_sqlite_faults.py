@@ -58,7 +58,7 @@ def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> 
         raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 7, expected 6"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 8, expected 7"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
@@ -70,9 +70,15 @@ RELEASED = {
     3: "daf5a7aa7fe85409",
     4: "fa32d0f398e0d900",
     5: "e0e7a6dd261cfe8e",
+    6: "324965774f021bd5",
 }
 # What takes away from a file what a version added.
 UNDO = {
+    7: (
+        "DROP TABLE held_lease",
+        "CREATE TABLE lease (\n    deployment TEXT PRIMARY KEY, holder TEXT NOT NULL, "
+        "token INTEGER NOT NULL,\n    expires REAL NOT NULL)",
+    ),
     6: ("DROP TABLE candidates",),
     5: ("ALTER TABLE run DROP COLUMN window_seconds",),
     4: ("DROP INDEX sample_in_time", "DROP TABLE lease", "DROP TABLE rollup"),
@@ -92,7 +98,7 @@ def as_version(wanted: int, path: Path) -> None:
     assert digest == RELEASED[wanted]
 
 
-@pytest.mark.parametrize("version", [2, 3, 4, 5])
+@pytest.mark.parametrize("version", [2, 3, 4, 5, 6])
 def test_a_file_of_an_older_version_is_brought_up_to_date_and_keeps_all_it_holds(
     path: Path, version: int
 ) -> None:
@@ -133,7 +139,7 @@ def test_a_file_older_than_version_2_is_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("PRAGMA user_version = 1")
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 6"):
+    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 7"):
         SqliteStore(path, "demo")
 
 

@@ -12,7 +12,10 @@ from eplb.errors import ConfigError, FencedOut
 from eplb.migration import Migration, build_migration
 from eplb.placement import Placement
 from eplb.topology import Topology
+from telemetry.holder import is_dead, new_holder
+from telemetry.rules import first_token
 from telemetry.store import Lease, LoadStore
+from tests.conftest import ForkedProcess, StoreClock
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 LONG_S, SHORT_S = 30.0, 0.2
@@ -36,12 +39,14 @@ def make_migration(store: LoadStore) -> Migration:
     return build_migration(base, target, TWO_RANKS, plan_id=store.next_plan_id())
 
 
-def test_the_first_holder_gets_the_first_token(store: LoadStore) -> None:
+def test_the_first_holder_gets_a_token_and_is_known_by_it(store: LoadStore) -> None:
     assert store.lease() is None
 
     lease = acquired(store, "one")
 
-    assert (lease.holder, lease.token) == ("one", 1)
+    assert (lease.holder, lease.ttl_s, lease.renewals) == ("one", LONG_S, 0)
+    assert 0 < lease.token < 2**63
+    assert lease.expires == lease.since + LONG_S
     assert store.lease() == lease
 
 
@@ -57,7 +62,7 @@ def test_of_many_who_ask_at_once_one_gets_it(store: LoadStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         asked = list(pool.map(lambda n: store.acquire_lease(str(n), LONG_S), range(8)))
 
-    assert [lease.token for lease in asked if lease is not None] == [1]
+    assert len([lease for lease in asked if lease is not None]) == 1
 
 
 def test_renewing_keeps_the_token_and_moves_the_end(store: LoadStore, pass_time: PassTime) -> None:
@@ -86,7 +91,7 @@ def test_whoever_takes_it_over_gets_a_greater_token(store: LoadStore, pass_time:
         tokens.append(acquired(store, holder, SHORT_S).token)
         pass_time(PAST_SHORT_S)
 
-    assert tokens == [1, 2, 3]
+    assert [token - tokens[0] for token in tokens] == [0, 1, 2]
 
 
 def test_a_lease_is_given_up_once(store: LoadStore) -> None:
@@ -96,7 +101,7 @@ def test_a_lease_is_given_up_once(store: LoadStore) -> None:
     assert not store.release_lease(lease)
 
     assert store.lease() is None
-    assert acquired(store, "two").token == 2
+    assert acquired(store, "two").token == lease.token + 1
 
 
 def test_a_lease_that_ran_out_or_was_taken_over_cannot_be_given_up(
@@ -122,8 +127,75 @@ def test_a_lease_without_a_holder_or_without_time_is_refused(
 
 
 def test_each_deployment_has_a_lease_of_its_own(open_stores: OpenStore) -> None:
-    assert acquired(open_stores("demo"), "one").token == 1
-    assert acquired(open_stores("other"), "two").token == 1
+    assert acquired(open_stores("demo"), "one").holder == "one"
+    assert acquired(open_stores("other"), "two").holder == "two"
+
+
+def test_the_owner_s_lease_and_the_controller_s_are_apart(
+    store: LoadStore, pass_time: PassTime
+) -> None:
+    owner = store.acquire_lease("parent", LONG_S, "deployment")
+    controller = acquired(store, "one", SHORT_S)
+    pass_time(PAST_SHORT_S)
+
+    assert store.lease("deployment") == owner
+    assert store.lease() is None
+    assert store.acquire_lease("another", LONG_S, "deployment") is None
+    assert owner is not None
+    assert store.release_lease(owner)
+    assert store.lease("deployment") is None
+    store.claim(fence=controller.token)  # whoever owns the deployment fences no controller out
+
+
+# -- clocks: each store object is another process, with a monotonic clock that never jumps
+
+JUMPS = pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "ahead"])
+
+
+@JUMPS
+def test_a_clock_that_is_set_takes_the_lease_from_nobody_who_renews_it(
+    open_stores: OpenStore, store_clock: StoreClock, pass_time: PassTime, jump_s: float
+) -> None:
+    leader, challenger = open_stores("demo"), open_stores("demo")
+    first = acquired(leader, "one", 3.0)
+    assert challenger.acquire_lease("two", 3.0) is None
+    store_clock.now += jump_s
+
+    for _ in range(6):
+        pass_time(1.0)
+        assert acquired(leader, "one", 3.0).token == first.token
+        assert challenger.acquire_lease("two", 3.0) is None
+
+
+@JUMPS
+def test_after_a_clock_is_set_and_the_leader_died_another_leads_in_one_lease_time(
+    open_stores: OpenStore, store_clock: StoreClock, pass_time: PassTime, jump_s: float
+) -> None:
+    leader, challenger = open_stores("demo"), open_stores("demo")
+    lease = acquired(leader, "one", 3.0)
+    store_clock.now += jump_s
+    assert challenger.acquire_lease("two", 3.0) is None
+
+    pass_time(2.9)
+    assert challenger.acquire_lease("two", 3.0) is None
+    pass_time(0.2)
+
+    assert acquired(challenger, "two").token == lease.token + 1
+
+
+def test_the_lease_of_a_process_of_this_host_that_ended_is_another_s_at_once(
+    open_stores: OpenStore, fork: Callable[..., ForkedProcess]
+) -> None:
+    child = fork(lambda pipe: pipe.send(new_holder()) or pipe.recv())
+    holder = child.hears()
+    lease = acquired(open_stores("demo"), holder)
+    challenger = open_stores("demo")
+    assert challenger.acquire_lease("two", LONG_S) is None
+
+    child.kill()
+
+    assert challenger.lease() is None
+    assert acquired(challenger, "two").token == lease.token + 1
 
 
 # -- fencing
@@ -168,7 +240,7 @@ def test_a_holder_that_was_superseded_is_fenced_out(
     pass_time(PAST_SHORT_S)
     acquired(store, "two")
 
-    with pytest.raises(FencedOut, match=r"fencing token 1, found 2, of 'two', as the newest"):
+    with pytest.raises(FencedOut, match=r"fencing token \d+, found \d+, of 'two', as the newest"):
         write(store, old.token)
 
 
@@ -211,3 +283,35 @@ def test_a_writer_without_a_token_needs_no_lease(store: LoadStore) -> None:
     store.publish(make_migration(store))
 
     assert store.published() is not None
+
+
+# -- tokens and names that never come again
+
+
+def test_a_token_is_not_drawn_again_though_the_clock_stands_still() -> None:
+    tokens = [first_token(1000.0) for _ in range(1000)]
+
+    assert len(set(tokens)) == len(tokens)
+    assert all(token >> 31 == 1000 for token in tokens)
+    assert max(first_token(1e300), first_token(2.0**33)) < 2**63
+    assert first_token(-5.0) > 0
+
+
+def test_a_later_second_gives_a_greater_token() -> None:
+    assert first_token(1001.0) > first_token(1000.0)
+
+
+@pytest.mark.parametrize(
+    "holder", ["one", "host:0:00000000-0-aaaaaa", "elsewhere:1:12345678-1-aaaaaa"]
+)
+def test_a_holder_of_whom_nothing_can_be_known_is_not_called_dead(holder: str) -> None:
+    assert not is_dead(holder)
+
+
+def test_a_process_number_that_was_given_out_again_is_another_process() -> None:
+    mine = new_holder()
+    name, _, random = mine.rpartition("-")
+    place, _, started = name.rpartition("-")
+
+    assert not is_dead(mine)
+    assert is_dead(f"{place}-{int(started) + 1}-{random}")

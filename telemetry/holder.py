@@ -1,0 +1,65 @@
+"""Names of processes that hold a lease, and whether such a process is known to have died.
+
+    HOST:PID:PLACE-START-RANDOM    gpu7:4242:9f31c2aa-8812345-5be012
+
+PLACE is a digest of the boot id and the pid namespace, START the time at which the process started,
+in ticks since the boot. On Linux whoever shares the place reads in ``/proc`` whether the process
+still runs; a process id that was given out again shows another start. Everybody else cannot know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+from functools import cache
+from pathlib import Path
+
+_NAME = re.compile(r"(?P<host>.*):(?P<pid>\d+):(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{6}")
+_NOWHERE = "0" * 8  # without /proc: nobody is known to have died
+
+
+def new_holder() -> str:
+    """Name this process: by its host and number for people, and as no other."""
+    pid = os.getpid()
+    started = _start_of(pid) or 0
+    return f"{socket.gethostname()}:{pid}:{_place()}-{started}-{secrets.token_hex(3)}"
+
+
+def shown(holder: str) -> str:
+    """Give a holder's name as people read it."""
+    found = _NAME.fullmatch(holder)
+    return f"process {found['pid']} on host {found['host']}" if found else repr(holder)
+
+
+def is_dead(holder: str) -> bool:
+    """Say whether the process of that name is known to have ended; False when it is not known."""
+    found = _NAME.fullmatch(holder)
+    if found is None or found["place"] in (_NOWHERE, "") or found["place"] != _place():
+        return False
+    if _start_of(1) is None:  # /proc hides the processes of others (hidepid)
+        return False
+    return _start_of(int(found["pid"])) != int(found["start"])
+
+
+@cache
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return _NOWHERE
+    return hashlib.blake2b(f"{boot}{namespace}".encode(), digest_size=4).hexdigest()
+
+
+def _start_of(pid: int) -> int | None:
+    """Ticks from the boot to a process's start; None for one that has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # After the name, which may hold anything: the state, and 19 fields on the start (proc(5)).
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

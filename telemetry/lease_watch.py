@@ -1,0 +1,39 @@
+"""When a lease is over: by what its watcher saw, not by a wall clock.
+
+A lease ends when its holder gives it up, when it was not renewed for its time to live by the
+*watcher's own* monotonic clock, or at once when the holder is a process of the same host that has
+ended. The time that a lease carries is for people: a wall clock that is set back by an hour would
+let nobody lead for that hour, and one that is set forward would take the lease from a living
+leader. The price: whoever has just arrived watches for one time to live before it may take over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Lock
+
+from telemetry.holder import is_dead
+from telemetry.store import Lease, LeaseOf
+
+_Mark = tuple[str, int, int]
+
+
+class LeaseWatch:
+    """Remembers since when each lease of a deployment stands as it is."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock, self._lock = clock or time.monotonic, Lock()
+        self._seen: dict[LeaseOf, tuple[_Mark, float]] = {}
+
+    def is_over(self, lease: Lease) -> bool:
+        """Say whether another may take this lease, the last one that was given out."""
+        return self.age_s(lease) >= lease.ttl_s or is_dead(lease.holder)
+
+    def age_s(self, lease: Lease) -> float:
+        """Note a lease, and say for how long it was seen to stand unchanged."""
+        mark, now = (lease.holder, lease.token, lease.renewals), self._clock()
+        with self._lock:
+            if lease.of not in self._seen or self._seen[lease.of][0] != mark:
+                self._seen[lease.of] = mark, now
+            return now - self._seen[lease.of][1]
