@@ -6,13 +6,22 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAX_ID = 2**63 - 1  # of tasks, events and generations: the largest integer of every store
+MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
+
+Policy = Annotated[
+    str | None, Field(min_length=1, max_length=100, description="none: the controller's own")
+]
 Reason = Annotated[str, Field(min_length=1, max_length=500, description="kept with the change")]
 
 
 class Body(BaseModel):
-    """A request body: what is not named here is refused."""
+    """A request body: what is not named here, or of another type, is refused.
 
-    model_config = ConfigDict(extra="forbid")
+    Strict, because "no" is not false: a dry run must not turn into a move by a guess.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class RebalanceRequest(Body):
@@ -20,15 +29,15 @@ class RebalanceRequest(Body):
 
     reason: Reason
     dry_run: bool = Field(True, description="true: plan only, move nothing")
-    policy: str | None = Field(None, min_length=1, description="none: the controller's own")
+    policy: Policy = None
 
 
 class ExplainRequest(Body):
     """Ask the controller why a plan made now would have an expert where it has it."""
 
-    layer: int = Field(ge=0, description="as the placement counts, from 0")
-    expert: int = Field(ge=0, description="a logical expert")
-    policy: str | None = Field(None, min_length=1, description="none: the controller's own")
+    layer: int = Field(ge=0, le=MAX_INDEX, description="as the placement counts, from 0")
+    expert: int = Field(ge=0, le=MAX_INDEX, description="a logical expert")
+    policy: Policy = None
 
 
 class ReasonRequest(Body):
