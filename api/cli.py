@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from contextlib import closing
@@ -13,7 +12,9 @@ import typer
 from rich.console import Console
 
 from api.journal import journal
+from api.logs import set_up_logging
 from api.observability import observability
+from api.printable import print_error
 from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
@@ -36,7 +37,6 @@ app.command()(simulate)
 app.command()(journal)
 app.command()(observability)
 app.add_typer(store_commands, name="store")
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Deployment = Annotated[str, typer.Option(help="Whose switches.")]
 Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
@@ -90,7 +90,7 @@ def demo(
 
         summary = run_demo(settings, console)
     except EplbError as exc:
-        errors.print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     if summary["reference_failures"] or summary["samples_lost"]:
         raise typer.Exit(WRONG_RESULT)
@@ -118,7 +118,7 @@ def resume(
 
 def main() -> None:
     """Entry point of the console script."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    set_up_logging()
     app()
 
 
@@ -135,7 +135,7 @@ def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
             before = store.control()
             store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
     except EplbError as exc:
-        errors.print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
 
 

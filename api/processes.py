@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from api.logs import set_up_logging
 from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
@@ -139,6 +140,7 @@ def _run_child(
     Path("/proc/self/comm").write_text(title_of(name))
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging()
     parent = Parent(commands, messages)
     try:
         main(parent, *args)

@@ -9,6 +9,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from api.printable import print_error
 from eplb.errors import ConfigError, EplbError
 from eplb.gate import CostModel
 from eplb.load import LoadHistory
@@ -78,7 +79,7 @@ def simulate(
         if html is not None:
             write_page(html, result, scenario, replays)
     except EplbError as exc:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
 
 
