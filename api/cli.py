@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from api.console import lasting_console
+from api.descriptors import raise_descriptor_limit
+from api.entry import interrupt_on_signals, leave, leave_on_signals
 from api.journal import journal
 from api.logs import set_up_logging
 from api.observability import observability
@@ -75,9 +77,9 @@ def demo(
     flags: dict[str, Any] = {
         name: value for name, value in locals().items() if name not in ("config", "setting")
     }
-    console = Console()
-    # Whoever stops a container or a service sends SIGTERM, and means what Ctrl-C means.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = lasting_console()
+    leave_on_signals(signal.SIGTERM, signal.SIGHUP)
+    raise_descriptor_limit()
     try:
         check_siblings()
         named = _more_settings(setting or [])
@@ -88,11 +90,14 @@ def demo(
         import_for_children()
         from api.demo import run_demo
 
+        interrupt_on_signals()
         summary = run_demo(settings, console)
+    except KeyboardInterrupt:
+        leave()
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    if summary["reference_failures"] or summary["samples_lost"]:
+    if summary["reference_failures"] or summary["samples_lost"] or summary["missing"]:
         raise typer.Exit(WRONG_RESULT)
 
 

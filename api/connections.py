@@ -30,6 +30,8 @@ _numbers = itertools.count()
 def connection_limit() -> int:
     """Give the most connections at a time; the processes of a deployment need descriptors too."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
     return max(PART_OF_ADDRESS, min(MAX_CONNECTIONS, soft // PART_OF_DESCRIPTORS))
 
 
