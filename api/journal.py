@@ -35,8 +35,10 @@ STYLES = {
 
 def journal(
     state_dir: Annotated[Path, typer.Argument(help="The state folder of a demo.")] = Path(".eplb"),
-    rank: Annotated[int | None, typer.Option(help="One rank only.")] = None,
-    last: Annotated[int, typer.Option(min=1, help="How many entries, the latest.")] = 200,
+    rank: Annotated[int | None, typer.Option(max=65_536, help="One rank only.")] = None,
+    last: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="How many entries, the latest.")
+    ] = 200,
     votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
 ) -> None:
     """Show what every rank noted, merged by time: plans, votes, swaps, deaths, recoveries."""
