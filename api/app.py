@@ -177,13 +177,13 @@ def _answered(task: TaskAnswer, response: Response) -> TaskAnswer:
 @act.post("/pause", summary="Stop all movement at once")
 def post_pause(service: Service, body: ReasonRequest) -> ControlAnswer:
     """The kill switch: no weight moves until it is resumed."""
-    return service.set_control(ControlRequest(reason=body.reason, movement=False, observe=None))
+    return service.set_control(ControlRequest(reason=body.reason, movement=False))
 
 
 @act.post("/resume", summary="Let weights move again")
 def post_resume(service: Service, body: ReasonRequest) -> ControlAnswer:
     """Undoes a pause."""
-    return service.set_control(ControlRequest(reason=body.reason, movement=True, observe=None))
+    return service.set_control(ControlRequest(reason=body.reason, movement=True))
 
 
 @act.patch("/control", summary="Change switches")

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from eplb.policies import POLICIES
 
 MAX_ID = 2**63 - 1  # of tasks, events and generations: the largest integer of every store
 MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
 
+
+def _not_null(value: object) -> object:
+    if value is None:
+        raise ValueError("expected true or false, or no such key")
+    return value
+
+
+# The names are documented here and checked by the service, which names them in its refusal.
 Policy = Annotated[
-    str | None, Field(min_length=1, max_length=100, description="none: the controller's own")
+    str | None,
+    Field(
+        max_length=100,
+        description="none: the controller's own",
+        json_schema_extra={"enum": [*sorted(POLICIES), None]},
+    ),
 ]
+Switch = Annotated[bool | None, BeforeValidator(_not_null), WithJsonSchema({"type": "boolean"})]
 Reason = Annotated[str, Field(min_length=1, max_length=500, description="kept with the change")]
 
 
@@ -47,8 +63,16 @@ class ReasonRequest(Body):
 
 
 class ControlRequest(Body):
-    """Change switches; those that are not given stay."""
+    """Change switches; those that are not given stay.
+
+    ``movement`` is the kill switch: false stops all movement. ``observe``: plan and report, publish
+    nothing.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["movement"]}, {"required": ["observe"]}]}
+    )
 
     reason: Reason
-    movement: bool | None = Field(None, description="the kill switch: false stops all movement")
-    observe: bool | None = Field(None, description="true: plan and report, publish nothing")
+    movement: Switch = None
+    observe: Switch = None
