@@ -18,6 +18,14 @@ def _not_null(value: object) -> object:
     return value
 
 
+def _number(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("expected a whole number")
+    return value
+
+
+# 1.0 is an integer of a JSON document; "1" and true are none.
+Index = Annotated[int, BeforeValidator(_number), Field(strict=False, ge=0, le=MAX_INDEX)]
 # The names are documented here and checked by the service, which names them in its refusal.
 Policy = Annotated[
     str | None,
@@ -51,8 +59,8 @@ class RebalanceRequest(Body):
 class ExplainRequest(Body):
     """Ask the controller why a plan made now would have an expert where it has it."""
 
-    layer: int = Field(ge=0, le=MAX_INDEX, description="as the placement counts, from 0")
-    expert: int = Field(ge=0, le=MAX_INDEX, description="a logical expert")
+    layer: Index = Field(description="as the placement counts, from 0")
+    expert: Index = Field(description="a logical expert")
     policy: Policy = None
 
 

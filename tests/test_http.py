@@ -204,10 +204,20 @@ def test_an_explanation_is_asked_of_the_controller(
     assert result["sentences"][0].startswith("Layer 0, expert 1")
 
 
-def test_an_expert_below_zero_is_refused(client: httpx.Client) -> None:
-    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": -1})
+@pytest.mark.parametrize("expert", [-1, 2**31, 10**30, 1.5, "1", True, None, "NaN"])
+def test_an_expert_that_is_no_index_is_refused(
+    client: httpx.Client, store: MemoryStore, expert: object
+) -> None:
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": expert})
 
     assert answer.status_code == 422
+    assert store.task(1) is None
+
+
+def test_a_whole_number_with_a_point_is_an_index(client: httpx.Client) -> None:
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": 1.0})
+
+    assert answer.json()["request"] == {"layer": 0, "expert": 1}
 
 
 def test_without_an_answer_in_time_the_task_can_be_asked_for(
