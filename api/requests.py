@@ -24,8 +24,9 @@ def _number(value: object) -> object:
     return value
 
 
-# 1.0 is an integer of a JSON document; "1" and true are none.
-Index = Annotated[int, BeforeValidator(_number), Field(strict=False, ge=0, le=MAX_INDEX)]
+# 1.0 is an integer of a JSON document; "1" and true are none. The bounds come first, or
+# the document would lack them.
+Index = Annotated[int, Field(strict=False, ge=0, le=MAX_INDEX), BeforeValidator(_number)]
 # The names are documented here and checked by the service, which names them in its refusal.
 Policy = Annotated[
     str | None,
