@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from api.console import lasting_console
+from api.entry import interrupt_on_signals, leave, leave_on_signals
 from api.journal import journal
+from api.logs import set_up_logging
 from api.observability import observability
+from api.printable import print_error
 from api.processes import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
 from api.simulate import simulate
@@ -35,7 +37,6 @@ app.command()(simulate)
 app.command()(journal)
 app.command()(observability)
 app.add_typer(store_commands, name="store")
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Deployment = Annotated[str, typer.Option(help="Whose switches.")]
 Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
@@ -75,9 +76,8 @@ def demo(
     flags: dict[str, Any] = {
         name: value for name, value in locals().items() if name not in ("config", "setting")
     }
-    console = Console()
-    # Whoever stops a container or a service sends SIGTERM, and means what Ctrl-C means.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = lasting_console()
+    leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
         check_siblings()
         named = _more_settings(setting or [])
@@ -88,11 +88,14 @@ def demo(
         import_for_children()
         from api.demo import run_demo
 
+        interrupt_on_signals()
         summary = run_demo(settings, console)
+    except KeyboardInterrupt:
+        leave()
     except EplbError as exc:
-        errors.print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    if summary["reference_failures"] or summary["samples_lost"]:
+    if summary["reference_failures"] or summary["samples_lost"] or summary["missing"]:
         raise typer.Exit(WRONG_RESULT)
 
 
@@ -118,7 +121,7 @@ def resume(
 
 def main() -> None:
     """Entry point of the console script."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    set_up_logging()
     app()
 
 
@@ -132,13 +135,13 @@ def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
     try:
         words, is_heard = switch_movement(url, deployment, movement=movement, reason=reason)
     except EplbError as exc:
-        errors.print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     typer.echo(words)
     if not is_heard:
-        errors.print(
-            "eplb: no rank reports to this store: the switch is written, and nobody may obey it",
-            markup=False,
+        typer.echo(
+            "eplb: no rank reports to this store: the switch is written, and may have no effect",
+            err=True,
         )
         raise typer.Exit(WRONG_RESULT)
 

@@ -8,7 +8,7 @@ ranks ---- samples ----> store ----> controller          one checker recomputes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,17 +18,17 @@ from api.app import create_app
 from api.demo_crew import Crew, DeadRank
 from api.demo_settings import DemoSettings
 from api.demo_setup import begin, begin_again, give_up_lease, prepare
-from api.demo_summary import render_summary, summarise
+from api.demo_summary import RankReport, render_summary, summarise
 from api.deployment_lease import DeploymentLease
 from api.descriptors import raise_descriptor_limit
 from api.live import LiveView
 from api.monitor import Monitor
 from api.server import HttpService
 from api.state_dir import StateDir
-from api.summary_file import check_writable, write_json
+from api.summary_file import SummaryFile
 from api.supervision import RestartBudget, SupervisionSettings, Supervisor
 from api.worker_plan import DEPLOYMENT, WorkerPlan
-from eplb.errors import BrokenGroup, RankError
+from eplb.errors import BrokenGroup, RankError, StoreError
 from eplb.placement import Placement
 from telemetry import open_store
 from telemetry.store import LoadStore
@@ -44,8 +44,9 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         EplbError: anything that keeps it from running, or that ended it; nothing is left running.
     """
     raise_descriptor_limit()
-    check_writable(settings.json_path)
     with ExitStack() as stack:
+        summary_file = SummaryFile(settings.json_path)
+        stack.callback(summary_file.close)
         state = StateDir(settings.state_dir)
         stack.callback(state.close)
         store = open_store(settings.store or state.store, DEPLOYMENT)
@@ -73,10 +74,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         stack.callback(demo.end)
         demo.first = begin(settings, plan, store)
         demo.start()
-        summary = demo.serve()
-    if settings.json_path is not None:
-        write_json(settings.json_path, summary)
-    return summary
+        return demo.serve(summary_file)
 
 
 class Demo:
@@ -119,33 +117,55 @@ class Demo:
         """End every process that still runs."""
         self._crew.end()
 
-    def serve(self) -> dict[str, Any]:
-        """Serve for the time that was asked for, halt, and sum up.
+    def serve(self, summary_file: SummaryFile) -> dict[str, Any]:
+        """Serve for the time that was asked for, halt, sum up and write, however it ends.
 
         Raises:
-            RankError: a rank or another process died.
+            RankError: a rank or another process died; what is known is written all the same.
         """
         until = self._started + self._settings.seconds
-        with LiveView(self._monitor, view=self._settings.view, console=self._console):
-            try:
-                self._serve_until(lambda: time.monotonic() >= until)
-                if self._settings.serve:
-                    self._serve_until(lambda: False)
-            except KeyboardInterrupt:
-                self._console.print("interrupted: halting the ranks", highlight=False)
-            reports = self._crew.halt(HALT_DEADLINE_S, CHECKS_DEADLINE_S)
-        self._monitor.refresh()
-        counts = self._store.sample_counts(self._plan.run)
+        reports: list[RankReport] = []
+        failure: BaseException | None = None
+        try:
+            with LiveView(self._monitor, view=self._settings.view, console=self._console):
+                try:
+                    self._serve_until(lambda: time.monotonic() >= until)
+                    if self._settings.serve:
+                        self._serve_until(lambda: False)
+                except KeyboardInterrupt:
+                    self._console.print("interrupted: halting the ranks", highlight=False)
+                reports = self._crew.halt(HALT_DEADLINE_S, CHECKS_DEADLINE_S)
+        except (Exception, KeyboardInterrupt) as exc:
+            failure = exc
+        summary = self._summary(reports, failure)
+        summary_file.write(summary)
+        if failure is not None:
+            raise failure
+        self._console.print(render_summary(summary))
+        return summary
+
+    def _summary(
+        self, reports: Sequence[RankReport], failure: BaseException | None
+    ) -> dict[str, Any]:
+        """Put together what is known; ``missing`` says what is not."""
+        missing = [f"an end in order: {type(failure).__name__}: {failure}"] if failure else []
+        counts: Mapping[int, int] | None = None
+        try:
+            self._monitor.refresh()
+            counts = self._store.sample_counts(self._plan.run)
+        except StoreError as exc:
+            missing.append(f"the latest load and the number of samples: {exc}")
         snapshot, checks = self._monitor.snapshot(), self._crew.checks
+        if not reports:
+            missing.append("the reports of the ranks: steps, times, bytes and samples lost")
         restarts = self._crew.restarts()
-        summary = summarise(self._plan, snapshot, reports, counts, checks) | {
+        return summarise(self._plan, snapshot, reports, counts, checks) | {
             "controller_restarts": restarts["controller"],
             "restarts": restarts,
             "deaths": len(self._losses),
             "unserved_s": round(self._unserved.total_s, 2),
+            "missing": missing,
         }
-        self._console.print(render_summary(summary))
-        return summary
 
     def _serve_until(self, is_reached: Callable[[], bool]) -> None:
         """Serve; a group that broke ends on all ranks, which are started again from the store.
@@ -186,5 +206,7 @@ class Demo:
             self._crew.wait_until_all_serve()
         except KeyboardInterrupt as exc:
             raise RankError("interrupted while the ranks were started again") from exc
+        except OSError as exc:  # no descriptor, say
+            raise RankError(f"the ranks could not be started again: {exc}") from exc
         gap_s = round(self._unserved.serving(), 2)
         self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

@@ -20,6 +20,7 @@ from pydantic import (
 
 from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
 
+HOUR_S, YEAR_S = 3600, 31_536_000
 DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
 
 View = Literal["auto", "live", "plain", "off"]
@@ -50,39 +51,51 @@ Number = Annotated[float, BeforeValidator(_not_a_switch), Field(allow_inf_nan=Fa
 
 
 class DemoSettings(BaseModel):
-    """All that ``eplb demo`` can be told; a field stands after those it is checked against."""
+    """All that ``eplb demo`` can be told; a field stands after those it is checked against.
+
+    Every number has an upper bound, far above what is of use: a slip of the finger is refused here
+    and not found by a process that runs out of memory.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks run")
     precision: Precision = Field("float32", description="of weights; fp8 has block scales")
     dispatcher: str = Field("auto", description="auto, or one of runtime.selftest.DISPATCHERS")
-    nodes: Whole = Field(2, ge=1, description="nodes; the ranks of one share a fast fabric")
-    ranks: Whole = Field(8, ge=1, description="rank processes, a multiple of the nodes")
-    layers: Whole = Field(6, ge=1, description="MoE layers")
-    experts: Whole = Field(64, ge=1, description="experts of each layer")
-    top_k: Whole = Field(6, ge=1, description="experts that each token goes to")
-    slots: Whole = Field(0, ge=0, description="slots of all ranks; 0: 1.25 times the experts")
-    spare_slots: Whole = Field(0, ge=0, description="further slots of each rank, kept empty")
+    nodes: Whole = Field(2, ge=1, le=256, description="nodes; the ranks of one share a fast fabric")
+    ranks: Whole = Field(8, ge=1, le=4096, description="rank processes, a multiple of the nodes")
+    layers: Whole = Field(6, ge=1, le=1024, description="MoE layers")
+    experts: Whole = Field(64, ge=1, le=65_536, description="experts of each layer")
+    top_k: Whole = Field(6, ge=1, le=256, description="experts that each token goes to")
+    slots: Whole = Field(
+        0, ge=0, le=1_048_576, description="slots of all ranks; 0: 1.25 times the experts"
+    )
+    spare_slots: Whole = Field(
+        0, ge=0, le=4096, description="further slots of each rank, kept empty"
+    )
     slab_mode: Literal["full", "hot", "ring"] = Field(
         "full", description="records in host memory: all, those used last, or a small ring"
     )
     slab_records: Whole = Field(
-        0, ge=0, description="records that a hot slab or a ring has room for"
+        0, ge=0, le=100_000_000, description="records that a hot slab or a ring has room for"
     )
     other_hosts: Literal["off", "before_disk", "after_disk"] = Field(
         "off", description="whether a host asks the others for records, and when; and ranks, ranks"
     )
     record_file: bool = Field(False, description="keep cooked records in a file beside the weights")
-    hidden: Whole = Field(64, ge=1, description="width of a token")
-    intermediate: Whole = Field(128, ge=1, description="width inside an expert")
+    hidden: Whole = Field(64, ge=1, le=65_536, description="width of a token")
+    intermediate: Whole = Field(128, ge=1, le=65_536, description="width inside an expert")
     shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")
-    tokens_per_rank: Whole = Field(256, ge=1, description="tokens of each rank in a step")
-    window_tokens: Whole = Field(16384, ge=1, description="tokens of all ranks in a load window")
-    seconds: Number = Field(60.0, gt=0, description="how long the ranks run")
+    tokens_per_rank: Whole = Field(
+        256, ge=1, le=1_048_576, description="tokens of each rank in a step"
+    )
+    window_tokens: Whole = Field(
+        16384, ge=1, le=1_000_000_000, description="tokens of all ranks in a load window"
+    )
+    seconds: Number = Field(60.0, gt=0, le=YEAR_S, description="how long the ranks run")
     text: list[Path] = Field([], description="files or folders of text; none: what is installed")
     trace: Path | None = Field(None, description="recorded routing instead of text (.npz)")
-    seed: Whole = Field(1, ge=0, description="seed of weights, text and planner")
+    seed: Whole = Field(1, ge=0, le=2**32 - 1, description="seed of weights, text and planner")
     policy: str = Field("auto", min_length=1, description="placement policy")
     observe: bool = Field(False, description="plan and report, but publish nothing")
     movement: bool = Field(True, description="the kill switch: off means that no weight moves")
@@ -96,31 +109,50 @@ class DemoSettings(BaseModel):
     spool_dir: Path | None = Field(
         None, description="where ranks keep samples that the store lacks; none: the state folder"
     )
-    spool_mb: Whole = Field(64, ge=1, description="MB of disk for such samples of each rank")
+    spool_mb: Whole = Field(
+        64, ge=1, le=1_000_000, description="MB of disk for such samples of each rank"
+    )
     store_interval: Number = Field(
-        0.0, ge=0, description="least seconds between two writes of a rank to the store"
+        0.0, ge=0, le=HOUR_S, description="least seconds between two writes of a rank to the store"
     )
     sample_version: Whole = Field(
-        SAMPLE_VERSION, description="in which ranks write samples; an older one in an upgrade"
+        SAMPLE_VERSION,
+        ge=1,
+        le=max(READABLE_VERSIONS),
+        description="in which ranks write samples; an older one in an upgrade",
     )
     window_seconds: Number = Field(
-        0.0, ge=0, description="seconds of a load window; 0: as many steps as window_tokens take"
+        0.0,
+        ge=0,
+        le=HOUR_S,
+        description="seconds of a load window; 0: as many steps as window_tokens take",
     )
     keep_samples_s: Number = Field(
-        3600.0, gt=0, description="seconds that samples are kept; then a minute is one roll-up"
+        3600.0,
+        gt=0,
+        le=10 * YEAR_S,
+        description="seconds that samples are kept; then a minute is one roll-up",
     )
     keep_minutes_s: Number = Field(
-        86_400.0, gt=0, description="seconds that roll-ups of a minute are kept; then of an hour"
+        86_400.0,
+        gt=0,
+        le=10 * YEAR_S,
+        description="seconds that roll-ups of a minute are kept; then of an hour",
     )
     keep_hours_s: Number = Field(
-        2_592_000.0, gt=0, description="seconds that roll-ups of an hour are kept"
+        2_592_000.0, gt=0, le=10 * YEAR_S, description="seconds that roll-ups of an hour are kept"
     )
-    keep_events: Whole = Field(100_000, ge=0, description="events that are kept, the latest")
+    keep_events: Whole = Field(
+        100_000, ge=0, le=10_000_000, description="events that are kept, the latest"
+    )
     lease_ttl_s: Number = Field(
-        10.0, gt=0, description="seconds that the controller's lease lasts; more than a plan takes"
+        10.0,
+        gt=0,
+        le=HOUR_S,
+        description="seconds that the controller's lease lasts; more than a plan takes",
     )
     min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
-    plan_windows: Whole = Field(4, ge=1, description="windows that a plan looks back on")
+    plan_windows: Whole = Field(4, ge=1, le=64, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
     restart_after_death: Whole = Field(
         3,
@@ -147,15 +179,23 @@ class DemoSettings(BaseModel):
         description="seconds without a turn until such a process is killed; more than a plan takes",
     )
     scrub_every_steps: Whole = Field(
-        64, ge=0, description="idle steps from one scrubbed slot to the next; 0: none is scrubbed"
+        64,
+        ge=0,
+        le=1_000_000_000,
+        description="idle steps from one scrubbed slot to the next; 0: none is scrubbed",
     )
     plan_deadline_s: Number = Field(
-        30.0, gt=0, description="how long a migration may stand still before it is dropped"
+        30.0,
+        gt=0,
+        le=HOUR_S,
+        description="how long a migration may stand still before it is dropped",
     )
     vote_deadline_s: Number = Field(
-        30.0, gt=0, description="how late a rank may be before the others end without it"
+        30.0, gt=0, le=HOUR_S, description="how late a rank may be before the others end without it"
     )
-    check_every: Whole = Field(8, ge=1, description="steps between two reference checks")
+    check_every: Whole = Field(
+        8, ge=1, le=1_000_000_000, description="steps between two reference checks"
+    )
     metrics_level: Literal["default", "layer", "rank"] = Field(
         "default", description="series of /metrics for each layer, or each layer and rank"
     )

@@ -24,14 +24,14 @@ def summarise(
     plan: WorkerPlan,
     snapshot: Snapshot,
     ranks: Sequence[RankReport],
-    stored: Mapping[int, int],
+    stored: Mapping[int, int] | None,
     checks: Sequence[CheckedStep],
 ) -> dict[str, Any]:
     """Put the figures of a run together, JSON-ready.
 
     ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
     really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
-    the ranks in order.
+    the ranks in order. ``stored`` is None where the store could not be asked.
     """
     final = final_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
@@ -88,10 +88,18 @@ def summarise(
         "reference_max_error": max((check.max_error for check in checks), default=None),
         "reference_failures": len(failures),
         "reference_checks_left_out": sum(rank["checks_left_out"] for rank in ranks),
-        "samples_written": sum(stored.values()),
-        "samples_lost": sum(rank["samples"] for rank in ranks) - sum(stored.values()),
+        "samples_written": None if stored is None else sum(stored.values()),
+        "samples_lost": _samples_lost(ranks, stored),
         "tokens_per_second": _rate(plan, ranks),
     }
+
+
+def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None) -> int | None:
+    """None where the store or the ranks could not be asked."""
+    if stored is None or not ranks:
+        return None
+    cut: int = sum(rank["samples"] for rank in ranks)
+    return cut - sum(stored.values())
 
 
 def final_windows(snapshot: Snapshot) -> list[WindowScore]:
@@ -169,7 +177,11 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['reference_checks']} checks ({phases}); "
             f"largest error {_text(error, '{:.1e}')}",
         ),
-        ("samples", f"{summary['samples_written']} written, {summary['samples_lost']} lost"),
+        (
+            "samples",
+            f"{_text(summary['samples_written'], '{}')} written, "
+            f"{_text(summary['samples_lost'], '{}')} lost",
+        ),
         *_deaths(summary),
     ]
 

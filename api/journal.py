@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from api.printable import print_error, printable
 from eplb.errors import ConfigError, EplbError
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ STYLES = {
 
 def journal(
     state_dir: Annotated[Path, typer.Argument(help="The state folder of a demo.")] = Path(".eplb"),
-    rank: Annotated[int | None, typer.Option(help="One rank only.")] = None,
-    last: Annotated[int, typer.Option(min=1, help="How many entries, the latest.")] = 200,
+    rank: Annotated[int | None, typer.Option(max=65_536, help="One rank only.")] = None,
+    last: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="How many entries, the latest.")
+    ] = 200,
     votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
 ) -> None:
     """Show what every rank noted, merged by time: plans, votes, swaps, deaths, recoveries."""
@@ -50,7 +53,7 @@ def journal(
         if rank is not None and rank not in {entry.rank for entry in entries}:
             raise ConfigError(f"rank {rank} has no entry in {folder}, expected a rank that served")
     except EplbError as exc:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     chosen = [
         entry
@@ -74,18 +77,22 @@ def render(entries: Sequence[Entry]) -> Table:
     for number, entry in enumerate(entries):
         is_new_run = not number or entry.run != entries[number - 1].run
         if is_new_run:
-            table.add_row("", "", "", "", "", f"[bold]start {entry.run}[/]", "")
+            table.add_row("", "", "", "", "", f"[bold]start {_cell(entry.run)}[/]", "")
         clock = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S.%f")[:-3]
         place = (entry.rank, entry.step, entry.generation, entry.plan_id or "")
         style = STYLES.get(entry.what, "")
-        table.add_row(clock, *map(str, place), entry.what, detail_of(entry), style=style)
+        table.add_row(clock, *map(str, place), _cell(entry.what), detail_of(entry), style=style)
     return table
 
 
 def detail_of(entry: Entry) -> str:
     """Give what is particular to an entry as words."""
     said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
-    return escape("  ".join(said))
+    return _cell("  ".join(said))
+
+
+def _cell(text: str) -> str:
+    return escape(printable(text))
 
 
 def num_dropped(entries: Sequence[Entry]) -> int:

@@ -10,6 +10,7 @@ from rich.live import Live
 
 from api.demo_settings import View
 from api.monitor import Monitor
+from api.printable import printable
 from api.snapshot import Snapshot, WindowScore
 from api.terminal import render
 from telemetry.store import Event
@@ -83,7 +84,7 @@ class LiveView:
         lines = PlainLines()
         for snapshot in self._snapshots():
             for line in lines.new(snapshot):
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+                self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class PlainLines:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver, get_context
+from multiprocessing import current_process, forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from api.descriptors import raise_descriptor_limit
+from api.logs import set_up_logging
 from api.supervision import TURN_S
 from eplb.errors import BrokenGroup, EplbError, RankError
 
@@ -50,7 +52,7 @@ class Parent:
             try:
                 self._messages.send((kind, body))
             except OSError:
-                os._exit(ORPHANED)
+                _end_orphaned()
 
     def listen(self, on_command: Callable[[Message], None]) -> None:
         """Hear commands on a thread until the parent is gone, and end with it."""
@@ -60,7 +62,7 @@ class Parent:
                 try:
                     on_command(self._commands.recv())
                 except (EOFError, OSError):
-                    os._exit(ORPHANED)
+                    _end_orphaned()
 
         threading.Thread(target=hear, name="lifeline", daemon=True).start()
 
@@ -132,14 +134,31 @@ class Child:
         self.messages.close()
 
 
+def _end_orphaned() -> NoReturn:
+    """End this process; what a killed parent left in the folder for temporary files goes too."""
+    parent = parent_process()
+    folder = current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder is not None and parent is not None and not parent.is_alive():
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(ORPHANED)
+
+
 def preload_modules(*names: str) -> None:
     """Have children start with these modules imported already: torch once, not ten times."""
     get_context("forkserver").set_forkserver_preload(list(names))
 
 
 def import_for_children() -> None:
-    """Import what was named for them now, in a process of its own, beside what this one does."""
+    """Import what was named for them now, in a process of its own, beside what this one does.
+
+    It and its children ignore from their first moment what a terminal sends to all processes: the
+    parent alone decides what that means.
+    """
+    of_terminal = (signal.SIGINT, signal.SIGHUP)
+    handlers = [signal.signal(one, signal.SIG_IGN) for one in of_terminal]
     forkserver.ensure_running()
+    for one, handler in zip(of_terminal, handlers, strict=True):
+        signal.signal(one, handler)
 
 
 def title_of(name: str) -> str:
@@ -158,6 +177,7 @@ def _run_child(
     raise_descriptor_limit()
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging()
     parent = Parent(commands, messages)
     try:
         main(parent, *args)

@@ -4,15 +4,49 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from eplb.policies import POLICIES
+
+MAX_ID = 2**63 - 1  # of tasks, events and generations: the largest integer of every store
+MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
+
+
+def _not_null(value: object) -> object:
+    if value is None:
+        raise ValueError("expected true or false, or no such key")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("expected a whole number")
+    return value
+
+
+# 1.0 is an integer of a JSON document; "1" and true are none. The bounds come first, or
+# the document would lack them.
+Index = Annotated[int, Field(strict=False, ge=0, le=MAX_INDEX), BeforeValidator(_number)]
+# The names are documented here and checked by the service, which names them in its refusal.
+Policy = Annotated[
+    str | None,
+    Field(
+        max_length=100,
+        description="none: the controller's own",
+        json_schema_extra={"enum": [*sorted(POLICIES), None]},
+    ),
+]
+Switch = Annotated[bool | None, BeforeValidator(_not_null), WithJsonSchema({"type": "boolean"})]
 Reason = Annotated[str, Field(min_length=1, max_length=500, description="kept with the change")]
 
 
 class Body(BaseModel):
-    """A request body: what is not named here is refused."""
+    """A request body: what is not named here, or of another type, is refused.
 
-    model_config = ConfigDict(extra="forbid")
+    Strict, because "no" is not false: a dry run must not turn into a move by a guess.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class RebalanceRequest(Body):
@@ -20,15 +54,15 @@ class RebalanceRequest(Body):
 
     reason: Reason
     dry_run: bool = Field(True, description="true: plan only, move nothing")
-    policy: str | None = Field(None, min_length=1, description="none: the controller's own")
+    policy: Policy = None
 
 
 class ExplainRequest(Body):
     """Ask the controller why a plan made now would have an expert where it has it."""
 
-    layer: int = Field(ge=0, description="as the placement counts, from 0")
-    expert: int = Field(ge=0, description="a logical expert")
-    policy: str | None = Field(None, min_length=1, description="none: the controller's own")
+    layer: Index = Field(description="as the placement counts, from 0")
+    expert: Index = Field(description="a logical expert")
+    policy: Policy = None
 
 
 class ReasonRequest(Body):
@@ -38,8 +72,16 @@ class ReasonRequest(Body):
 
 
 class ControlRequest(Body):
-    """Change switches; those that are not given stay."""
+    """Change switches; those that are not given stay.
+
+    ``movement`` is the kill switch: false stops all movement. ``observe``: plan and report, publish
+    nothing.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["movement"]}, {"required": ["observe"]}]}
+    )
 
     reason: Reason
-    movement: bool | None = Field(None, description="the kill switch: false stops all movement")
-    observe: bool | None = Field(None, description="true: plan and report, publish nothing")
+    movement: Switch = None
+    observe: Switch = None

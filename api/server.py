@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from api.connections import BoundedConnection
 from eplb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
+# asyncio accepts as many connections at once as its backlog is long, before any of them is counted.
+ACCEPTED_AT_ONCE = 64
+KERNEL_BACKLOG = 1024  # connections that wait in the kernel until they are accepted
 
 
 class HttpService:
@@ -36,6 +40,10 @@ class HttpService:
         self._host, self._port = loopback_address(host), port
         config = uvicorn.Config(
             app,
+            http=BoundedConnection,
+            ws="none",
+            backlog=ACCEPTED_AT_ONCE,
+            log_config=None,  # its loggers are the process's: escaped, and limited in number
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -74,6 +82,7 @@ class HttpService:
                 raise ConfigError(
                     f"the HTTP service on {self.url} did not start within {START_TIMEOUT_S:g} s"
                 )
+        bound.listen(KERNEL_BACKLOG)
 
     def stop(self) -> None:
         """End the service; requests under way get a few seconds to finish."""

@@ -117,14 +117,24 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def _range(key: str) -> str:
+    """Say what the bounds of a setting are."""
+    words = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+    known = [
+        said.format(getattr(bound, name))
+        for bound in DemoSettings.model_fields[key].metadata
+        for name, said in words.items()
+        if hasattr(bound, name)
+    ]
+    return " and ".join(known)
+
+
 def _expected(error: Mapping[str, Any]) -> str:
     """Put pydantic's finding into the words of this project."""
     limits, kind = error.get("ctx", {}), str(error["type"])
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        return f"expected {_range(str(error['loc'][0]))}"
     words = {
-        "greater_than_equal": "at least {ge}",
-        "greater_than": "more than {gt}",
-        "less_than_equal": "at most {le}",
-        "less_than": "less than {lt}",
         "literal_error": "{expected}",
         "finite_number": "a finite number",
         "string_too_short": "at least {min_length} character",

@@ -9,6 +9,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from api.printable import print_error
 from eplb.errors import ConfigError, EplbError
 from eplb.gate import CostModel
 from eplb.load import LoadHistory
@@ -28,31 +29,43 @@ def simulate(
     trace: Annotated[
         str, typer.Argument(help="An .npz trace, or generated:NAME (gamma, lognormal, zipf).")
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
-    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are spread over.")] = 1,
+    ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
+    nodes: Annotated[
+        int, typer.Option(max=65_536, help="Nodes that the ranks are spread over.")
+    ] = 1,
     slots: Annotated[
         int | None,
-        typer.Option(help="Slots of a layer, all ranks together; 1.25 x experts if not given."),
+        typer.Option(
+            max=1_048_576, help="Slots of a layer, all ranks together; 1.25 x experts if not given."
+        ),
     ] = None,
     policy: Annotated[str, typer.Option(help="Policies to compare.")] = "contiguous,greedy,auto",
     window: Annotated[
-        int | None, typer.Option(help="Tokens in a window of a trace; 4096 if not given.")
+        int | None,
+        typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),
     ] = None,
-    past: Annotated[int, typer.Option(help="Windows that a plan looks back on.")] = 8,
-    every: Annotated[int, typer.Option(help="Windows from one plan to the next.")] = 1,
+    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 8,
+    every: Annotated[
+        int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
+    ] = 1,
     model: Annotated[
         str | None, typer.Option(help="A known model, for expert groups and bytes.")
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(help="Experts of a trace; the largest id + 1 if not given.")
+        int | None,
+        typer.Option(max=1_048_576, help="Experts of a trace; the largest id + 1 if not given."),
     ] = None,
     layout: Annotated[
         Layout | None, typer.Option(help="Axes of expert_ids, where the file does not tell.")
     ] = None,
-    max_moves: Annotated[int | None, typer.Option(help="Most experts that a plan moves.")] = None,
-    target: Annotated[float, typer.Option(help="Imbalance that is good enough.")] = 1.02,
-    min_gain: Annotated[float, typer.Option(help="Relative gain that a move must bring.")] = 0.03,
-    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    max_moves: Annotated[
+        int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
+    ] = None,
+    target: Annotated[float, typer.Option(max=1e6, help="Imbalance that is good enough.")] = 1.02,
+    min_gain: Annotated[
+        float, typer.Option(max=1.0, help="Relative gain that a move must bring.")
+    ] = 0.03,
+    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Seed of all that is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
 ) -> None:
@@ -78,7 +91,7 @@ def simulate(
         if html is not None:
             write_page(html, result, scenario, replays)
     except EplbError as exc:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"eplb: {exc}", markup=False)
+        print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
 
 

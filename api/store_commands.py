@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from api.printable import print_error
 from api.store_place import DEFAULT_STORE, StoreUrl, file_at, open_existing
 from eplb.errors import ConfigError, EplbError
 from telemetry.rollup import HOUR, MINUTE
@@ -22,7 +22,6 @@ BAD_INPUT = 2
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
 app = typer.Typer(help="Copy and clean up a store.", no_args_is_help=True)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -73,23 +72,24 @@ def _time_of(text: str, now: float) -> float:
     """Read a time, or an age, as seconds since the epoch.
 
     Raises:
-        ConfigError: it is neither, or in the future.
+        ConfigError: it is neither, before 1970, or in the future.
     """
-    age = re.fullmatch(r"(\d+)([smhd])", text)
+    age = re.fullmatch(r"(\d{1,12})([smhd])", text)
     try:
         if age:
             found = now - int(age[1]) * _SECONDS[age[2]]
         else:
             parsed = datetime.fromisoformat(text)
             found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
-    except ValueError as exc:
+    except (ValueError, OverflowError) as exc:
         expected = "a time as 2026-03-01T12:00, or an age as 90m, 12h or 7d"
         raise ConfigError(f"--before is {text!r}, expected {expected}") from exc
-    if found > now:
-        raise ConfigError(f"--before is {text!r}, which is in the future, expected a time gone by")
+    if not 0 <= found <= now:
+        place = "in the future" if found > now else "before 1970"
+        raise ConfigError(f"--before is {text!r}, which is {place}, expected 1970-01-01 to now")
     return found
 
 
 def _refusal(exc: EplbError) -> typer.Exit:
-    errors.print(f"eplb: {exc}", markup=False)
+    print_error(exc)
     return typer.Exit(BAD_INPUT)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from api.printable import printable
 from api.snapshot import Snapshot, WindowScore
 
 PLOT_ROWS = 6
@@ -36,7 +37,8 @@ def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> Renderable
     """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
     head = [_header(snapshot), _switches(snapshot)]
     if snapshot.run is None:
-        return Group(*head, Text("No run has begun: waiting for ranks to report.", style=QUIET))
+        waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
+        return Group(*_printable(head), waiting)
     plot = _plot(snapshot, width)
     tail = [_migration(snapshot, width), _bytes(snapshot)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
@@ -46,9 +48,16 @@ def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> Renderable
     blank = Text()
     decisions = list(_decisions(snapshot, num_decisions))
     parts = [*head, blank, *heat, _legend(), *plot, blank, *tail, *decisions]
-    for part in parts:
+    for part in _printable(parts):
         part.truncate(width, overflow="ellipsis")
     return Group(*parts[:height])
+
+
+def _printable(parts: list[Text]) -> list[Text]:
+    """Escape what others wrote; a style may then end early."""
+    for part in parts:
+        part.plain = printable(part.plain)
+    return parts
 
 
 def _header(seen: Snapshot) -> Text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import numpy as np
@@ -20,7 +19,6 @@ RETRY_S = 0.5
 
 def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     """Decide until told to stop; a store that fails is tried again."""
-    logging.basicConfig(level=logging.WARNING)
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)

@@ -21,6 +21,7 @@ from eplb.errors import ConfigError
 
 SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
 DEFAULT_PORT = 6379
+MOST = {float: 3600, int: 100_000_000}  # seconds of a time, and of what is counted
 # Scheme, place, path, query and fragment (RFC 3986, appendix B).
 _URL = re.compile(r"([^:/?#]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.DOTALL)
 
@@ -207,8 +208,11 @@ def _positive(name: str, text: str, kind: type[int] | type[float]) -> int | floa
         value = kind(text)
     except ValueError:
         value = 0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"Redis option {name} is {text!r}, expected a number greater than 0")
+    if not 0 < value <= MOST[kind]:
+        raise ConfigError(
+            f"Redis option {name} is {text!r}, expected a number greater than 0 and at most "
+            f"{MOST[kind]}"
+        )
     return value
 
 

@@ -43,7 +43,7 @@ def store() -> Iterator[MemoryStore]:
 
 @pytest.fixture
 def client(store: MemoryStore) -> Iterator[httpx.Client]:
-    service = HttpService(create_app(store, plan_wait_s=PLAN_WAIT_S))
+    service = HttpService(create_app(store, plan_wait_s=PLAN_WAIT_S, probe_wait_s=DEADLINE_S))
     service.start()
     with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
         yield opened
@@ -204,10 +204,20 @@ def test_an_explanation_is_asked_of_the_controller(
     assert result["sentences"][0].startswith("Layer 0, expert 1")
 
 
-def test_an_expert_below_zero_is_refused(client: httpx.Client) -> None:
-    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": -1})
+@pytest.mark.parametrize("expert", [-1, 2**31, 10**30, 1.5, "1", True, None, "NaN"])
+def test_an_expert_that_is_no_index_is_refused(
+    client: httpx.Client, store: MemoryStore, expert: object
+) -> None:
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": expert})
 
     assert answer.status_code == 422
+    assert store.task(1) is None
+
+
+def test_a_whole_number_with_a_point_is_an_index(client: httpx.Client) -> None:
+    answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": 1.0})
+
+    assert answer.json()["request"] == {"layer": 0, "expert": 1}
 
 
 def test_without_an_answer_in_time_the_task_can_be_asked_for(
@@ -294,7 +304,11 @@ def test_a_route_that_is_not_there_is_a_problem_in_words(client: httpx.Client) -
 
 
 def test_names_of_other_sites_are_not_served(client: httpx.Client) -> None:
-    assert client.get("/api/v1/state", headers={"Host": "elsewhere.test"}).status_code == 400
+    answer = client.get("/api/v1/state", headers={"Host": "elsewhere.test"})
+
+    assert refusal(answer, 400).startswith("the host is 'elsewhere.test', expected one of: ")
+    for known in ("localhost:1", "127.0.0.1", "[::1]:7"):
+        assert client.get("/livez", headers={"Host": known}).status_code == 200
 
 
 def test_a_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryStore) -> None:
@@ -302,8 +316,91 @@ def test_a_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryS
         "/api/v1/pause", content=b'{"reason": "x"}', headers={"Content-Type": "text/plain"}
     )
 
-    assert answer.status_code == 422
+    assert refusal(answer, 415) == (
+        "POST /api/v1/pause: a body of 'text/plain', expected application/json"
+    )
     assert store.control().movement
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"Origin": "https://elsewhere.test"},
+        {"Origin": "http://localhost:1"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_a_page_of_another_site_cannot_change_state(
+    client: httpx.Client, store: MemoryStore, header: dict[str, str]
+) -> None:
+    answer = client.post("/api/v1/pause", json={"reason": "x"}, headers=header)
+
+    assert " expected http://127.0.0.1:" in refusal(answer, 403)
+    assert store.control().movement
+
+
+def test_the_page_of_the_service_itself_may_change_state(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    own = {"Origin": str(client.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+
+    assert client.post("/api/v1/pause", json={"reason": "x"}, headers=own).status_code == 200
+    assert not store.control().movement
+
+
+@pytest.mark.parametrize(
+    "path", ["tasks/{}", "placement?generation={}", "events?after={}"], ids=lambda path: path[:6]
+)
+def test_an_id_beyond_what_a_store_can_hold_is_refused(client: httpx.Client, path: str) -> None:
+    for number in (2**63, -1, 10**30):
+        answer = client.get("/api/v1/" + path.format(number))
+        assert "input should be" in refusal(answer, 422)
+
+    assert client.get("/api/v1/" + path.format(2**63 - 1)).status_code in (200, 404)
+
+
+@pytest.mark.parametrize("value", ["no", "off", "false", 0, 1, None, 0.0, []])
+def test_a_dry_run_is_true_or_false_and_nothing_like_it(
+    client: httpx.Client, store: MemoryStore, value: object
+) -> None:
+    answer = client.post("/api/v1/rebalances", json={"reason": "x", "dry_run": value})
+
+    assert refusal(answer, 422).startswith("body.dry_run: input should be a valid boolean")
+    assert store.task(1) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/livez?x=1", "GET /livez: unknown query parameter 'x', expected none"),
+        ("/metrics?x=1", "GET /metrics: unknown query parameter 'x', expected none"),
+        ("/?x=1", "GET /: unknown query parameter 'x', expected none"),
+        ("/api/v1/state?x=1", "GET /api/v1/state: unknown query parameter 'x', expected none"),
+        (
+            "/api/v1/events?afetr=1",
+            "GET /api/v1/events: unknown query parameter 'afetr', expected one of: after, limit",
+        ),
+        (
+            "/api/v1/load?last=1&last=2",
+            "GET /api/v1/load: repeated query parameter in ['last', 'last'], expected each once",
+        ),
+    ],
+)
+def test_an_unknown_query_parameter_is_refused(
+    client: httpx.Client, path: str, expected: str
+) -> None:
+    assert refusal(client.get(path), 422) == expected
+
+
+def test_a_refusal_does_not_return_the_body(client: httpx.Client) -> None:
+    for body in ({"reason": "x" * 60_000}, {"reason": "x", "k" * 60_000: 1}, ["x" * 60_000]):
+        answer = client.post("/api/v1/pause", json=body)
+
+        assert len(refusal(answer, 422)) <= 500
+    missing = client.get("/api/v1/" + "x" * 10_000)
+    assert len(refusal(missing, 404)) <= 500
 
 
 def test_a_store_that_is_closed_is_said_in_words(client: httpx.Client, store: MemoryStore) -> None:
@@ -318,8 +415,12 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
     for path, operations in paths.items():
         for operation in operations.values():
             assert operation["summary"], path
-            assert "schema" in operation["responses"]["200"]["content"]["application/json"], path
-    assert len(paths) == 16
+            media_type = "text/plain" if path == "/metrics" else "application/json"
+            assert "schema" in operation["responses"]["200"]["content"][media_type], path
+            problems = [one for status, one in operation["responses"].items() if status >= "400"]
+            assert problems, path
+            assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
+    assert len(paths) == 17
 
 
 def test_a_port_in_use_is_refused_in_words(store: MemoryStore) -> None:

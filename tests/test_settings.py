@@ -1,19 +1,28 @@
 """Settings: where a value comes from, and one sentence for each that cannot be used."""
 
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
+import typer
+from pydantic import BaseModel
 
+import api.cli
+import api.demo_settings
+import api.requests
 from api.demo_settings import DemoSettings
 from api.demo_setup import begin, prepare
+from api.requests import ExplainRequest
 from api.settings import load_settings
 from api.state_dir import StateDir
 from api.worker_build import agent_settings
 from eplb.errors import ConfigError
 from rebalance.stage_settings import StageSettings
 from telemetry import open_store
+from telemetry.redis_address import Limits, parse_address
 from telemetry.retention import Retention
 
 
@@ -90,7 +99,7 @@ def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_pa
 
 
 def test_a_sample_version_that_nobody_reads_is_refused() -> None:
-    words = "sample_version is 3 in flag --sample-version, expected one of 1, 2"
+    words = "sample_version is 3 in flag --sample-version, expected at least 1 and at most 2"
     assert refusal({"sample_version": 3}) == words
 
 
@@ -144,13 +153,27 @@ def test_a_key_close_to_none_lists_them_all() -> None:
         ({"ranks": 0}, "ranks is 0 in flag --ranks, expected at least 1"),
         ({"window_tokens": 0}, "window_tokens is 0 in flag --window-tokens, expected at least 1"),
         ({"seconds": 0.0}, "seconds is 0.0 in flag --seconds, expected more than 0"),
-        ({"seconds": float("inf")}, "seconds is inf in flag --seconds, expected a finite number"),
-        ({"min_gain": 1.0}, "min_gain is 1.0 in flag --min-gain, expected less than 1"),
-        ({"port": 65536}, "port is 65536 in flag --port, expected at most 65535"),
-        ({"shared_experts": 2}, "shared_experts is 2 in flag --shared-experts, expected at most 1"),
+        (
+            {"seconds": float("inf")},
+            "seconds is inf in flag --seconds, expected more than 0 and at most",
+        ),
+        (
+            {"min_gain": 1.0},
+            "min_gain is 1.0 in flag --min-gain, expected at least 0 and less than 1",
+        ),
+        ({"port": 65536}, "port is 65536 in flag --port, expected at least 0 and at most 65535"),
+        (
+            {"shared_experts": 2},
+            "shared_experts is 2 in flag --shared-experts, expected at least 0 and at most 1",
+        ),
         (
             {"store": "memory:"},
             "store is 'memory:' in flag --store, expected a store that several processes can share",
+        ),
+        (
+            {"keep_events": 10**23},
+            "keep_events is 100000000000000000000000 in flag --keep-events, "
+            "expected at least 0 and at most 10000000",
         ),
         ({"spool_mb": 0}, "spool_mb is 0 in flag --spool-mb, expected at least 1"),
         ({"store_interval": -1.0}, "store_interval is -1.0 in flag --store-interval, expected at"),
@@ -222,3 +245,55 @@ def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None
     settings = load_settings({}, config=None, environ=environ)
 
     assert (settings.store, settings.spool_dir) == ("redis://store:6379", Path("/var/spool/eplb"))
+
+
+def numbers_without_bound(kind: type[BaseModel]) -> list[str]:
+    return [
+        name
+        for name, field in kind.model_fields.items()
+        if field.annotation in (int, float, int | None, float | None)
+        and not any(hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata)
+    ]
+
+
+def models_in(*modules: ModuleType) -> list[type[BaseModel]]:
+    found = [value for module in modules for value in vars(module).values()]
+    return [one for one in found if isinstance(one, type) and issubclass(one, BaseModel)]
+
+
+def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
+    kinds = models_in(api.demo_settings, api.requests)
+
+    assert {DemoSettings, ExplainRequest} <= set(kinds)
+    assert [(kind, name) for kind in kinds for name in numbers_without_bound(kind)] == []
+
+
+def flags_without_bound(commands: typer.Typer) -> list[str]:
+    """Number flags of all commands; the demo's are checked by its settings."""
+    found = []
+    for command in commands.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            kind, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            is_number = kind in (int, float, int | None, float | None)
+            if is_number and not any(getattr(one, "max", None) is not None for one in more):
+                found.append(f"{command.callback.__name__} {name}")
+    for group in commands.registered_groups:
+        assert group.typer_instance is not None
+        found += flags_without_bound(group.typer_instance)
+    return found
+
+
+def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
+    of_settings = {f"demo {name}" for name in DemoSettings.model_fields}
+
+    found = flags_without_bound(api.cli.app)
+
+    assert "demo ranks" in found
+    assert set(found) - of_settings == set()
+
+
+@pytest.mark.parametrize("option", [known.name for known in fields(Limits)])
+def test_every_number_of_a_redis_url_has_an_upper_bound(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}.* expected"):
+        parse_address(f"redis://localhost?{option}=100000000000000000000000")

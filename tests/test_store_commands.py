@@ -156,7 +156,11 @@ def test_a_purge_can_make_the_file_smaller(path: Path) -> None:
     ("words", "message"),
     [
         (["--before", "yesterday"], "--before is 'yesterday', expected a time as 2026-03-01T12:00"),
-        (["--before", "2999-01-01"], "which is in the future"),
+        (["--before", "2999-01-01"], "which is in the future, expected 1970-01-01 to now"),
+        (["--before", "1969-12-31"], "which is before 1970, expected 1970-01-01 to now"),
+        (["--before", "0001-01-01"], "which is before 1970"),
+        (["--before", "999999999999d"], "which is before 1970"),
+        (["--before", "9" * 5000 + "d"], "expected a time as 2026-03-01T12:00"),
         (["--before", "1h", "--deployment", "dmeo"], "deployment 'dmeo' has no run in"),
     ],
 )

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.printable import print_error
+
 HERE = Path(__file__).parent
 DASHBOARD, ALERTS = HERE / "dashboard.json", HERE / "alerts.yaml"
 BAD_INPUT = 2
@@ -25,6 +27,5 @@ def observability(
             target.write_bytes(source.read_bytes())
             console.print(str(target), markup=False)
     except OSError as exc:
-        errors = Console(stderr=True, soft_wrap=True, highlight=False)
-        errors.print(f"eplb: {folder} cannot be written: {exc.strerror or exc}", markup=False)
+        print_error(f"{folder} cannot be written: {exc.strerror or exc}")
         raise typer.Exit(BAD_INPUT) from exc

@@ -1,0 +1,93 @@
+"""Connections of the HTTP service: bounded in number, and in the time that a request may take.
+
+uvicorn has a deadline for idle connections only. Here a request must arrive within
+``REQUEST_DEADLINE_S``, headers and body. A connection beyond a limit takes the place of the oldest
+one that has no complete request, so that idle connections never keep a probe out. Where all are
+being served, the new one is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import resource
+import socket
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_DEADLINE_S = 10.0
+UNREAD_ANSWER_MS = 20_000  # after which the kernel closes a connection whose client reads nothing
+MAX_CONNECTIONS = 256
+PART_OF_DESCRIPTORS = 4  # connections take a quarter of them at most
+PART_OF_ADDRESS = 2  # one client address takes half of the connections at most
+
+_numbers = itertools.count()
+
+
+def connection_limit() -> int:
+    """Give the most connections at a time; the processes of a deployment need descriptors too."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(PART_OF_ADDRESS, min(MAX_CONNECTIONS, soft // PART_OF_DESCRIPTORS))
+
+
+class BoundedConnection(H11Protocol):
+    """One connection of uvicorn's, with a deadline for its request and a place among the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._number = next(_numbers)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request; where there are too many connections, close one."""
+        super().connection_made(transport)
+        with contextlib.suppress(OSError):  # the client may be gone already
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_ANSWER_MS
+            )
+        limit = connection_limit()
+        alive = [one for one in self.connections if not one.transport.is_closing()]
+        near = [one for one in alive if self._address(one) == self._address(self)]
+        if len(alive) > limit or len(near) > limit // PART_OF_ADDRESS:
+            crowd = near if len(near) > limit // PART_OF_ADDRESS else alive
+            waiting = [
+                one for one in crowd if isinstance(one, BoundedConnection) and not one._is_served()
+            ]
+            min(waiting, key=lambda one: one._number).transport.abort()
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        super().connection_lost(exc)
+        self._stop_deadline()
+
+    def handle_events(self) -> None:
+        """Handle what was received; a request that has begun must be complete in time."""
+        super().handle_events()
+        state = self.conn.their_state
+        has_begun = state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if state is h11.SEND_BODY or has_begun:
+            self._start_deadline()
+        else:
+            self._stop_deadline()
+
+    def _is_served(self) -> bool:
+        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+
+    @staticmethod
+    def _address(one: Any) -> str:
+        return one.client[0] if one.client else ""
+
+    def _start_deadline(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_DEADLINE_S, self.transport.abort)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,108 @@
+"""What a request must be before a handler runs.
+
+``Guard`` needs neither the store nor a thread and looks before the body is read: the host is a
+loopback name, the body is small, and not too many requests are under way. ``check_request`` knows
+the route: query parameters are known ones, and what changes state is JSON and not sent by a page
+of another site. A page can send JSON to another origin only after a preflight, which fails here.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.problems import problem
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+MAX_BODY_BYTES = 65_536
+MAX_UNDER_WAY = 32  # fewer than the 40 threads of anyio's pool: no request waits for a thread
+PROBES = frozenset({"/livez", "/readyz"})  # they need no thread
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Guard:
+    """ASGI middleware: refuses a request by its host and size, and one too many with 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or hand on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refused = self._refusal(scope["path"], Headers(scope=scope))
+        if refused is not None:
+            status, detail = refused
+            headers = {"Retry-After": "1"} if status == 503 else None
+            await problem(status, detail, headers)(scope, receive, send)
+            return
+        takes_thread = scope["path"] not in PROBES
+        self._under_way += takes_thread
+        try:
+            await self._app(scope, limited(receive), send)
+        finally:
+            self._under_way -= takes_thread
+
+    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        if (host := _name_of(headers.get("host", ""))) not in LOOPBACK_NAMES:
+            known = ", ".join(sorted(LOOPBACK_NAMES))
+            return 400, f"the host is {host[:100]!r}, expected one of: {known}"
+        length = headers.get("content-length", "0")  # h11 has checked that these are digits
+        if int(length[:20]) > MAX_BODY_BYTES:
+            return 413, f"a body of {length[:20]} bytes, expected at most {MAX_BODY_BYTES}"
+        if path not in PROBES and self._under_way >= MAX_UNDER_WAY:
+            return 503, f"{self._under_way} requests are under way, expected fewer"
+        return None
+
+
+def limited(receive: Receive) -> Receive:
+    """Count the bytes of a body that comes without a length, and refuse one that is too large."""
+    received = 0
+
+    async def receive_counted() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
+            raise HTTPException(413, f"more than {MAX_BODY_BYTES} bytes of body, expected fewer")
+        return message
+
+    return receive_counted
+
+
+async def check_request(request: Request) -> None:
+    """Refuse a request that its route cannot be meant by; a dependency of every route.
+
+    Raises:
+        HTTPException: 422, an unknown or repeated query parameter; 403, sent by a page of another
+            site; 415, a change of state that is not JSON.
+    """
+    known = {param.alias for param in request.scope["route"].dependant.query_params}
+    given = [name for name, _ in request.query_params.multi_items()]
+    unknown = sorted(set(given) - known)
+    if unknown:
+        expected = f"one of: {', '.join(sorted(known))}" if known else "none"
+        raise HTTPException(
+            422, f"unknown query parameter {unknown[0][:100]!r}, expected {expected}"
+        )
+    if len(given) > len(set(given)):
+        raise HTTPException(422, f"repeated query parameter in {sorted(given)}, expected each once")
+    if request.method in SAFE_METHODS:
+        return
+    headers = request.headers
+    own_origin = f"{request.url.scheme}://{headers['host']}"
+    if headers.get("origin", own_origin) != own_origin:
+        raise HTTPException(403, f"the origin is another site, expected {own_origin}")
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise HTTPException(403, f"sent by a page of another site, expected {own_origin}")
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HTTPException(415, f"a body of {media_type[:100]!r}, expected application/json")
+
+
+def _name_of(host: str) -> str:
+    return host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]

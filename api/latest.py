@@ -1,0 +1,74 @@
+"""An answer that may block, for a probe that must not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from api.schemas import Health
+from api.service import Refused
+
+WAIT_S = 0.25
+
+
+class LatestAnswer:
+    """Asks on a thread of its own, one question at a time, and keeps the latest answer.
+
+    Args:
+        ask: may block, and may raise, which is an answer too.
+        wait_s: how long a caller waits for a fresh answer before the kept one is returned.
+        stale_after_s: a question without an answer for so long is reported instead.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Health],
+        *,
+        wait_s: float = WAIT_S,
+        stale_after_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask, self._wait_s, self._clock = ask, wait_s, clock
+        self._stale_after_s = stale_after_s
+        self._answer: Health | Exception = Refused(503, "the store has not answered yet")
+        self._asked_at = 0.0
+        self._fresh: asyncio.Future[None] | None = None  # set while a question is open
+
+    async def get(self) -> Health:
+        """Return the latest answer, a fresh one where it comes within ``wait_s``.
+
+        Raises:
+            Refused: the open question is too old, or no answer has come yet.
+            Exception: what the latest question raised.
+        """
+        loop = asyncio.get_running_loop()
+        if self._fresh is None:
+            self._fresh, self._asked_at = loop.create_future(), self._clock()
+            args = (loop, self._fresh)
+            threading.Thread(
+                target=self._refresh, args=args, name="eplb-probe", daemon=True
+            ).start()
+        await asyncio.wait({self._fresh}, timeout=self._wait_s)
+        waiting_s = self._clock() - self._asked_at
+        if self._fresh is not None and waiting_s > self._stale_after_s:
+            raise Refused(503, f"the store has not answered for {waiting_s:.1f} s")
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def _refresh(self, loop: asyncio.AbstractEventLoop, fresh: asyncio.Future[None]) -> None:
+        answer: Health | Exception
+        try:
+            answer = self._ask()
+        except Exception as exc:
+            answer = exc
+
+        def finish() -> None:
+            self._answer, self._fresh = answer, None
+            fresh.set_result(None)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(finish)

@@ -1,0 +1,115 @@
+"""How a demo ends: interrupted early, its terminal closed, its store lost, a rank dead, killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telemetry.redis_process import RedisProcess
+
+EPLB = Path(sys.executable).with_name("eplb")
+DEADLINE_S = 60.0
+
+StartDemo = Callable[..., Any]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files of all processes that a test starts."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("library", ["libpython", "_multiarray_umath", "libtorch_cpu"])
+def test_an_interrupt_during_the_imports_ends_in_one_line(
+    temporary: Path, tmp_path: Path, library: str
+) -> None:
+    command = [EPLB, "demo", "--port", "0", "--state-dir", str(tmp_path / "state")]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline = time.monotonic() + DEADLINE_S
+        # Without a shared libpython the first moment that can be seen is that of the handler.
+        mark = library if library != "libpython" else "_heapq"
+        while mark not in maps.read_text():
+            assert time.monotonic() < deadline, f"{mark} was not loaded in time"
+            assert process.poll() is None, "it ended by itself"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=DEADLINE_S)
+
+    assert (process.returncode, errors) == (130, "eplb: interrupted\n")
+    assert list(temporary.glob("pymp-*")) == []
+
+
+def test_a_demo_whose_terminal_closes_writes_its_summary(
+    temporary: Path, tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve")
+    demo.hears("window=1")
+
+    os.killpg(demo.process.pid, signal.SIGHUP)  # as the kernel does, to all of the session
+
+    assert demo.ends() == 0, demo.told()
+    assert demo.errors == ""
+    assert demo.summary()["missing"] == []
+    assert list(temporary.glob("pymp-*")) == []
+
+
+def test_a_demo_that_a_death_ends_writes_what_is_known(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", restart_after_death=0)
+    demo.hears("window=1")
+
+    demo.kill("rank 1")
+
+    assert demo.ends() == 2, demo.told()
+    summary = demo.summary()
+    assert "rank 1 was killed by SIGKILL" in summary["missing"][0]
+    assert summary["imbalance_series"]
+    assert summary["samples_lost"] is None
+
+
+def test_a_demo_that_is_killed_leaves_no_temporary_folder(
+    temporary: Path, tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve")
+    demo.hears("window=1")
+    assert list(temporary.glob("pymp-*"))
+
+    demo.process.kill()
+    demo.process.wait(DEADLINE_S)
+    demo.leaves_nothing()
+
+    assert list(temporary.glob("pymp-*")) == []
+
+
+@pytest.mark.slow
+def test_a_demo_whose_store_is_lost_at_the_end_writes_its_summary(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    (tmp_path / "redis").mkdir()
+    with RedisProcess(tmp_path / "redis") as server:
+        demo = start_demo(tmp_path, "--serve", store=server.url)
+        demo.hears("window=3")
+    os.killpg(demo.process.pid, signal.SIGINT)
+
+    assert demo.ends() != 0, demo.told()
+    summary = demo.summary()
+    assert any("number of samples" in sentence for sentence in summary["missing"])
+    assert summary["imbalance_series"]
+    assert (summary["samples_written"], summary["samples_lost"]) == (None, None)

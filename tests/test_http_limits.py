@@ -1,0 +1,236 @@
+"""Limits of the HTTP service over a real port: bodies, connections, time, threads, probes."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+import api.connections
+from api.app import create_app
+from api.guard import MAX_BODY_BYTES, MAX_UNDER_WAY
+from api.latest import LatestAnswer
+from api.schemas import Health
+from api.server import HttpService
+from api.service import Refused
+from telemetry.memory import MemoryStore
+
+DEADLINE_S = 20.0
+HALF_A_REQUEST = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Le"
+
+
+class SlowStore(MemoryStore):
+    """A store that answers nothing until it is released."""
+
+    def __init__(self, deployment: str) -> None:
+        self.released = threading.Event()
+        self.released.set()
+        self.asked = threading.Semaphore(0)
+        super().__init__(deployment)
+
+    def version(self) -> int:
+        self.asked.release()
+        assert self.released.wait(DEADLINE_S), "the test must release the store"
+        return super().version()
+
+    def current_run(self) -> None:
+        self.version()
+
+
+@pytest.fixture
+def store() -> Iterator[SlowStore]:
+    opened = SlowStore("d")
+    yield opened
+    opened.released.set()
+    opened.close()
+
+
+@pytest.fixture
+def service(store: SlowStore) -> Iterator[HttpService]:
+    started = HttpService(create_app(store))
+    started.start()
+    yield started
+    store.released.set()
+    started.stop()
+
+
+@pytest.fixture
+def client(service: HttpService) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
+        yield opened
+
+
+def connect(service: HttpService, sent: bytes = b"") -> socket.socket:
+    port = int(service.url.rpartition(":")[2])
+    opened = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    opened.sendall(sent)
+    return opened
+
+
+def is_closed(opened: socket.socket) -> bool:
+    """Wait until the service closes the connection without an answer."""
+    try:
+        return opened.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_body_whose_length_is_too_large_is_refused_before_it_is_sent(
+    service: HttpService,
+) -> None:
+    head = f"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}"
+
+    with connect(service, head.encode() + b"\r\n\r\n") as opened:
+        answer = opened.makefile("rb").read(300).decode()
+
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"a body of {MAX_BODY_BYTES + 1} bytes, expected at most {MAX_BODY_BYTES}" in answer
+
+
+def test_a_chunked_body_is_refused_once_it_is_too_large(client: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(2 * MAX_BODY_BYTES // 1024):
+            yield b"x" * 1024
+
+    json = {"Content-Type": "application/json"}
+    answer = client.post("/api/v1/pause", content=chunks(), headers=json)
+
+    assert answer.status_code == 413
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert client.get("/livez").status_code == 200
+
+
+def test_a_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowStore) -> None:
+    body = b'{"reason": "x"}'.ljust(MAX_BODY_BYTES)
+
+    answer = client.post(
+        "/api/v1/pause", content=body, headers={"Content-Type": "application/json"}
+    )
+
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        HALF_A_REQUEST,
+        b"POST /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /li",
+    ],
+    ids=["nothing", "half a header", "half a body", "half a second request"],
+)
+def test_a_request_that_does_not_arrive_in_time_is_closed(
+    service: HttpService, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(api.connections, "REQUEST_DEADLINE_S", 0.2)
+
+    with connect(service, sent) as opened:
+        while not is_closed(opened):
+            pass  # an answer to what was complete
+
+
+def test_a_client_that_goes_on_slowly_is_closed_too(
+    service: HttpService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.connections, "REQUEST_DEADLINE_S", 0.2)
+
+    with connect(service, HALF_A_REQUEST) as opened:
+        opened.settimeout(0.02)
+        for _ in range(int(DEADLINE_S / 0.02)):
+            try:
+                if is_closed(opened):
+                    return
+            except TimeoutError:
+                with contextlib.suppress(ConnectionError):
+                    opened.sendall(b"n")
+    raise AssertionError(f"still open after {DEADLINE_S:g} s")
+
+
+def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
+    service: HttpService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.connections, "MAX_CONNECTIONS", 8)  # 4 of an address
+
+    with ExitStack() as stack:
+        idle = [stack.enter_context(connect(service, HALF_A_REQUEST)) for _ in range(4)]
+        with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as fifth:
+            assert fifth.get("/livez").status_code == 200
+
+            assert is_closed(idle[0])
+            idle[1].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                idle[1].recv(1)
+
+
+def test_a_request_that_is_answered_keeps_its_place(
+    service: HttpService, store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.connections, "MAX_CONNECTIONS", 2)  # one of an address
+    store.released.clear()
+
+    with connect(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:
+        assert store.asked.acquire(timeout=DEADLINE_S)
+        with connect(service) as second:
+            assert is_closed(second)
+        store.released.set()
+
+        assert first.recv(1024).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_too_many_are_refused_and_probes_are_answered(
+    service: HttpService, store: SlowStore
+) -> None:
+    store.released.clear()
+    request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    with ExitStack() as stack:
+        for _ in range(MAX_UNDER_WAY):
+            stack.enter_context(connect(service, request))
+        for _ in range(MAX_UNDER_WAY):
+            assert store.asked.acquire(timeout=DEADLINE_S)
+
+        client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
+        refused = client.get("/api/v1/state")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert f"{MAX_UNDER_WAY} requests are under way" in refused.json()["detail"]
+        assert client.get("/livez").status_code == 200
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["detail"]) == (
+            503,
+            "the store has not answered yet",
+        )
+        store.released.set()
+    assert httpx.get(f"{service.url}/healthz", timeout=DEADLINE_S).status_code == 200
+
+
+def test_a_probe_reports_for_how_long_the_store_has_not_answered(store: SlowStore) -> None:
+    now = [100.0]
+    released = threading.Event()
+
+    def ask() -> Health:
+        assert released.wait(DEADLINE_S)
+        return Health(detail="fine")
+
+    async def probe() -> None:
+        latest = LatestAnswer(ask, wait_s=0.01, stale_after_s=10.0, clock=lambda: now[0])
+        with pytest.raises(Refused, match="has not answered yet"):
+            await latest.get()
+        now[0] += 12.0
+        with pytest.raises(Refused, match=r"the store has not answered for 12\.0 s"):
+            await latest.get()
+        released.set()
+        patient = asyncio.get_running_loop().time() + DEADLINE_S
+        while asyncio.get_running_loop().time() < patient:
+            try:
+                assert (await latest.get()).detail == "fine"
+                return
+            except Refused:
+                await asyncio.sleep(0)
+        raise AssertionError("no answer in time")
+
+    asyncio.run(probe())

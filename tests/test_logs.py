@@ -1,0 +1,81 @@
+"""What is printed of others' text: escaped on the terminal and in the log, and not without end."""
+
+import io
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+
+from api.live import LiveView
+from api.logs import MOST, PERIOD_S, EscapingFormatter, RepeatLimit
+from api.monitor import Monitor
+from api.printable import printable
+from api.terminal import render
+from eplb import ModelShape, Topology
+from eplb.records import model_to_dict, topology_to_dict
+from telemetry.memory import MemoryStore
+from telemetry.store import RunInfo
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"
+SHOWN = r"\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"
+
+
+def test_control_characters_are_escaped_and_other_text_is_kept() -> None:
+    assert printable(HOSTILE) == SHOWN
+    assert printable("größer als 5 % — 東京 🙂") == "größer als 5 % — 東京 🙂"
+
+
+@pytest.fixture
+def monitor() -> Monitor:
+    store = MemoryStore("d")
+    model = model_to_dict(ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2))
+    topology = topology_to_dict(Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2))
+    store.begin_run(RunInfo("a", 0.0, model, topology, window_steps=1))
+    store.add_event("plan", {"decision": "MOVE", "reason": HOSTILE, "generation": 1})
+    store.add_event("error", {"where": HOSTILE, "message": HOSTILE})
+    return Monitor(store)
+
+
+@pytest.mark.parametrize("view", ["plain", "live"])
+def test_a_view_shows_no_control_character_of_a_reason(monitor: Monitor, view: str) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, width=200, height=40, force_terminal=False)
+    if view == "plain":
+        with LiveView(monitor, view="plain", console=console):
+            pass
+    else:
+        monitor.refresh()
+        console.print(render(monitor.snapshot(), 200, 40))
+
+    assert r"\x1b[2J" in shown.getvalue()  # rich itself drops some of the others
+    unsafe = [one for one in shown.getvalue() if one != "\n" and printable(one) != one]
+    assert unsafe == []
+    assert not any(line.startswith("generation=9") for line in shown.getvalue().splitlines())
+
+
+def test_a_log_record_is_one_line_and_its_traceback_is_indented() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord("x", 30, "f", 1, "%s", (HOSTILE,), sys.exc_info())
+
+    first, *others = EscapingFormatter("%(name)s: %(message)s").format(record).splitlines()
+
+    assert first == f"x: {SHOWN}"
+    assert all(line.startswith("    ") for line in others)
+
+
+def test_a_message_that_repeats_is_dropped_and_counted() -> None:
+    now = [0.0]
+    limit = RepeatLimit(lambda: now[0])
+
+    def passes(line: int) -> str | None:
+        record = logging.LogRecord("x", 30, "f", line, "lost %s", ("it",), None)
+        return record.getMessage() if limit.filter(record) else None
+
+    assert [passes(1) for _ in range(MOST + 3)] == ["lost it"] * MOST + [None] * 3
+    assert passes(2) == "lost it"
+    now[0] = PERIOD_S
+    assert passes(1) == "lost it (3 more in 60 s)"
+    assert passes(1) == "lost it"
