@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.arrays import whole
 from eplb.constraints import Constraints, room_of
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.gate import CostModel
@@ -45,6 +46,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
             limit = getattr(self, name)
+            if limit is not None and name != "time_ms":
+                whole(f"budget: {name}", limit)
             if limit is not None and not limit >= 0:
                 raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
         if not self.target_imbalance >= 1.0:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.arrays import on_host
 from eplb.balance import rank_load
 from eplb.errors import ConfigError, PlacementError
 from eplb.hierarchical import zones_for
@@ -64,7 +65,7 @@ def resplit(
         raise ConfigError(f"trust is {trust}, expected 0..1")
     windows = as_history(history)
     if scenarios is not None and not isinstance(scenarios, Scenarios):
-        loads = np.asarray(scenarios, dtype=np.float64)
+        loads = np.asarray(on_host(scenarios), dtype=np.float64)
         scenarios = as_scenarios(loads[None] if loads.ndim == 2 else loads, windows.num_windows)
     problem = Problem(windows, topology, scenarios=scenarios)
     found = (placement.num_layers, placement.num_experts)
