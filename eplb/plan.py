@@ -26,7 +26,7 @@ from eplb.options import (
     with_shares,
     without_losses,
 )
-from eplb.outcome import Plan
+from eplb.outcome import Plan, lost_tokens
 from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
 from eplb.problem import Budget, Objective, Problem
@@ -113,6 +113,9 @@ def plan_for(problem: Problem, policy: str) -> Plan:
             proposed = without_losses(problem, serving, proposed, forced)
     assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = complaints[min(complaints)] if complaints else None
+    lost = lost_tokens(problem, base) if why_not else 0.0
+    if lost:
+        why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
     decision, reason, taken = choose(problem, serving, proposed, why_not, splits)
     return Plan(
         problem=problem,
@@ -137,7 +140,9 @@ def _proposed(
     proposed = Option(placement, score_of(problem, placement))
     if curve is not None:
         return proposed, curve
-    offer = Offer(serving.placement, placement, serving.score, proposed.score, forced)
+    # What cannot be served at all is left whatever it gains.
+    before = np.where(np.isfinite(serving.score), serving.score, proposed.score)
+    offer = Offer(serving.placement, placement, before, proposed.score, forced)
     chosen, curve = within_budget(offer, problem.max_moves)
     if chosen.all() or problem.current is None:
         return proposed, curve

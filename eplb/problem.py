@@ -184,7 +184,7 @@ class Problem:
 
 def scale(work: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
     """[..., E] work divided by the load of a rank of speed 1 at perfect balance."""
-    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.alive].sum()
+    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.serving].sum()
     scaled: NDArray[np.float64] = np.zeros(work.shape)
     np.divide(work, fair, out=scaled, where=fair > 0)
     return scaled

@@ -199,7 +199,7 @@ def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, Flo
 def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
     """[n] imbalance above 1 that one window shows by the draw of its tokens."""
     routed = problem.history.tokens[problem.complete].sum(axis=2).mean(axis=0)[layers]
-    num_ranks = int(problem.topology.alive.sum())
+    num_ranks = int(problem.topology.serving.sum())
     chance: FloatArray = np.array([sampling_noise(float(each), num_ranks) for each in routed])
     return chance
 
@@ -212,4 +212,4 @@ def _fluctuation(
         return np.zeros(len(layers))
     split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, equal)
     load = rank_load(problem.scaled[layers].transpose(1, 0, 2), split, problem.topology)
-    return fluctuation(load[..., problem.topology.alive])
+    return fluctuation(load[..., problem.topology.serving])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb.balance import imbalance, rank_sum, slot_load
+from eplb.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.demand import demand_of, time_of
 from eplb.descent import COPIES_ALWAYS
 from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
@@ -63,9 +63,11 @@ def measured(problem: Problem, placement: Placement) -> FloatArray:
         return ratio
     topology, demand = problem.topology, demand_of(problem, raw=True)
     tokens = demand.tokens.transpose(2, 0, 1)  # [T, L, E]
-    busy = rank_sum(time_of(slot_load(tokens, placement), demand), topology)  # [T, L, R]
+    share, lost = live_shares(placement, topology)
+    busy = rank_sum(time_of(slot_load(tokens, placement, share), demand), topology)  # [T, L, R]
     rate, extra = demand.rate.T, demand.extra.T  # [T, L]
     time = (busy * rate[..., None] + extra[..., None]) / topology.rank_speed
-    slowest = np.where(rate > 0, time[..., topology.alive].max(axis=-1), 1.0)
+    slowest = np.where(rate > 0, time[..., topology.serving].max(axis=-1), 1.0)
+    slowest[(tokens * lost).any(axis=-1)] = np.inf
     mean: FloatArray = slowest.mean(axis=0)
     return mean
