@@ -12,7 +12,9 @@ from eplb.group_packing import is_exact
 from eplb.hierarchical import zone_bound, zones_for
 from eplb.kernels import Demand, FloatArray, replicate
 from eplb.problem import Problem
+from eplb.traffic import tokens_of_node
 
+BISECTIONS = 40
 SOME_TOKENS = 40.0  # a replica with more has some in every step: exp(-40) is no figure
 FEWEST_TOKENS = 1e-4  # of a replica in a step: below, a token costs the curve's first time
 FINE = 1e-3  # relative, between the token counts below that which are tried
@@ -35,8 +37,30 @@ def bound_of(problem: Problem) -> FloatArray:
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
     # In units of a fair rank's mean load, which idle windows make smaller.
     bound = zone_bound(mean / np.maximum(busy, 1e-300)[:, None], zones)
+    if problem.dispatch.by_rank and len(set(tokens_of_node(problem).tolist())) == 1:
+        np.maximum(bound, _by_rank(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
     bounded: FloatArray = 1.0 + busy * (bound - 1.0)
     return bounded
+
+
+def _by_rank(problem: Problem, mean: FloatArray) -> FloatArray:
+    """[L] the least largest replica when each of R source ranks uses one replica of an expert.
+
+    With m replicas one of them serves ceil(R / m) of R equal sources or more. Bisected: a limit
+    is too low if the replicas that keep every expert under it are more than the slots.
+    """
+    topology, num_ranks = problem.topology, problem.topology.num_ranks
+    most = problem.room.sum(axis=1)
+    work = mean / topology.rank_speed.max()
+    low, high = work.max(axis=1) / num_ranks, work.max(axis=1)
+    for _ in range(BISECTIONS):
+        limit = (low + high) / 2
+        sources = np.floor(limit[:, None] * num_ranks / np.maximum(work, 1e-300) + 1e-9)
+        needed = np.ceil(num_ranks / np.clip(sources, 1, num_ranks)).sum(axis=1)
+        fits = (needed <= most) & (sources >= 1).all(axis=1)
+        low, high = np.where(fits, low, limit), np.where(fits, limit, high)
+    limits: FloatArray = low
+    return limits
 
 
 def _time_bound(problem: Problem) -> FloatArray:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from eplb.allowance import moves_per_layer
 from eplb.balance import live_shares
 from eplb.bounds import bound_of
+from eplb.dispatched import booked_and_effective
 from eplb.explanation import Explanation, finite
 from eplb.frontier import Curve
 from eplb.gate import Decision
@@ -84,6 +85,20 @@ class Plan:
         """[L, S] part of its expert's tokens that each slot of the target gets."""
         return self.target.slot_share
 
+    @property
+    def booked(self) -> float:
+        """Mean imbalance of the target as its shares book it."""
+        return self._by_rule[0]
+
+    @property
+    def effective(self) -> float:
+        """Mean imbalance of the target as the engine's dispatch rule makes it."""
+        return self._by_rule[1]
+
+    @cached_property
+    def _by_rule(self) -> tuple[float, float]:
+        return booked_and_effective(self.problem, self.target)
+
     @cached_property
     def crossing(self) -> tuple[float, float]:
         """Part of the tokens that crosses nodes, before and after; mean over layers."""
@@ -147,6 +162,9 @@ class Plan:
             "target_generation": self.target.generation,
             "before": finite(self.before),
             "after": self.after,
+            "dispatch": self.problem.dispatch.value,
+            "booked": finite(self.booked),
+            "effective": finite(self.effective),
             "lost": self.lost,
             "before_per_layer": [finite(score) for score in self.before_per_layer.tolist()],
             "after_per_layer": self.after_per_layer.tolist(),

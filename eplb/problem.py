@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from eplb.arrays import whole
 from eplb.constraints import Constraints, room_of
+from eplb.dispatch import DispatchRule, refuse_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.gate import CostModel
 from eplb.hierarchical import keeps_groups
@@ -81,6 +82,7 @@ class Problem:
     objective: Objective = "tokens"
     constraints: Constraints = field(default_factory=Constraints)
     scenarios: Scenarios | None = None
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -95,6 +97,7 @@ class Problem:
             )
         if self.budget.max_bytes is not None and self.model is None:
             raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
+        refuse_topology(self.topology, self.dispatch)
         self._check_shapes()
         self._check_room()
         if self.constraints.keep_groups and not self.groups_stay:

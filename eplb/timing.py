@@ -15,6 +15,7 @@ import numpy as np
 from eplb.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.demand import demand_of, time_of
 from eplb.descent import COPIES_ALWAYS
+from eplb.dispatched import as_dispatched
 from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
 from eplb.incremental import Improved, incremental, score_of
 from eplb.kernels import FloatArray, IntArray
@@ -56,8 +57,9 @@ def measured(problem: Problem, placement: Placement) -> FloatArray:
     """[L] what the placement would have been in the past: the mean over windows of the imbalance.
 
     For ``objective="time"``: of the slowest rank's time, over that of a rank if all experts could
-    be split evenly at no cost. Uneven shares count as they are.
+    be split evenly at no cost. Shares count as the engine's dispatch rule makes them.
     """
+    placement = as_dispatched(problem, placement)
     if problem.objective == "tokens":
         ratio: FloatArray = imbalance(problem.work, placement, problem.topology).mean(axis=0)
         return ratio
