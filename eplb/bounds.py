@@ -37,10 +37,26 @@ def bound_of(problem: Problem) -> FloatArray:
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
     # In units of a fair rank's mean load, which idle windows make smaller.
     bound = zone_bound(mean / np.maximum(busy, 1e-300)[:, None], zones)
+    np.maximum(bound, _beside_hottest(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
     if problem.dispatch.by_rank and len(set(tokens_of_node(problem).tolist())) == 1:
         np.maximum(bound, _by_rank(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
     bounded: FloatArray = 1.0 + busy * (bound - 1.0)
     return bounded
+
+
+def _beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
+    """[L] what the hottest expert's rank carries at least where no slot is to spare; else 0.
+
+    Then every slot is in use, and its other slots hold what others do: at best the coldest.
+    """
+    room, speed = problem.room, problem.topology.rank_speed
+    sorted_mean = np.sort(mean, axis=1)
+    coldest = np.concatenate([np.zeros((len(mean), 1)), np.cumsum(sorted_mean, axis=1)], axis=1)
+    others = np.take_along_axis(coldest, np.maximum(room - 1, 0), axis=1)  # [L, R]
+    time = np.where(room > 0, (sorted_mean[:, -1:] + others) / speed, np.inf)
+    full = room.sum(axis=1) == problem.num_experts
+    least: FloatArray = np.where(full, time.min(axis=1), 0.0)
+    return least
 
 
 def _by_rank(problem: Problem, mean: FloatArray) -> FloatArray:

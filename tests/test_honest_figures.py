@@ -113,6 +113,16 @@ def test_bound_of_a_layer_that_may_not_use_a_rank_counts_its_part() -> None:
     assert found.lower_bound.tolist() == pytest.approx([8 / 7])
 
 
+def test_bound_without_spare_slots_counts_what_is_beside_the_hottest_expert() -> None:
+    two = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+
+    found = plan([[50, 20, 20, 10]], two)
+
+    # Its rank has one more slot, which holds 10 at least: 60 over a mean of 50.
+    assert found.after == pytest.approx(1.2)
+    assert found.lower_bound.tolist() == pytest.approx([1.2])
+
+
 LINEAR = ((100.0, 100.0), (200.0, 200.0))  # 100 us up to 100 tokens, then one for each
 
 
