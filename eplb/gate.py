@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from math import inf
+from numbers import Real  # numpy's numbers too
 
 from eplb.errors import ConfigError
 
@@ -53,14 +54,14 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, float | int) and not value >= 0:
+            if isinstance(value, Real) and not float(value) >= 0:
                 raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
         if any(not 0 <= part < inf for part in self.tokens_of_node):
             raise ConfigError(
                 f"cost: tokens_of_node is {self.tokens_of_node}, expected finite parts, 0 or more"
             )
         tokens, times = zip(*self.curve, strict=True) if len(self.curve) > 1 else ((), ())
-        rises = all(one < two for one, two in pairwise(tokens))
+        rises = all(one < two < inf for one, two in pairwise(tokens))
         if not tokens or not rises or tokens[0] <= 0 or not all(0 < one < inf for one in times):
             raise ConfigError(
                 f"cost: curve is {self.curve}, expected two points or more, tokens above 0 and "

@@ -90,7 +90,7 @@ def refined(problem: Problem) -> IntArray:
 def history_noise(problem: Problem) -> FloatArray:
     """[L] imbalance that chance makes of all windows together, were they one draw."""
     tokens = problem.history.tokens[problem.complete].sum(axis=(0, 2), dtype=np.float64)
-    num_ranks = int(problem.topology.alive.sum())
+    num_ranks = int(problem.topology.serving.sum())
     noise: FloatArray = np.array([sampling_noise(float(drawn), num_ranks) for drawn in tokens])
     return noise
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.balance import imbalance
+from eplb.dispatched import as_dispatched
 from eplb.gate import Decision, Outlook, decide
 from eplb.kernels import BoolArray, FloatArray
 from eplb.legal import complaints_of
@@ -214,7 +215,7 @@ def _outlook(
     problem: Problem, serving: Option, proposed: Option, received: NDArray[np.int64]
 ) -> Outlook:
     # The base was not planned on these windows; the proposed placement was, and hides their noise.
-    noise = float(noise_under(problem, serving.placement).mean())
+    noise = float(noise_under(problem, as_dispatched(problem, serving.placement)).mean())
     if problem.cost.node_traffic:  # no part of what chance makes
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)

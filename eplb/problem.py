@@ -12,7 +12,9 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.arrays import whole
 from eplb.constraints import Constraints, room_of
+from eplb.dispatch import DispatchRule, refuse_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.gate import CostModel
 from eplb.hierarchical import keeps_groups
@@ -45,6 +47,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
             limit = getattr(self, name)
+            if limit is not None and name != "time_ms":
+                whole(f"budget: {name}", limit)
             if limit is not None and not limit >= 0:
                 raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
         if not self.target_imbalance >= 1.0:
@@ -78,6 +82,7 @@ class Problem:
     objective: Objective = "tokens"
     constraints: Constraints = field(default_factory=Constraints)
     scenarios: Scenarios | None = None
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -92,6 +97,7 @@ class Problem:
             )
         if self.budget.max_bytes is not None and self.model is None:
             raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
+        refuse_topology(self.topology, self.dispatch)
         self._check_shapes()
         self._check_room()
         if self.constraints.keep_groups and not self.groups_stay:
@@ -181,7 +187,7 @@ class Problem:
 
 def scale(work: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
     """[..., E] work divided by the load of a rank of speed 1 at perfect balance."""
-    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.alive].sum()
+    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.serving].sum()
     scaled: NDArray[np.float64] = np.zeros(work.shape)
     np.divide(work, fair, out=scaled, where=fair > 0)
     return scaled

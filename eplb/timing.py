@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb.balance import imbalance, rank_sum, slot_load
+from eplb.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.demand import demand_of, time_of
 from eplb.descent import COPIES_ALWAYS
+from eplb.dispatched import as_dispatched
 from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
 from eplb.incremental import Improved, incremental, score_of
 from eplb.kernels import FloatArray, IntArray
@@ -56,16 +57,19 @@ def measured(problem: Problem, placement: Placement) -> FloatArray:
     """[L] what the placement would have been in the past: the mean over windows of the imbalance.
 
     For ``objective="time"``: of the slowest rank's time, over that of a rank if all experts could
-    be split evenly at no cost. Uneven shares count as they are.
+    be split evenly at no cost. Shares count as the engine's dispatch rule makes them.
     """
+    placement = as_dispatched(problem, placement)
     if problem.objective == "tokens":
         ratio: FloatArray = imbalance(problem.work, placement, problem.topology).mean(axis=0)
         return ratio
     topology, demand = problem.topology, demand_of(problem, raw=True)
     tokens = demand.tokens.transpose(2, 0, 1)  # [T, L, E]
-    busy = rank_sum(time_of(slot_load(tokens, placement), demand), topology)  # [T, L, R]
+    share, lost = live_shares(placement, topology)
+    busy = rank_sum(time_of(slot_load(tokens, placement, share), demand), topology)  # [T, L, R]
     rate, extra = demand.rate.T, demand.extra.T  # [T, L]
     time = (busy * rate[..., None] + extra[..., None]) / topology.rank_speed
-    slowest = np.where(rate > 0, time[..., topology.alive].max(axis=-1), 1.0)
+    slowest = np.where(rate > 0, time[..., topology.serving].max(axis=-1), 1.0)
+    slowest[(tokens * lost).any(axis=-1)] = np.inf
     mean: FloatArray = slowest.mean(axis=0)
     return mean

@@ -18,6 +18,7 @@ from typing import Any
 
 from eplb.candidates import Candidates, candidates_for
 from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
+from eplb.explanation import finite
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory, Phase
 from eplb.migration import Migration, Pace, build_migration
@@ -338,7 +339,7 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "decision": proposal.decision.value,
         "reason": proposal.reason,
         "policy": proposal.policy,
-        "imbalance_before": round(proposal.before, 4),
+        "imbalance_before": finite(round(proposal.before, 4)),
         "imbalance_after": round(proposal.after, 4),
         "moves": proposal.num_moves,
         "bytes": proposal.num_moves * proposal.expert_bytes,
