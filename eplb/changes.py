@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave
+from eplb.bonds import Search, may_leave, moves_for
 from eplb.jit import by_reference, jit
 from eplb.kernels import FloatArray, IntArray
 from eplb.layer import replica_time
@@ -90,15 +90,15 @@ def outline(search: Search, hot: int) -> Outline:
 @jit
 def _least_moves(search: Search) -> FloatArray:
     """[R] FREE where an expert may come back to, else 1."""
-    layer, fee = search.layer, search.fee
+    layer, home = search.layer, search.home
     least = np.ones(len(layer.zone))
     if search.thrifty:
         for rank in range(len(least)):
             at_home = 0
             for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
                 expert = layer.held[slot]
-                at_home += expert >= 0 and fee[rank, expert] == 0
-            if at_home < search.homes[rank]:
+                at_home += expert >= 0 and home.is_there[rank, expert]
+            if at_home < home.number[rank]:
                 least[rank] = FREE
     return least
 
@@ -106,7 +106,7 @@ def _least_moves(search: Search) -> FloatArray:
 @jit
 def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
-    layer, hot, fee, thrifty = search.layer, bound.hot, search.fee, search.thrifty
+    layer, hot, home, thrifty = search.layer, bound.hot, search.home, search.thrifty
     held, holds, zone_of_expert, zone = layer.held, layer.holds, layer.zone_of_expert, layer.zone
     each, gaps, leasts = bound.each, bound.gap, bound.least
     first_slot, slowness, room = layer.first_slot, layer.slowness, layer.room
@@ -127,7 +127,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
             mine = held[slot]
             if mine < 0 or zone[rank] != zone_of_expert[mine]:
                 continue
-            there = fee[rank, mine] if thrifty else 0.0
+            there = moves_for(home, rank, mine) if thrifty else 0.0
             needed = score * max(there, least)
             if holds[rank, mine] or each[mine] * slow <= needed:
                 continue
@@ -143,7 +143,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 if theirs >= 0:
                     if holds[hot, theirs] or zone_of_expert[theirs] != zone[hot]:
                         continue
-                    moves += fee[hot, theirs] if thrifty else 0.0
+                    moves += moves_for(home, hot, theirs) if thrifty else 0.0
                 weight = max(moves, least)
                 if gain <= score * weight:
                     continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave
+from eplb.bonds import Search, may_leave, moves_for
 from eplb.changes import FREE, Change, Outline
 from eplb.jit import jit
 from eplb.kernels import NONE, IntArray
@@ -23,13 +23,18 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
     layer, hot, each = search.layer, bound.hot, bound.each
     held, holds, slowness = layer.held, layer.holds, layer.slowness
-    replicas, holders, zone_of_expert = layer.replicas, layer.holders, layer.zone_of_expert
+    replicas, zone_of_expert, rank_of_slot = layer.replicas, layer.zone_of_expert, layer.rank_of_slot
+    head, following = layer.head, layer.following
     first_slot, room, relief, gaps = layer.first_slot, layer.room, bound.relief, bound.gap
     best = (-1, -1, -1, -1)
     slow = slowness[hot]
     is_linear = len(layer.curve_tokens) == 0
     everyone = np.arange(len(replicas))
     on_hot = _worth_copying(layer, bound, score * FREE)
+    most_relief, least_kept = 0.0, np.inf  # of these
+    for expert in on_hot:
+        most_relief = max(most_relief, relief[expert] * slow)
+        least_kept = min(least_kept, each[expert] - relief[expert])
     for rank in range(len(first_slot) - 1):
         if rank != hot and (len(on_hot) == 0 or gaps[rank] <= 0):
             continue
@@ -38,25 +43,31 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
             leaves = held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):
                 continue
+            # The hot rank must get lighter, and this one stay lighter than that one was.
+            slack = gaps[rank]
+            if leaves >= 0:
+                slack += each[leaves] * slow_there
+            most_gain = min(slack - least_kept * slow_there, most_relief)
+            if rank != hot and most_gain <= score * least:
+                continue
             if leaves >= 0 and not may_leave(search, leaves, rank, NONE):
                 continue
             # Written out here: a call would take longer than what it does.
-            gone, heavier, nearest, most = 0.0, 0.0, -1, np.inf
+            heavier, nearest, most = 0.0, -1, np.inf
             if leaves >= 0:
-                gone = each[leaves]
                 if is_linear:
                     heavier = each[leaves] / (replicas[leaves] - 1)
                 else:
                     heavier = _heavier(layer, bound, leaves)
-                for place in range(replicas[leaves]):
-                    other = holders[leaves, place]
+                at = head[leaves]
+                while at >= 0:
+                    other = rank_of_slot[at]
                     left = gaps[other] - heavier * slowness[other]
                     if other != rank and other != hot and left < most:
                         nearest, most = other, left
+                    at = following[at]
             on_both = leaves >= 0 and rank != hot and holds[hot, leaves]
             added = heavier * slow if on_both else 0.0
-            # The hot rank must get lighter, and this one stay lighter than that one was.
-            slack = gaps[rank] + gone * slow_there
             candidates = everyone if rank == hot else on_hot
             if nearest >= 0 and most <= score * least:
                 # Nothing helps but what relieves that holder as well.
@@ -75,7 +86,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                     continue
                 weight = least
                 if search.thrifty:
-                    weight = max(search.fee[rank, expert], least)
+                    weight = max(moves_for(search.home, rank, expert), least)
                 if gain <= score * weight or zone_of_expert[expert] != layer.zone[rank]:
                     continue
                 gain = _copy_gain(layer, bound, rank, leaves, expert, score * weight)
@@ -132,7 +143,7 @@ def _copy_gain(
     """Sum over windows of how much the busiest time falls when ``expert`` replaces ``leaves``."""
     hot, gain, windows, num_hot = bound.hot, 0.0, bound.windows, bound.num_hot
     each, time, replicas, holds = layer.each, layer.time, layer.replicas, layer.holds
-    holders, slowness, top = layer.holders, layer.slowness, layer.top
+    slowness, top = layer.slowness, layer.top
     for step in range(len(windows)):
         window = windows[step]
         if step >= num_hot and gain <= needed:
@@ -153,8 +164,10 @@ def _copy_gain(
                 at += heavier * slowness[hot]
             worst = max(worst, at)
         if leaves >= 0:
-            for place in range(replicas[leaves]):
-                other = holders[leaves, place]
+            slot = layer.head[leaves]
+            while slot >= 0:
+                other = layer.rank_of_slot[slot]
+                slot = layer.following[slot]
                 if other != rank and other != hot:
                     less = lighter if expert >= 0 and holds[other, expert] else 0.0
                     if heavier > less or step >= num_hot:

@@ -18,7 +18,7 @@ from eplb.changes import Change, best_swap, outline
 from eplb.copies import best_copy, best_drop
 from eplb.jit import jit
 from eplb.kernels import FloatArray, IntArray
-from eplb.layer import Layer, put, trade
+from eplb.layer import Layer, put, restore, trade
 from eplb.score import measure
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
@@ -74,7 +74,8 @@ def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Recor
         if score[made] < score[best] - 1e-12:
             best = made
             copy_into(best_held, held)
-    copy_into(held, best_held)
+    if best < made:
+        restore(search.layer, best_held)
     return made, best
 
 
@@ -97,7 +98,7 @@ def make_change(layer: Layer, change: Change) -> None:
 @jit
 def _moves_added(search: Search, change: Change) -> int:
     """How many more experts a change leaves where the base does not have them."""
-    layer, fee, moves = search.layer, search.fee, 0
+    layer, home, moves = search.layer, search.home, 0
     if not search.thrifty:
         return 0
     for part in range(2):
@@ -105,8 +106,8 @@ def _moves_added(search: Search, change: Change) -> int:
         if slot < 0:
             continue
         rank, leaves = layer.rank_of_slot[slot], layer.held[slot]
-        moves += expert >= 0 and fee[rank, expert] > 0
-        moves -= leaves >= 0 and fee[rank, leaves] > 0
+        moves += expert >= 0 and not home.is_there[rank, expert]
+        moves -= leaves >= 0 and not home.is_there[rank, leaves]
     return moves
 
 

@@ -59,7 +59,7 @@ def _enforce(
     failed = np.full(len(held), -1, dtype=np.int64)
     wanted = np.empty(len(ranks.zone), dtype=np.bool_)
     for number in range(len(held)):
-        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, len(ranks.zone))
+        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number)
         search = free_search(layer, bonds, number)
         for place in range(order.shape[1]):
             expert = order[number, place]
@@ -87,9 +87,11 @@ def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
         if not is_safe:
             wanted[rank] = fits and search.ready[rank]
             continue
-        for place in range(layer.replicas[expert]):
-            if domain[layer.holders[expert, place]] == domain[rank]:
+        slot = layer.head[expert]
+        while slot >= 0:
+            if domain[layer.rank_of_slot[slot]] == domain[rank]:
                 fits = False
+            slot = layer.following[slot]
         wanted[rank] = fits
     return True
 
@@ -169,8 +171,10 @@ def _own_to_trade(search: Search, expert: int, rank: int, other: int) -> int:
     layer = search.layer
     is_pin = search.pinned[search.number, rank, expert]
     domains, is_safe = standing(search, expert, NONE, NONE)
-    for place in range(layer.replicas[expert]):
-        holder = layer.holders[expert, place]
+    following = layer.head[expert]
+    while following >= 0:
+        slot, following = following, layer.following[following]
+        holder = layer.rank_of_slot[slot]
         if not may_leave(search, expert, holder, rank):
             continue
         domains_then, is_safe_then = standing(search, expert, holder, rank)
@@ -181,7 +185,5 @@ def _own_to_trade(search: Search, expert: int, rank: int, other: int) -> int:
                 continue
             if not may_leave(search, other, rank, holder):
                 continue
-        for slot in range(layer.first_slot[holder], layer.first_slot[holder + 1]):
-            if layer.held[slot] == expert:
-                return slot
+        return int(slot)
     return -1

@@ -33,7 +33,7 @@ from eplb.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, rep
 from eplb.noise import sampling_noise
 from eplb.packing import pack
 from eplb.problem import Problem
-from eplb.search import improve
+from eplb.search import Task, improve
 from eplb.shake import NO_SHAKING, Shaking
 from eplb.topology import Topology
 
@@ -112,7 +112,7 @@ def descend(
 ) -> None:
     """Improve ``held`` in place, moves being free."""
     free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    improve(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules, shaking)
+    improve(Task(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules, shaking))
 
 
 def packed_by_time(problem: Problem) -> IntArray:

@@ -17,7 +17,7 @@ from eplb.bonds import Search, may_leave
 from eplb.descent import QUICK, Rules, copy_into, descend
 from eplb.jit import jit
 from eplb.kernels import NONE, FloatArray, IntArray
-from eplb.layer import put, take_stock, trade
+from eplb.layer import put, restore, trade
 from eplb.score import measure
 
 CHANGES = 2  # made at random before each search
@@ -37,29 +37,45 @@ NO_SHAKING = Shaking(0, 0, np.zeros(0), 0)
 
 
 @jit
-def shake_layer(search: Search, shaking: Shaking, most: int, rules: Rules) -> int:
-    """Shake a layer for about so many steps, leave the best state; how many there were."""
+def shake_layer(
+    search: Search, shaking: Shaking, most: int, rules: Rules, shaken: IntArray
+) -> tuple[int, bool]:
+    """Shake a layer for about so many steps and leave the best state.
+
+    Args:
+        search: the layer.
+        shaking: how long, and which draws.
+        most: steps.
+        rules: of the search before.
+        shaken: state of the draws, rounds so far, the last of them that gained; zero at first. A
+            later call goes on where this one ended.
+
+    Returns:
+        Steps that were made, and whether more would be in vain.
+    """
     layer, target = search.layer, shaking.target[search.number]
-    state = np.array([(shaking.seed + 1) * 7919 + search.number * 104729], dtype=np.int64)
+    if shaken[1] == 0:
+        shaken[0] = (shaking.seed + 1) * 7919 + search.number * 104729
     best_held, best = layer.held.copy(), measure(layer)
     slots = np.empty((rules.max_steps, 2), dtype=np.int64)
     moves, score = np.zeros(rules.max_steps + 1, dtype=np.int64), np.empty(rules.max_steps + 1)
     record = (slots, slots.copy(), score, moves)
     inner = Rules(shaking.target, rules.min_gain, shaking.copies, rules.max_steps, most, rules.far)
-    spent, turn, last_gain = 0, 1, 0
-    while turn - last_gain <= shaking.patience and best > target and spent < most:
-        copy_into(layer.held, best_held)
-        take_stock(layer)
+    spent = 0
+    while best > target and spent < most:
+        if shaken[1] - shaken[2] >= shaking.patience:
+            return spent, True
+        restore(layer, best_held)
         for _ in range(CHANGES):
-            _change_at_random(search, state)
+            _change_at_random(search, shaken)
         made, taken = descend(search, inner, (rules.max_steps, QUICK), record)
         spent += made + 1  # a round counts, whatever it finds
+        shaken[1] += 1
         if score[taken] < best - 1e-12:
             copy_into(best_held, layer.held)
-            best, last_gain = score[taken], turn
-        turn += 1
-    copy_into(layer.held, best_held)
-    return spent
+            best, shaken[2] = score[taken], shaken[1]
+    restore(layer, best_held)
+    return spent, best <= target
 
 
 @jit
