@@ -15,10 +15,11 @@ from eplb.layer import Layer
 class Home:
     """What the ranks hold that serve now; without ranks when moves are free."""
 
-    is_there: BoolArray  # [R, E] experts that a rank has already
-    is_near: BoolArray  # [N, E] experts that a rank of the node has
+    is_there: BoolArray  # [E, R] experts that a rank has already
+    is_near: BoolArray  # [E, N] experts that a rank of the node has
     node: IntArray  # [R]
     number: IntArray  # [R] how many experts a rank has already
+    kept: IntArray  # [R] how many of these the layer under search has there
     far: float  # moves that one from another node counts as
 
 
@@ -52,8 +53,9 @@ def free_search(layer: Layer, bonds: Bonds, number: int) -> Search:
 def empty_home(num_ranks: int, num_experts: int, num_nodes: int, far: float) -> Home:
     """Room for what serves now, to be filled in layer by layer."""
     return new_home(
-        np.zeros((num_ranks, num_experts), dtype=np.bool_),
-        np.zeros((num_nodes, num_experts), dtype=np.bool_),
+        np.zeros((num_experts, num_ranks), dtype=np.bool_),
+        np.zeros((num_experts, num_nodes), dtype=np.bool_),
+        np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         far,
@@ -63,9 +65,9 @@ def empty_home(num_ranks: int, num_experts: int, num_nodes: int, far: float) -> 
 @jit
 def moves_for(home: Home, rank: int, expert: int) -> float:
     """How many moves the arrival of an expert at a rank counts as."""
-    if home.is_there[rank, expert]:
+    if home.is_there[expert, rank]:
         return 0.0
-    return 1.0 if home.is_near[home.node[rank], expert] else home.far
+    return 1.0 if home.is_near[expert, home.node[rank]] else home.far
 
 
 @jit

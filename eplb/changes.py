@@ -79,7 +79,7 @@ def outline(search: Search, hot: int) -> Outline:
             summed[expert] += spent
             if is_linear:
                 relief[expert] += spent / (replicas[expert] + 1)
-            elif layer.holds[hot, expert]:
+            elif layer.holds[expert, hot]:
                 more = replica_time(layer, expert, window, replicas[expert] + 1)
                 relief[expert] += spent - weight * more
         for rank in range(num_ranks):
@@ -90,15 +90,11 @@ def outline(search: Search, hot: int) -> Outline:
 @jit
 def _least_moves(search: Search) -> FloatArray:
     """[R] FREE where an expert may come back to, else 1."""
-    layer, home = search.layer, search.home
-    least = np.ones(len(layer.zone))
+    home = search.home
+    least = np.ones(len(search.layer.zone))
     if search.thrifty:
         for rank in range(len(least)):
-            at_home = 0
-            for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
-                expert = layer.held[slot]
-                at_home += expert >= 0 and home.is_there[rank, expert]
-            if at_home < home.number[rank]:
+            if home.kept[rank] < home.number[rank]:
                 least[rank] = FREE
     return least
 
@@ -129,7 +125,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 continue
             there = moves_for(home, rank, mine) if thrifty else 0.0
             needed = score * max(there, least)
-            if holds[rank, mine] or each[mine] * slow <= needed:
+            if holds[mine, rank] or each[mine] * slow <= needed:
                 continue
             for other in range(first_slot[rank], first_slot[rank] + room[rank]):
                 theirs = held[other]
@@ -141,7 +137,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                     continue
                 moves = there
                 if theirs >= 0:
-                    if holds[hot, theirs] or zone_of_expert[theirs] != zone[hot]:
+                    if holds[theirs, hot] or zone_of_expert[theirs] != zone[hot]:
                         continue
                     moves += moves_for(home, hot, theirs) if thrifty else 0.0
                 weight = max(moves, least)

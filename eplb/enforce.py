@@ -75,7 +75,7 @@ def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
     layer, domain = search.layer, search.domain
     holds, is_missed = layer.holds, False
     for rank in range(len(wanted)):
-        wanted[rank] = search.pinned[search.number, rank, expert] and not holds[rank, expert]
+        wanted[rank] = search.pinned[search.number, rank, expert] and not holds[expert, rank]
         is_missed = is_missed or wanted[rank]
     if is_missed:
         return True
@@ -83,7 +83,7 @@ def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
     if is_safe and domains >= search.spread[search.number, expert]:
         return False
     for rank in range(len(wanted)):
-        fits = layer.zone[rank] == layer.zone_of_expert[expert] and not holds[rank, expert]
+        fits = layer.zone[rank] == layer.zone_of_expert[expert] and not holds[expert, rank]
         if not is_safe:
             wanted[rank] = fits and search.ready[rank]
             continue
@@ -150,7 +150,7 @@ def _make_way(search: Search, expert: int, wanted: BoolArray) -> bool:
             continue
         for third in range(len(layer.held)):
             there, redundant = rank_of_slot[third], layer.held[third]
-            if there == rank or layer.holds[there, other] or redundant == expert:
+            if there == rank or layer.holds[other, there] or redundant == expert:
                 continue
             if third - first_slot[there] >= room[there]:
                 continue
@@ -181,7 +181,7 @@ def _own_to_trade(search: Search, expert: int, rank: int, other: int) -> int:
         if not is_pin and domains_then <= domains and (is_safe or not is_safe_then):
             continue
         if other >= 0:
-            if layer.holds[holder, other] or layer.zone_of_expert[other] != layer.zone[holder]:
+            if layer.holds[other, holder] or layer.zone_of_expert[other] != layer.zone[holder]:
                 continue
             if not may_leave(search, other, rank, holder):
                 continue

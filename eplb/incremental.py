@@ -65,7 +65,8 @@ def _searched(
     target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
     rules = rules_for(problem, demand, target, problem.budget.min_gain_per_move, COPIES_ALWAYS)
     ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    return improve(Task(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING))
+    task = Task(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    return improve(task, problem.budget.num_threads)
 
 
 def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:

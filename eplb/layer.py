@@ -35,7 +35,7 @@ class Layer:
     replicas: IntArray  # [E] how many slots hold each expert
     head: IntArray  # [E] one of those slots, else -1; the others follow in ``following``
     following: IntArray  # [S] another slot of the same expert, else -1
-    holds: BoolArray  # [R, E]
+    holds: BoolArray  # [E, R]: the search looks at all ranks for one expert
     each: FloatArray  # [E, T] time of one replica
     time: FloatArray  # [R, T]
     top: IntArray  # [T, 3] the three busiest ranks; -1 when there are fewer
@@ -98,7 +98,7 @@ def open_layer(
         np.zeros(num_experts, dtype=np.int64),
         np.empty(num_experts, dtype=np.int64),
         np.empty(num_slots, dtype=np.int64),
-        np.zeros((num_ranks, num_experts), dtype=np.bool_),
+        np.zeros((num_experts, num_ranks), dtype=np.bool_),
         np.zeros((num_experts, num_windows)),
         np.zeros((num_ranks, num_windows)),
         np.full((num_windows, 3), -1, dtype=np.int64),
@@ -183,7 +183,7 @@ def _join(layer: Layer, slot: int, expert: int) -> None:
     layer.following[slot] = layer.head[expert]
     layer.head[expert] = slot
     layer.replicas[expert] += 1
-    layer.holds[layer.rank_of_slot[slot], expert] = True
+    layer.holds[expert, layer.rank_of_slot[slot]] = True
     layer.held[slot] = expert
 
 
@@ -193,7 +193,7 @@ def _leave(layer: Layer, slot: int) -> None:
     following, expert = layer.following, layer.held[slot]
     layer.held[slot] = -1
     layer.replicas[expert] -= 1
-    layer.holds[layer.rank_of_slot[slot], expert] = False
+    layer.holds[expert, layer.rank_of_slot[slot]] = False
     if layer.head[expert] == slot:
         layer.head[expert] = following[slot]
         return

@@ -213,15 +213,15 @@ def _come_home(
         for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
             if expert < 0:
                 continue
-            home.number[rank] += not home.is_there[rank, expert]
-            home.is_there[rank, expert] = True
+            home.number[rank] += not home.is_there[expert, rank]
+            home.is_there[expert, rank] = True
             # A dead rank's weights cannot be read.
             if ranks.zone[rank] >= 0:
-                home.is_near[node[rank], expert] = True
+                home.is_near[expert, node[rank]] = True
     moves = 0
     for rank in range(len(ranks.zone)):
         for expert in held[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
-            moves += expert >= 0 and not home.is_there[rank, expert]
+            moves += expert >= 0 and not home.is_there[expert, rank]
     return moves
 
 
@@ -231,8 +231,8 @@ def _leave_home(home: Home, base: IntArray, ranks: Ranks, node: IntArray) -> Non
     for rank in range(len(ranks.zone)):
         for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
             if expert >= 0:
-                home.is_there[rank, expert] = False
-                home.is_near[node[rank], expert] = False
+                home.is_there[expert, rank] = False
+                home.is_near[expert, node[rank]] = False
 
 
 @jit

@@ -98,14 +98,14 @@ def _change_at_random(search: Search, state: IntArray) -> None:
             continue
         if layer.replicas[leaves] > 1 and may_leave(search, leaves, rank, NONE):
             expert = _draw(state, len(layer.replicas))
-            if zone_of_expert[expert] == zone[rank] and not holds[rank, expert]:
+            if zone_of_expert[expert] == zone[rank] and not holds[expert, rank]:
                 put(layer, slot, expert)
                 return
         other = _draw(state, len(held))
         there, theirs = rank_of_slot[other], held[other]
         if there == rank or theirs < 0 or theirs == leaves:
             continue
-        if holds[rank, theirs] or holds[there, leaves]:
+        if holds[theirs, rank] or holds[leaves, there]:
             continue
         if zone_of_expert[theirs] != zone[rank] or zone_of_expert[leaves] != zone[there]:
             continue
