@@ -18,7 +18,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from time import perf_counter, thread_time
+from typing import TypeVar
 
 import numpy as np
 from heldout import DATA, Tokens, history_of, windows
@@ -30,6 +33,7 @@ from rich.table import Table
 
 from eplb import Budget, Placement, Topology, imbalance, plan
 from eplb.deepseek import rebalance_experts
+from eplb.plan import Plan
 
 V3 = Case(58, 256, 288, 32)
 LARGE = (
@@ -37,7 +41,9 @@ LARGE = (
     ("2,048 on 1,024", Case(100, 1024, 2048, 1024)),
     ("1,024 on 1,024", Case(100, 1024, 1024, 1024)),
 )
+THREE_EACH = Topology.uniform(4, 8, 3)
 INF = float("inf")
+Found = TypeVar("Found")
 Planner = Callable[[Tokens, Topology], Placement]
 
 
@@ -71,14 +77,6 @@ class Report:
         load = V3.draw()
         return median_ms(lambda: plan(load, V3.topology, policy="greedy"), 5)[0] / self.idle_ms
 
-    def timed(
-        self, name: str, call: Callable[[], object], runs: int, target: float = INF
-    ) -> tuple[float, object]:
-        """The median of the thread's milliseconds, by what an idle thread would take."""
-        slow = self.slowness()
-        ms, found = median_ms(call, runs)
-        return ms / slow, found
-
     def add(self, name: str, ms: tuple[float, float], target: float, *cells: str) -> None:
         """One row of a timed call."""
         missed = "!" if ms[1] > target else ""
@@ -86,9 +84,10 @@ class Report:
         self.table.add_row(name, f"{ms[0]:.1f}", f"{ms[1]:.1f}{missed}", wanted, *cells)
 
 
-def median_ms(call: Callable[[], object], runs: int) -> tuple[float, object]:
+def median_ms(call: Callable[[], Found], runs: int) -> tuple[float, Found]:
     """Of the thread's own time, after a call that is not counted where there are several."""
-    found = call() if runs > 1 else None
+    if runs > 1:
+        call()
     times = []
     for _ in range(runs):
         begin = thread_time()
@@ -98,20 +97,13 @@ def median_ms(call: Callable[[], object], runs: int) -> tuple[float, object]:
 
 
 def plan_row(
-    report: Report, name: str, call: Callable[[], object], runs: int, target: float = INF
-) -> object:
+    report: Report, name: str, call: Callable[[], Plan], runs: int, target: float = INF
+) -> None:
     slow = report.slowness()
     ms, found = median_ms(call, runs)
-    after = f"{found.before:.4f} -> {found.after:.4f}"  # type: ignore[attr-defined]
-    report.add(
-        name,
-        (ms, ms / slow),
-        target,
-        after,
-        str(found.num_moves),  # type: ignore[attr-defined]
-        found.decision.value,  # type: ignore[attr-defined]
-    )
-    return found
+    after = f"{found.before:.4f} -> {found.after:.4f}"
+    cells = after, str(found.num_moves), found.decision.value
+    report.add(name, (ms, ms / slow), target, *cells)
 
 
 def drifted(load: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -123,41 +115,46 @@ def small_rows(report: Report, runs: int) -> None:
     load, topology = V3.draw(), V3.topology
     slow = report.slowness()
     ms, found = median_ms(lambda: rebalance_experts(load, 288, 8, 4, 32), runs)
-    held = np.asarray(found[0])  # type: ignore[index]
+    held = np.asarray(found[0])
     even = imbalance(load, Placement(held.astype(np.int32), 256), topology).mean()
     report.add("58 x 256, 288/32, drop-in", (ms, ms / slow), 20.0, f"{even:.4f}", "", "8 groups")
     for policy, target in (("greedy", 2.0), ("auto", 4.0)):
-        plan_row(report, policy, lambda p=policy: plan(load, topology, policy=p), runs, target)
+        plan_row(report, policy, partial(plan, load, topology, policy=policy), runs, target)
     current = plan(load, topology).target
     plan_row(
         report, "auto, drift", lambda: plan(drifted(load), topology, current=current), runs, 20.0
     )
-    sixteen = np.rint(
-        load * np.random.default_rng(2).lognormal(0, 0.3, (16, *load.shape))
-    ).astype(np.int64)
+    sixteen = np.rint(load * np.random.default_rng(2).lognormal(0, 0.3, (16, *load.shape))).astype(
+        np.int64
+    )
     for name, budget in (
         ("16 windows, time_ms=20", Budget(time_ms=20.0)),
         ("16 windows, default", Budget()),
     ):
-        plan_row(report, name, lambda b=budget: plan(sixteen, topology, budget=b), 3)
+        plan_row(report, name, partial(plan, sixteen, topology, budget=budget), 3)
 
 
 def large_rows(report: Report, unlimited: bool) -> None:
     for name, case in LARGE:
-        load, topology = case.draw(), case.topology
-        current = plan(load, topology, policy="greedy").target
-        later = drifted(load)
-        plan_row(report, f"100 x 1,024, {name}", lambda: plan(load, topology), 1, 1000.0)
-        plan_row(report, "drift", lambda: plan(later, topology, current=current), 1, 1000.0)
-        if unlimited:
-            without = Budget(time_ms=INF)
-            plan_row(report, "fresh, no limit", lambda: plan(load, topology, budget=without), 1)
-            plan_row(
-                report,
-                "drift, no limit",
-                lambda: plan(later, topology, current=current, budget=without),
-                1,
-            )
+        large_case(report, name, case, unlimited)
+
+
+def large_case(report: Report, name: str, case: Case, unlimited: bool) -> None:
+    load, topology = case.draw(), case.topology
+    current, later = plan(load, topology, policy="greedy").target, drifted(load)
+    limits = [(Budget(), 1000.0, "")]
+    if unlimited:
+        limits.append((Budget(time_ms=INF), INF, ", no limit"))
+    for budget, target, words in limits:
+
+        def fresh(budget: Budget = budget) -> Plan:
+            return plan(load, topology, budget=budget)
+
+        def again(budget: Budget = budget) -> Plan:
+            return plan(later, topology, current=current, budget=budget)
+
+        plan_row(report, f"100 x 1,024, {name}{words}", fresh, 1, target)
+        plan_row(report, f"drift{words}", again, 1, target)
 
 
 def thread_rows(report: Report) -> None:
@@ -180,31 +177,20 @@ def traces() -> list[Many]:
     lengths = [domain["request_len"] for domain in lite]
     ids.append(np.concatenate(ids, axis=1))
     lengths.append(np.concatenate(lengths))
-    ranks = Topology.uniform(4, 8, 3)
     found = [
-        Many(f"V2-Lite {name}, 96/32", one, length, np.arange(len(length)) % 2, 64, ranks, 1024)
+        Many(f"V2-Lite {name} 96/32", one, length, np.arange(len(length)) % 2, 64, THREE_EACH, 1024)
         for name, one, length in zip(("intent", "summary", "both"), ids, lengths, strict=True)
     ]
     gpt = np.load(DATA / "gptoss20b_decode.npz")
-    ids_gpt = gpt["expert_ids"].astype(np.int64).transpose(1, 0, 2)
-    benchmark = [str(subject).split("/")[0].split("_")[0] for subject in gpt["subject"]]
-    half = np.array([int(name == "mmlu") for name in benchmark])
-    for name, topology in (("64/32", Topology.uniform(4, 8, 2)), ("48/16", Topology(
-        np.repeat(np.arange(2), 8), np.full(16, 3)
-    ))):
-        for tokens in (1024, 4096):
-            found.append(
-                Many(
-                    f"gpt-oss {name}, {tokens} tokens",
-                    ids_gpt,
-                    gpt["request_len"],
-                    half,
-                    32,
-                    topology,
-                    tokens,
-                )
-            )
-    return found
+    one, length = gpt["expert_ids"].astype(np.int64).transpose(1, 0, 2), gpt["request_len"]
+    is_mmlu = np.array([str(subject).startswith("mmlu") for subject in gpt["subject"]])
+    half = is_mmlu.astype(np.int64)
+    gpt_ranks = {"64/32": Topology.uniform(4, 8, 2), "48/16": Topology.uniform(2, 8, 3)}
+    return found + [
+        Many(f"gpt-oss {name}, {tokens} tokens", one, length, half, 32, topology, tokens)
+        for name, topology in gpt_ranks.items()
+        for tokens in (1024, 4096)
+    ]
 
 
 def tests_of(trace: Many, half: int, seeds: int) -> Iterator[tuple[Tokens, Tokens]]:
@@ -233,18 +219,18 @@ def planners() -> dict[str, Planner]:
     """Ours, ours without perturbation, greedy, and FlashLB where it is."""
 
     def ours(policy: str, budget: Budget | None = None) -> Planner:
-        return lambda history, topology: plan(
-            history, topology, policy=policy, budget=budget
-        ).target
+        return lambda history, topology: (
+            plan(history, topology, policy=policy, budget=budget).target
+        )
 
     found = {"auto": ours("auto"), "auto, 20 ms": ours("auto", Budget(time_ms=20.0))}
     found["greedy"] = ours("greedy")
     try:
-        from simulations.peers import PEERS, register_peers
-    except ImportError:
+        peers = import_module("simulations.peers")
+    except ModuleNotFoundError:
         return found
-    register_peers()
-    return found | {name: ours(name) for name in PEERS if "flash" in name}
+    peers.register_peers()
+    return found | {name: ours(name) for name in peers.PEERS if "flash" in name}
 
 
 def held_out_rows(console: Console, half: int, seeds: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb.jit import by_reference, jit
-from eplb.kernels import NONE, ZERO, Bonds, BoolArray, IntArray
+from eplb.kernels import NONE, ZERO, Bonds, BoolArray, IntArray, Ranks
 from eplb.layer import Layer
 
 
@@ -60,6 +60,36 @@ def empty_home(num_ranks: int, num_experts: int, num_nodes: int, far: float) -> 
         np.zeros(num_ranks, dtype=np.int64),
         far,
     )
+
+
+@jit
+def come_home(home: Home, held: IntArray, base: IntArray, ranks: Ranks, node: IntArray) -> int:
+    """Fill in what ``base`` [S] holds where, and count the moves that are already made."""
+    for rank in range(len(ranks.zone)):
+        home.number[rank], home.node[rank] = 0, node[rank]
+        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            if expert < 0:
+                continue
+            home.number[rank] += not home.is_there[expert, rank]
+            home.is_there[expert, rank] = True
+            # A dead rank's weights cannot be read.
+            if ranks.zone[rank] >= 0:
+                home.is_near[expert, node[rank]] = True
+    moves = 0
+    for rank in range(len(ranks.zone)):
+        for expert in held[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            moves += expert >= 0 and not home.is_there[expert, rank]
+    return moves
+
+
+@jit
+def leave_home(home: Home, base: IntArray, ranks: Ranks, node: IntArray) -> None:
+    """Clear what ``come_home`` filled in."""
+    for rank in range(len(ranks.zone)):
+        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            if expert >= 0:
+                home.is_there[expert, rank] = False
+                home.is_near[expert, node[rank]] = False
 
 
 @jit

@@ -23,7 +23,11 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
     layer, hot, each = search.layer, bound.hot, bound.each
     held, holds, slowness = layer.held, layer.holds, layer.slowness
-    replicas, zone_of_expert, rank_of_slot = layer.replicas, layer.zone_of_expert, layer.rank_of_slot
+    replicas, zone_of_expert, rank_of_slot = (
+        layer.replicas,
+        layer.zone_of_expert,
+        layer.rank_of_slot,
+    )
     head, following = layer.head, layer.following
     first_slot, room, relief, gaps = layer.first_slot, layer.room, bound.relief, bound.gap
     best = (-1, -1, -1, -1)
@@ -42,6 +46,14 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
         if rank != hot and (len(on_hot) == 0 or gaps[rank] <= 0):
             continue
         least, slow_there = bound.least[rank], slowness[rank]
+        if rank != hot:
+            cheapest = 1.0
+            if search.thrifty:
+                cheapest = np.inf
+                for expert in on_hot:
+                    cheapest = min(cheapest, moves_for(search.home, rank, expert))
+            if most_relief <= score * max(cheapest, least):
+                continue
         for slot in range(first_slot[rank], first_slot[rank] + room[rank]):
             leaves = held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):

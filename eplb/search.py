@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Home, Search, empty_home, priced_search
+from eplb.bonds import Home, Search, come_home, empty_home, leave_home, priced_search
 from eplb.descent import PATIENCE, Record, Rules, descend
 from eplb.jit import jit
 from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
@@ -118,9 +118,7 @@ def _deal_out(task: Task, progress: Progress, turn: int) -> IntArray:
     return open_to
 
 
-def _on_threads(
-    work: Callable[[IntArray], object], layers: IntArray, num_threads: int
-) -> None:
+def _on_threads(work: Callable[[IntArray], object], layers: IntArray, num_threads: int) -> None:
     """Let threads share layers; compiled code does not hold the interpreter's lock."""
     if num_threads == 1 or len(layers) == 1:
         work(layers)
@@ -133,58 +131,61 @@ def _on_threads(
 @jit
 def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> None:
     """One round of some layers."""
-    demand, held, ranks, rules = task.demand, task.held, task.ranks, task.rules
-    thrifty, num_experts = len(task.base) > 0, demand.tokens.shape[1]
+    held, base, ranks, rules = task.held, task.base, task.ranks, task.rules
+    thrifty, moved = len(base) > 0, 0
     num_ranks = len(ranks.zone) if thrifty else 0
-    home = empty_home(num_ranks, num_experts, task.node.max() + 1 if thrifty else 0, rules.far)
+    num_experts, num_nodes = task.demand.tokens.shape[1], task.node.max() + 1 if thrifty else 0
+    home = empty_home(num_ranks, num_experts, num_nodes, rules.far)
     rows = rules.max_steps if not thrifty else 0
-    slots = np.empty((rows, 2), dtype=np.int64)
-    experts = np.empty((rows, 2), dtype=np.int64)
+    slots, experts = np.empty((rows, 2), dtype=np.int64), np.empty((rows, 2), dtype=np.int64)
     score, moves = np.empty(rows + 1), np.empty(rows + 1, dtype=np.int64)
     for number in layers:
-        is_first = progress.spent[number] == 0 and progress.phase[number] == DESCENDS
-        moved = 0
+        record = (slots, experts, score, moves)
         if thrifty:
-            moved = _come_home(home, held[number], task.base[number], ranks, task.node)
-        if is_first:
-            reached = score_at_once(demand, held, ranks, number)
-            steps.start[number] = progress.reached[number] = reached
-            if thrifty:
-                steps.score[number, 0], steps.moves[number, 0] = reached, moved
-            if reached <= rules.target[number]:
-                progress.phase[number] = ENDED
-                if thrifty:
-                    _leave_home(home, task.base[number], ranks, task.node)
-                continue
-        layer = open_layer(demand, held, task.bonds.zone_of_expert, ranks, number)
-        search = priced_search(layer, task.bonds, number, home)
-        if is_first:
-            steps.start[number] = progress.reached[number] = measure(layer)
-        if progress.phase[number] == DESCENDS:
+            moved = come_home(home, held[number], base[number], ranks, task.node)
             done = steps.taken[number]
-            record = (slots, experts, score, moves)
-            if thrifty:
-                record = (
-                    steps.slots[number, done:],
-                    steps.experts[number, done:],
-                    steps.score[number, done:],
-                    steps.moves[number, done:],
-                )
-                record[3][0] = moved
-            _go_down(search, rules, progress, steps.taken, record)
-            if progress.phase[number] == ENDED and task.shaking.patience > 0:
-                if progress.reached[number] > task.shaking.target[number]:
-                    progress.phase[number] = STUCK
-        if progress.phase[number] == STUCK:
-            limit = progress.most[number]
-            spent, is_over = shake_layer(search, task.shaking, limit, rules, progress.shaken[number])
-            progress.spent[number] += spent
-            progress.most[number] -= spent
-            progress.reached[number] = measure(layer)
-            if is_over:
-                progress.phase[number] = ENDED
+            record = (
+                steps.slots[number, done:],
+                steps.experts[number, done:],
+                steps.score[number, done:],
+                steps.moves[number, done:],
+            )
+        record[3][0] = moved
+        _work_on(task, steps, progress, number, home, record)
         if thrifty:
-            _leave_home(home, task.base[number], ranks, task.node)
+            leave_home(home, base[number], ranks, task.node)
+
+
+@jit
+def _work_on(
+    task: Task, steps: Steps, progress: Progress, number: int, home: Home, record: Record
+) -> None:
+    """One round of a layer."""
+    demand, held, ranks, rules = task.demand, task.held, task.ranks, task.rules
+    is_first = progress.spent[number] == 0 and progress.phase[number] == DESCENDS
+    if is_first:
+        reached = score_at_once(demand, held, ranks, number)
+        steps.start[number] = progress.reached[number] = record[2][0] = reached
+        if reached <= rules.target[number]:
+            progress.phase[number] = ENDED
+            return
+    layer = open_layer(demand, held, task.bonds.zone_of_expert, ranks, number)
+    search = priced_search(layer, task.bonds, number, home)
+    if is_first:
+        steps.start[number] = progress.reached[number] = measure(layer)
+    if progress.phase[number] == DESCENDS:
+        _go_down(search, rules, progress, steps.taken, record)
+        is_over = progress.phase[number] == ENDED and task.shaking.patience > 0
+        if is_over and progress.reached[number] > task.shaking.target[number]:
+            progress.phase[number] = STUCK
+    if progress.phase[number] == STUCK:
+        limit, shaken = progress.most[number], progress.shaken[number]
+        spent, is_over = shake_layer(search, task.shaking, limit, rules, shaken)
+        progress.spent[number] += spent
+        progress.most[number] -= spent
+        progress.reached[number] = measure(layer)
+        if is_over:
+            progress.phase[number] = ENDED
 
 
 @jit
@@ -201,38 +202,6 @@ def _go_down(
     progress.reached[number] = record[2][best]
     if made < most or taken[number] == rules.max_steps or record[2][best] <= rules.target[number]:
         progress.phase[number] = ENDED
-
-
-@jit
-def _come_home(
-    home: Home, held: IntArray, base: IntArray, ranks: Ranks, node: IntArray
-) -> int:
-    """Fill in what ``base`` [S] holds where, and count the moves that are already made."""
-    for rank in range(len(ranks.zone)):
-        home.number[rank], home.node[rank] = 0, node[rank]
-        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
-            if expert < 0:
-                continue
-            home.number[rank] += not home.is_there[expert, rank]
-            home.is_there[expert, rank] = True
-            # A dead rank's weights cannot be read.
-            if ranks.zone[rank] >= 0:
-                home.is_near[expert, node[rank]] = True
-    moves = 0
-    for rank in range(len(ranks.zone)):
-        for expert in held[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
-            moves += expert >= 0 and not home.is_there[expert, rank]
-    return moves
-
-
-@jit
-def _leave_home(home: Home, base: IntArray, ranks: Ranks, node: IntArray) -> None:
-    """Clear what ``_come_home`` filled in."""
-    for rank in range(len(ranks.zone)):
-        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
-            if expert >= 0:
-                home.is_there[expert, rank] = False
-                home.is_near[expert, node[rank]] = False
 
 
 @jit

@@ -66,8 +66,13 @@ def shake_layer(
         if shaken[1] - shaken[2] >= shaking.patience:
             return spent, True
         restore(layer, best_held)
-        for _ in range(CHANGES):
-            _change_at_random(search, shaken)
+        measure(layer)
+        window = _draw(shaken, len(layer.rate))
+        # Among many ranks a change anywhere rarely concerns the busiest one: the first is there.
+        first = layer.first_slot[layer.top[window, 0]]
+        _change_at_random(search, shaken, first, layer.first_slot[layer.top[window, 0] + 1])
+        for _ in range(CHANGES - 1):
+            _change_at_random(search, shaken, 0, len(layer.held))
         made, taken = descend(search, inner, (rules.max_steps, QUICK), record)
         spent += made + 1  # a round counts, whatever it finds
         shaken[1] += 1
@@ -86,13 +91,13 @@ def _draw(state: IntArray, below: int) -> int:
 
 
 @jit
-def _change_at_random(search: Search, state: IntArray) -> None:
-    """Give a redundant replica's slot to another expert, or trade two slots."""
+def _change_at_random(search: Search, state: IntArray, first: int, end: int) -> None:
+    """Give one of these slots to another expert, or trade it with any other slot."""
     layer = search.layer
     held, holds, rank_of_slot = layer.held, layer.holds, layer.rank_of_slot
     zone, zone_of_expert = layer.zone, layer.zone_of_expert
     for _ in range(TRIES):
-        slot = _draw(state, len(held))
+        slot = first + _draw(state, end - first)
         rank, leaves = rank_of_slot[slot], held[slot]
         if slot - layer.first_slot[rank] >= layer.room[rank] or leaves < 0:
             continue

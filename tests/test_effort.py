@@ -69,10 +69,12 @@ def test_a_plan_does_not_depend_on_which_layer_ends_first(
 def test_steps_that_even_layers_leave_go_to_a_layer_far_from_its_bound() -> None:
     hard = loads(1, 48)
     even = np.full((1, 7, 48), 1000)
-    ranks, budget = TWO_EACH, Budget(time_ms=0.4)
+    ranks, time_ms = TWO_EACH, 0.4
 
-    alone = plan(hard, ranks, budget=Budget(time_ms=budget.time_ms / 8))
-    among_even_ones = plan(np.concatenate([hard, even], axis=1), ranks, budget=budget)
+    alone = plan(hard, ranks, budget=Budget(time_ms=time_ms / 8))
+    among_even_ones = plan(
+        np.concatenate([hard, even], axis=1), ranks, budget=Budget(time_ms=time_ms)
+    )
 
     assert among_even_ones.after_per_layer[0] < alone.after_per_layer[0]
 
@@ -130,7 +132,7 @@ def test_a_fresh_plan_with_replicas_on_ranks_of_one_slot_moves_only_the_replicas
 
 def test_ranks_of_one_slot_and_other_speeds_are_not_taken_for_alike() -> None:
     speed = np.where(np.arange(64) < 8, 2.0, 1.0)
-    ranks = Topology(np.zeros(64), np.ones(64, dtype=int), rank_speed=speed)
+    ranks = Topology(np.zeros(64, int), np.ones(64, int), rank_speed=speed)
 
     found = plan(loads(2, 64), ranks, policy="greedy")
 
