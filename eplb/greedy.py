@@ -46,7 +46,7 @@ STEPS_PER_SLOT = 2  # a bound that the search does not reach in practice
 STUCK = 1.002  # a layer so far above its bound is shaken
 PATIENT, NO_END = 8, 1_000_000  # rounds of shaking a layer without finding anything better
 FREE_STEP = 0.4  # of the time of a step, where moves need not be weighed
-MOST_MS = 400.0  # of searching, unless the budget says otherwise
+MOST_MS = 800.0  # of searching, unless the budget says otherwise
 
 
 class Frame(NamedTuple):

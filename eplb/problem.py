@@ -40,7 +40,7 @@ class Budget:
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
     min_gain_per_move: float = 0.002  # of one layer's imbalance, for every weight that moves
-    time_ms: float | None = None  # of searching; None: while it gains, 400 at most; inf: no end
+    time_ms: float | None = None  # of searching; None: while it gains, 800 at most; inf: no end
     num_threads: int = 1  # that share the layers of a search; the plan is the same with any number
 
     def __post_init__(self) -> None:

@@ -62,15 +62,16 @@ def shake_layer(
     record = (slots, slots.copy(), score, moves)
     inner = Rules(shaking.target, rules.min_gain, shaking.copies, rules.max_steps, most, rules.far)
     spent = 0
-    while best > target and spent < most:
-        if shaken[1] - shaken[2] >= shaking.patience:
-            return spent, True
+    while best > target and spent < most and shaken[1] - shaken[2] < shaking.patience:
         restore(layer, best_held)
         measure(layer)
         window = _draw(shaken, len(layer.rate))
-        # Among many ranks a change anywhere rarely concerns the busiest one: the first is there.
-        first = layer.first_slot[layer.top[window, 0]]
-        _change_at_random(search, shaken, first, layer.first_slot[layer.top[window, 0] + 1])
+        first, end = 0, len(layer.held)
+        if shaken[1] % 2 == 1:
+            # Among many ranks a change anywhere rarely concerns the busiest one.
+            hot = layer.top[window, 0]
+            first, end = layer.first_slot[hot], layer.first_slot[hot + 1]
+        _change_at_random(search, shaken, first, end)
         for _ in range(CHANGES - 1):
             _change_at_random(search, shaken, 0, len(layer.held))
         made, taken = descend(search, inner, (rules.max_steps, QUICK), record)
@@ -80,7 +81,7 @@ def shake_layer(
             copy_into(best_held, layer.held)
             best, shaken[2] = score[taken], shaken[1]
     restore(layer, best_held)
-    return spent, best <= target
+    return spent, spent < most
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb import Budget, Placement, Plan, Topology, plan, search
+from eplb import Budget, Placement, Plan, Topology, greedy, plan, search
 from eplb.errors import ConfigError
 from eplb.gate import Decision
 
@@ -149,3 +149,17 @@ def test_a_layer_that_a_fresh_plan_does_not_improve_stays_as_it_is() -> None:
 
     moved = found.target.slot_to_expert != found.base.slot_to_expert
     assert moved.any(axis=1).tolist() == [False, True]
+
+
+def test_a_perturbation_that_finds_nothing_leaves_the_best_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = np.array([[600, 560, 120, 120, 20, 10, 10, 10]])
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=2)
+    found = []
+
+    for patience in (1, 4, 16, 64):
+        monkeypatch.setattr(greedy, "PATIENT", patience)
+        found.append(plan(load, ranks, seed=2).after)
+
+    assert found == sorted(found, reverse=True)
