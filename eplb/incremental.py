@@ -23,7 +23,7 @@ from eplb.hierarchical import nodes_of_groups, zones_for
 from eplb.kernels import BoolArray, Demand, FloatArray, IntArray
 from eplb.placement import Placement
 from eplb.problem import Problem
-from eplb.search import Steps, improve
+from eplb.search import Steps, Task, improve
 from eplb.shake import NO_SHAKING
 
 
@@ -65,7 +65,8 @@ def _searched(
     target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
     rules = rules_for(problem, demand, target, problem.budget.min_gain_per_move, COPIES_ALWAYS)
     ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    return improve(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    task = Task(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    return improve(task, problem.budget.num_threads)
 
 
 def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
@@ -100,7 +101,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
     frame = frame_of(problem)
     rules = rules_for(problem, demand, np.ones(len(held)), 0.0, COPIES_ALWAYS)
     free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    steps = improve(
+    task = Task(
         demand,
         held.astype(np.int64),
         free,
@@ -110,7 +111,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
         rules._replace(max_steps=0, all_steps=0),
         NO_SHAKING,
     )
-    return steps.start
+    return improve(task).start
 
 
 def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:

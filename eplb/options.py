@@ -31,6 +31,7 @@ from eplb.timing import measured
 from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
+ROUNDING = 1e-9  # a gain below it is none
 SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
 
 
@@ -120,12 +121,12 @@ def without_losses(
 
 
 def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
-    """A fresh plan, but ``plain`` in layers that it does not improve: replicas may only hurt.
+    """A fresh plan, but ``plain`` in layers that it does not improve: a tie is no gain.
 
-    So they do beside a fast rank that could carry its experts alone. Layers in which ``plain`` does
-    not keep to what is asked are planned all the same.
+    Replicas may even hurt, beside a fast rank that could carry its experts alone. Layers in which
+    ``plain`` does not keep to what is asked are planned all the same.
     """
-    worse = proposed.score > plain.score
+    worse = proposed.score >= plain.score - ROUNDING
     if problem.groups_stay or not worse.any():
         return proposed
     worse[list(complaints_of(problem, plain.placement))] = False

@@ -42,7 +42,8 @@ class Budget:
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
     min_gain_per_move: float = 0.002  # of one layer's imbalance, for every weight that moves
-    time_ms: float | None = None  # of searching; None: until nothing more is found
+    time_ms: float | None = None  # of searching; None: while it gains, 800 at most; inf: no end
+    num_threads: int = 1  # that share the layers of a search; the plan is the same with any number
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
@@ -51,6 +52,8 @@ class Budget:
                 whole(f"budget: {name}", limit)
             if limit is not None and not limit >= 0:
                 raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
+        if self.num_threads < 1:
+            raise ConfigError(f"budget: num_threads is {self.num_threads}, expected 1 or more")
         if not self.target_imbalance >= 1.0:
             raise ConfigError(
                 f"budget: target_imbalance is {self.target_imbalance}, expected 1.0 or more"

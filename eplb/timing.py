@@ -36,7 +36,7 @@ def best_fresh(problem: Problem) -> IntArray:
         frame, demand = frame_of(problem), demand_of(problem)
         target = np.ones(len(held))
         rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_ALWAYS)
-        descend(frame, demand, held, rules)
+        descend(problem, frame, demand, held, rules)
         reached = score_of(problem, held)
         found = np.where((reached < score)[:, None], held, found)
         score = np.minimum(reached, score)
