@@ -8,7 +8,11 @@ the products of their differences. Differences of pairs that share no window are
 so the square of their product has the mean that half the variance of G has; T windows give T**2 / 2
 such products, where they give T values of G.
 
-    counts of T windows -> Pairs -> noise_of -> limit: what G passes with a given chance
+Windows that share requests are alike, and windows further apart are not: such a load wanders, and
+neighbours alone tell too little of how far. So neighbouring pairs of windows, taken together, are
+looked at as well; chance alone makes no difference between the two.
+
+    counts of T windows -> pairs_of -> without_changes -> noise_of -> limit: what G passes by chance
 
 Shapes:  T windows, P = T - 1 pairs of neighbours, L MoE layers, E experts.
 """
@@ -25,6 +29,11 @@ from numpy.typing import NDArray
 # Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
 PAIRS_PER_FACT = 1.5
 MOST_CHANGES = 4  # one pair in so many may be a change
+SPANS = (
+    1,
+    2,
+)  # windows taken together; 4 as well found one switch of recorded text 2 windows later
+LEAST_PAIRS = 4  # that share no window, for a span above 1 to tell anything
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
 
@@ -40,8 +49,9 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Neighbouring windows and how they differ."""
+    """Neighbouring spans of windows and how they differ."""
 
+    span: int  # windows on either side
     index: NDArray[np.int64]  # [P] of the first window of each
     evidence: NDArray[np.float64]  # [P] G
     product: NDArray[np.float64]  # [P, P] of their differences, in units of independent draws
@@ -51,16 +61,40 @@ class Pairs:
         """These pairs, in their order."""
         kept = np.sort(kept)
         product = self.product[np.ix_(kept, kept)]
-        return Pairs(self.index[kept], self.evidence[kept], product, self.freedom)
+        return Pairs(self.span, self.index[kept], self.evidence[kept], product, self.freedom)
 
 
-def pairs_of(tokens: NDArray[np.int64]) -> Pairs:
-    """Compare each window [T, L, E] with the next."""
-    evidence = evidence_of(tokens[:-1], tokens[1:]).sum(axis=1)
+def pairs_of(tokens: NDArray[np.int64], span: int = 1) -> Pairs:
+    """Compare each span of the windows [T, L, E] with the one that follows it."""
+    before = np.concatenate([np.zeros_like(tokens[:1]), tokens.cumsum(axis=0)])
+    together = before[span:] - before[:-span]
+    first, second = together[:-span], together[span:]
     used = (tokens.sum(axis=0) > 0).sum(axis=1)  # [L]; an expert that is never used varies never
-    difference = _differences(tokens)
     freedom = float(np.maximum(used - 1, 0).sum())
-    return Pairs(np.arange(len(evidence)), evidence, difference @ difference.T, freedom)
+    difference = _differences(first, second)
+    evidence = evidence_of(first, second).sum(axis=1)
+    return Pairs(span, np.arange(len(evidence)), evidence, difference @ difference.T, freedom)
+
+
+def limit_at(tokens: NDArray[np.int64], split: int, chance: float) -> float:
+    """What the evidence for a change at window ``split`` passes by chance, as other pairs tell."""
+    limits, splits = [], np.array([split])
+    for span in SPANS:
+        if 2 * span > len(tokens):
+            break
+        pairs = pairs_of(tokens, span)
+        if not pairs.freedom:
+            return math.inf
+        # Pairs that straddle a change would take it for noise.
+        ends = pairs.index[:, None] + 2 * span
+        clear = np.flatnonzero(((ends <= splits) | (pairs.index[:, None] >= splits)).all(axis=1))
+        if span > 1 and len(clear) < LEAST_PAIRS * span:
+            break
+        steady = without_changes(pairs.only(clear), chance)
+        limits.append(limit(noise_of(steady), chance))
+        others = np.setdiff1d(pairs.index[clear], steady.index)
+        splits = np.concatenate([splits, others + span])
+    return max(limits)
 
 
 def evidence_of(first: Counts, second: Counts) -> NDArray[np.float64]:
@@ -91,11 +125,12 @@ def noise_of(pairs: Pairs) -> Noise:
     variance = 2 * mean**2 / pairs.freedom
     if len(pairs.index) > 1:
         variance = max(variance, float(pairs.evidence.var(ddof=1)))
-    is_apart = np.abs(pairs.index[:, None] - pairs.index) > 1
+    is_apart = np.abs(pairs.index[:, None] - pairs.index) >= 2 * pairs.span
     if is_apart.any():
         variance = max(variance, 2 * float(np.square(pairs.product[is_apart]).mean()))
     # Satterthwaite's match of a scaled chi-square.
-    return Noise(mean, 2 * mean**2 / variance, len(pairs.index) / PAIRS_PER_FACT)
+    num_facts = len(pairs.index) / (PAIRS_PER_FACT * pairs.span)
+    return Noise(mean, 2 * mean**2 / variance, num_facts)
 
 
 def limit(noise: Noise, chance: float) -> float:
@@ -118,16 +153,15 @@ def x_log_x(values: Counts) -> NDArray[np.float64]:
     return np.multiply(values, logarithm, dtype=np.float64)
 
 
-def _differences(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[P, L * E] neighbours' shares subtracted, over what independent draws make of that.
+def _differences(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[P, L * E] shares of counts [P, L, E] subtracted, over what independent draws make of that.
 
     The squares of a row sum to Pearson's statistic, which G is nearly equal to.
     """
-    total = tokens.sum(axis=2, keepdims=True).astype(np.float64)
-    share = tokens / np.maximum(total, 1.0)
-    first, second = total[:-1], total[1:]
-    pooled = (tokens[:-1] + tokens[1:]) / np.maximum(first + second, 1.0)
-    variance = pooled * (1 / np.maximum(first, 1.0) + 1 / np.maximum(second, 1.0))
-    is_counted = (variance > 0) & (first > 0) & (second > 0)
-    scaled = (share[:-1] - share[1:]) / np.sqrt(np.where(is_counted, variance, 1.0))
-    return np.where(is_counted, scaled, 0.0).reshape(len(scaled), -1)
+    a, b = (np.maximum(one.sum(axis=2, keepdims=True), 1) for one in (first, second))
+    pooled = (first + second) / (a + b)
+    variance = pooled * (1 / a + 1 / b)
+    scaled: NDArray[np.float64] = (first / a - second / b) / np.sqrt(
+        np.where(variance > 0, variance, 1.0)
+    )
+    return scaled.reshape(len(scaled), -1)

@@ -27,10 +27,8 @@ from eplb.noise import FEWEST_WINDOWS
 from telemetry.chance import (
     Counts,
     evidence_of,
-    limit,
-    noise_of,
+    limit_at,
     pairs_of,
-    without_changes,
     x_log_x,
 )
 
@@ -160,19 +158,13 @@ def planning_history(
 
 
 def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> Change | None:
-    num_splits = len(tokens) - 1
-    pairs = pairs_of(tokens)
-    if not pairs.freedom:
+    if not tokens.any():
         return None
     before = tokens.cumsum(axis=0, dtype=np.float64)
     evidence = evidence_of(before[:-1], before[-1] - before[:-1]).sum(axis=1)  # [T - 1]
-    chance = false_alarm / num_splits
-    best = int(evidence.argmax())  # chance alone would make all splits alike
-    # The pair that straddles the split would take the change itself for noise.
-    others = pairs.only(np.delete(np.arange(num_splits), best))
-    steady = without_changes(others, chance)
-    strength = float(evidence[best]) / limit(noise_of(steady), chance)
-    return Change(best + 1, strength) if strength > 1 else None
+    split = int(evidence.argmax()) + 1  # chance alone would make all splits alike
+    strength = float(evidence[split - 1]) / limit_at(tokens, split, false_alarm / len(evidence))
+    return Change(split, strength) if strength > 1 else None
 
 
 def _floor(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:

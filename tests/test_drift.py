@@ -184,6 +184,20 @@ def test_change_test_layers_of_the_same_tokens_find_a_switch(after: int) -> None
     assert change.index == 16
 
 
+def test_change_test_load_that_wanders_alarms_rarely() -> None:
+    """A window shares half of its tokens with the one before it, as long requests make it."""
+    alarms = 0
+    for seed in range(40):
+        halves = same_tokens(33, seed).tokens
+        alarms += last_change(LoadHistory(halves[:-1] + halves[1:])) is not None
+
+    assert alarms <= 8  # 38 when neighbours alone tell how far it wanders
+
+
+def test_change_test_one_expert_used_shows_no_change() -> None:
+    assert last_change(LoadHistory(np.array([[[9, 0]]] * 8))) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trace", ["dsv2lite_intent", "dsv2lite_summary", "gptoss20b_decode"])
 def test_change_test_recorded_tokens_in_random_order_rarely_alarm(trace: str) -> None:
