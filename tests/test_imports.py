@@ -42,7 +42,7 @@ RULES = {
         "runtime.digests runtime.dispatch runtime.streams runtime.symmetric runtime.agreement",
         "numpy torch",
     ),
-    "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),
+    "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn sse_starlette prometheus_client",
