@@ -43,7 +43,7 @@ RULES = {
         "runtime.listeners",
         "numpy torch",
     ),
-    "simulations": rule("eplb telemetry", "numpy plotly pyarrow rich"),
+    "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn sse_starlette prometheus_client",
