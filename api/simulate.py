@@ -38,7 +38,7 @@ def simulate(
     window: Annotated[
         int | None, typer.Option(help="Tokens in a window of a trace; 4096 if not given.")
     ] = None,
-    past: Annotated[int, typer.Option(help="Windows that a plan looks back on.")] = 8,
+    past: Annotated[int, typer.Option(help="Windows that a plan looks back on.")] = 16,
     every: Annotated[int, typer.Option(help="Windows from one plan to the next.")] = 1,
     model: Annotated[
         str | None, typer.Option(help="A known model, for expert groups and bytes.")
@@ -51,7 +51,9 @@ def simulate(
     ] = None,
     max_moves: Annotated[int | None, typer.Option(help="Most experts that a plan moves.")] = None,
     target: Annotated[float, typer.Option(help="Imbalance that is good enough.")] = 1.02,
-    min_gain: Annotated[float, typer.Option(help="Relative gain that a move must bring.")] = 0.03,
+    pay_back: Annotated[
+        float, typer.Option(help="Seconds of serving within which a move must pay back.")
+    ] = CostModel.pay_back_s,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
@@ -65,7 +67,7 @@ def simulate(
             _topology(ranks, nodes, slots, history.num_experts),
             _fitted(shape, history),
             Budget(max_moves=max_moves, target_imbalance=target),
-            CostModel(min_gain=min_gain),
+            CostModel(pay_back_s=pay_back),
             seed,
             past,
             every,

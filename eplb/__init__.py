@@ -17,6 +17,7 @@ from eplb.placement import EMPTY, Placement
 from eplb.plan import plan
 from eplb.policies import POLICIES
 from eplb.problem import Budget, Problem
+from eplb.record import Promise, Record
 from eplb.redundancy import allocate_redundancy, slots_per_layer
 from eplb.resplit import resplit
 from eplb.topology import Topology
@@ -42,6 +43,8 @@ __all__ = [
     "Placement",
     "Plan",
     "Problem",
+    "Promise",
+    "Record",
     "Scenarios",
     "Source",
     "Topology",

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.balance import imbalance
+from eplb.expectation import expected_part
 from eplb.gate import Decision, Outlook, decide
 from eplb.kernels import BoolArray, FloatArray
 from eplb.legal import complaints_of
@@ -111,7 +112,7 @@ def without_losses(
     old, new = serving.placement, proposed.placement
     moves = moved(old, new).sum(axis=1)
     gain = serving.score - proposed.score
-    stays = uneven_layers(old) & ~forced & (gain <= problem.budget.min_gain_per_move * moves)
+    stays = uneven_layers(old) & ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
     if not stays.any():
         return proposed
     kept = new.with_layers(old, np.flatnonzero(stays).tolist())
@@ -164,6 +165,12 @@ def choose(
         return Choice(Decision.MOVE, reason, proposed)
     outlook = _outlook(problem, serving, proposed, received)
     decision, reason = decide(outlook, problem.cost)
+    if decision is Decision.MOVE and splits:
+        promised = (serving.score - proposed.score) * problem.layer_weight
+        changed = moved(serving.placement, proposed.placement).any(axis=1)
+        part = expected_part(problem, promised, changed)
+        outlook = replace(outlook, expected=part)
+        decision, reason = decide(outlook, problem.cost)
     move = Choice(decision, reason, proposed)
     is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
     if not splits or decision is Decision.RESPLIT or is_noise:
@@ -177,7 +184,7 @@ def choose(
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
     """New shares alone where they pay and moving too does not."""
     after = float(alone.score.mean())
-    shares = replace(outlook, after=after, num_moves=0, busiest_moves=0)
+    shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, expected=1.0)
     decision, reason = decide(shares, problem.cost)
     if decision is not Decision.RESPLIT:
         return move
@@ -218,14 +225,20 @@ def _outlook(
     if problem.cost.node_traffic:  # no part of what chance makes
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
+    expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
     return Outlook(
-        float(serving.score.mean()),
-        float(proposed.score.mean()),
+        _mean(problem, serving.score),
+        _mean(problem, proposed.score),
         noise,
         int(received.sum()),
-        int(received.max()),
-        _words(problem),
+        int(received.max()) * problem.cost.move_seconds(expert_bytes),
+        of=_words(problem),
     )
+
+
+def _mean(problem: Problem, score: FloatArray) -> float:
+    """Mean over layers, each by its part of the step."""
+    return float((score * problem.layer_weight).mean())
 
 
 def _words(problem: Problem) -> str:

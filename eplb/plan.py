@@ -30,6 +30,7 @@ from eplb.outcome import Plan
 from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
 from eplb.problem import Budget, Objective, Problem
+from eplb.record import Record
 from eplb.topology import Topology
 from eplb.traffic import nearer
 from eplb.windows import Scenarios, as_scenarios
@@ -53,6 +54,8 @@ def plan(
     scenarios: Scenarios | ArrayLike | None = None,
     cost: CostModel | None = None,
     seed: int = 0,
+    unseen: int | None = None,
+    record: Record | None = None,
 ) -> Plan:
     """Find a placement for this load, and decide whether to move to it.
 
@@ -72,6 +75,9 @@ def plan(
             as a window of the past each.
         cost: what a move must earn, not asked when nothing serves yet, or cannot; and the curve.
         seed: for policies that draw.
+        unseen: how many of the latest windows came after those that ``current`` was planned on;
+            None: all of them. Gains are judged on these.
+        record: what earlier plans promised and gave; None: nothing is known of them.
 
     Raises:
         ConfigError: an unknown policy, constraints that contradict each other, or inputs that
@@ -91,6 +97,8 @@ def plan(
         objective,
         constraints or Constraints(),
         None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
+        unseen,
+        record or Record(),
     )
     return plan_for(problem, policy)
 
