@@ -44,7 +44,7 @@ class ControllerSettings:
     """How the controller decides."""
 
     policy: str = "auto"
-    plan_windows: int = 4  # complete windows that a plan looks at, fewer after a change of load
+    plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)

@@ -29,7 +29,7 @@ SINGLE = Placement(np.array([[0, 1, 2, EMPTY]]), num_experts=3, generation=7)
 HOT_LAST = np.array([[2000, 2000, 6000]])
 
 
-DEAR_MOVES = CostModel(seconds_per_expert=60.0, seconds_per_window=1.0, horizon_windows=10)
+DEAR_MOVES = CostModel(seconds_per_expert=60.0)
 
 
 def lognormal(num_layers: int, num_experts: int, seed: int) -> NDArray[np.int64]:
@@ -67,7 +67,7 @@ def test_a_move_follows_the_generation_it_was_planned_on() -> None:
 
 
 def test_a_gain_below_the_threshold_is_kept() -> None:
-    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(min_gain=0.9))
+    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(pay_back_s=0.0))
 
     assert found.decision is Decision.KEEP
     assert found.reason.endswith("< 90.0%")
@@ -110,7 +110,7 @@ def test_without_a_budget_of_moves_there_are_still_shares() -> None:
 
 def test_moving_must_pay_beside_what_shares_alone_bring() -> None:
     # Shares alone bring 1.4 to 1.2, another replica of expert 2 in place of 0 brings 1.0.
-    cost = CostModel(min_gain=0.2)
+    cost = CostModel(seconds_per_expert=2.0)
     assert plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, cost=CostModel()).num_moves == 1
 
     found = plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, cost=cost)
