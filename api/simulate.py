@@ -16,6 +16,7 @@ from eplb.model import ModelShape, preset
 from eplb.problem import Budget
 from eplb.topology import Topology
 from simulations.page import write_page
+from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary, table, write_json
 from simulations.traces import Layout, load_trace
@@ -60,6 +61,7 @@ def simulate(
 ) -> None:
     """Plan on past windows, judge on the next one, and count what moved."""
     try:
+        register_peers()
         shape = preset(model) if model is not None else None
         history = _history(trace, window, experts, layout, seed)
         scenario = Scenario(

@@ -1,6 +1,6 @@
 """The known ways to place experts, by name. A policy is a function: ``Problem -> Placement``.
 
-A researcher adds one by adding a function here; the table is a plain dict. A policy that knows how
+A researcher adds one with ``register``, or here; the table is a plain dict. A policy that knows how
 far each part of the budget takes it may give a ``Proposal`` as well.
 """
 
@@ -109,6 +109,16 @@ POLICIES: dict[str, Policy] = {
     "round_robin": round_robin,
     "topk_everywhere": topk_everywhere,
 }
+
+
+def register(name: str, policy: Policy) -> None:
+    """Add a policy of a user's own; the same again changes nothing.
+
+    Raises:
+        ConfigError: another policy has that name.
+    """
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise ConfigError(f"policy {name!r} is registered already, expected a name of its own")
 
 
 def propose(name: str, problem: Problem) -> Proposal:

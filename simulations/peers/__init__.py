@@ -1,0 +1,22 @@
+"""What other engines and planners do, re-implemented from their published behaviour.
+
+They are policies like any other once ``register_peers`` was called: to compare with, in
+``eplb simulate --policy`` and in benchmarks.
+"""
+
+from __future__ import annotations
+
+from eplb.policies import Policy, register
+from simulations.peers.replans import greedy_on_average, greedy_on_last, greedy_on_sum
+
+PEERS: dict[str, Policy] = {
+    "greedy_on_average": greedy_on_average,
+    "greedy_on_last": greedy_on_last,
+    "greedy_on_sum": greedy_on_sum,
+}
+
+
+def register_peers() -> None:
+    """Make the peers known to ``eplb.policies`` by name; again changes nothing."""
+    for name, policy in PEERS.items():
+        register(name, policy)
