@@ -71,7 +71,8 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
         others = _windows(problem.history, np.delete(kept, run))
         part = replace(problem, history=others, scenarios=None)
-        found = Placement(incremental(part, current, only).held, problem.num_experts)
+        held = incremental(part, current, only).held.astype(np.int32)
+        found = Placement(held, problem.num_experts)
         after = imbalance(work[run], _of_layers(found, layers), problem.topology).mean()
         gains.append(float(before[run].mean() - after))
     return np.array(gains)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.allowance import moves_per_layer
 from eplb.balance import imbalance
 from eplb.expectation import expected_part
 from eplb.gate import Decision, Outlook, decide
@@ -47,6 +48,7 @@ class Choice(NamedTuple):
     decision: Decision
     reason: str
     option: Option
+    expected: float = 0.0  # less imbalance on windows to come
 
 
 def score_of(problem: Problem, placement: Placement) -> FloatArray:
@@ -159,19 +161,21 @@ def choose(
     received = _received(serving.placement, proposed.placement, problem.topology)
     if problem.current is None and received.any():
         change = f"{_words(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
-        return Choice(Decision.MOVE, f"no current placement: {change}", proposed)
+        reason = f"no current placement: {change}"
+        return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     if why_not is not None:
         reason = f"the current placement cannot serve: {why_not}"
-        return Choice(Decision.MOVE, reason, proposed)
+        return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     outlook = _outlook(problem, serving, proposed, received)
     decision, reason = decide(outlook, problem.cost)
     if decision is Decision.MOVE and splits:
         promised = (serving.score - proposed.score) * problem.layer_weight
-        changed = moved(serving.placement, proposed.placement).any(axis=1)
+        changed = moves_per_layer(serving.placement, proposed.placement) > 0
         part = expected_part(problem, promised, changed)
         outlook = replace(outlook, expected=part)
         decision, reason = decide(outlook, problem.cost)
-    move = Choice(decision, reason, proposed)
+    gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * outlook.expected
+    move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
     if not splits or decision is Decision.RESPLIT or is_noise:
         return move
@@ -193,7 +197,11 @@ def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outloo
         return move
     if outlook.num_moves:
         reason += f"; {outlook.num_moves} moves more do not pay: {why}"
-    return Choice(decision, reason, alone)
+    return Choice(decision, reason, alone, outlook.before - after)
+
+
+def _gain(old: Option, new: Option) -> float:
+    return float(old.score.mean() - new.score.mean())
 
 
 def _moving_pays_anyway(

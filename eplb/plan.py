@@ -121,7 +121,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
             proposed = without_losses(problem, serving, proposed, forced)
     assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = complaints[min(complaints)] if complaints else None
-    decision, reason, taken = choose(problem, serving, proposed, why_not, splits)
+    decision, reason, taken, expected = choose(problem, serving, proposed, why_not, splits)
     return Plan(
         problem=problem,
         base=base,
@@ -132,6 +132,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
         reason=reason,
         curve=curve,
         policy=policy,
+        expected_gain=expected,
     )
 
 

