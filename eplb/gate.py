@@ -25,7 +25,7 @@ Curve = tuple[tuple[float, float], ...]
 GROUPED_GEMM_H200: Curve = ((1.0, 20.4), (256.0, 20.8), (512.0, 40.5), (1024.0, 80.1))
 
 
-NOMINAL_BYTES = 44_050_944  # of an expert where no model says: DeepSeek-V3's, in FP8
+NOMINAL_BYTES = 17_301_504  # of an expert where no model says: DeepSeek-V2-Lite's, in BF16
 
 
 class Decision(Enum):
@@ -46,7 +46,7 @@ class CostModel:
         ConfigError: a figure that is negative or not a number.
     """
 
-    pay_back_s: float = 30.0  # serving time within which a move must save what it costs
+    pay_back_s: float = 60.0  # serving time within which a move must save what it costs
     expert_part: float = 0.3  # of a step at perfect balance, the part that routed experts take
     seconds_per_expert: float | None = None  # that a rank loses by each it receives; None: by bytes
     bytes_per_s: float = 6e9  # that a rank receives meanwhile; the default of ``Pace``
@@ -56,6 +56,7 @@ class CostModel:
     node_traffic: float = 0.0  # imbalance that counts like all tokens crossing nodes; 0: no matter
     tokens_of_node: tuple[float, ...] = ()  # part that starts on each; (): by live ranks
     curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
+    dead_zone: bool = False  # whether a gain counts only as far as that curve makes it time
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -110,6 +111,8 @@ class Outlook:
     num_moves: int
     cost_s: float  # serving time that its moves take
     expected: float = 1.0  # part of the gain that is expected on windows that were not planned on
+    in_time: float = 1.0  # part of the gain that is time at this batch, by the curve
+    dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
     of: str = "imbalance"  # what the figures are, in words
 
 
@@ -124,13 +127,21 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
         return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
     if outlook.num_moves == 0 and outlook.before <= outlook.after:
         return Decision.KEEP, f"the plan is the current placement, {change}"
-    gain = (outlook.before - max(outlook.after, floor)) * outlook.expected
+    if outlook.before <= outlook.dead_zone:
+        return (
+            Decision.KEEP,
+            f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
+        )
+    reachable = max(outlook.after, floor)
+    gain = (outlook.before - reachable) * outlook.expected * outlook.in_time
     lost = cost.seconds_per_rebalance + outlook.cost_s
     saved = cost.saved_seconds(gain)
     if outlook.after < floor:
         change += f" down to the sampling noise ({floor:.3f})"
     if outlook.expected != 1.0:
         change += f", of which {outlook.expected:.0%} is expected to last"
+    if outlook.in_time != 1.0:
+        change += f", {outlook.in_time:.0%} of it time at this batch"
     figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
     if not gain > 0 or lost > saved:
         return Decision.KEEP, f"{change}: {figures}"

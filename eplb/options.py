@@ -28,7 +28,7 @@ from eplb.noise import noise_under
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
 from eplb.resplit import best_shares, share_floor
-from eplb.timing import measured
+from eplb.timing import dead_zone, measured, part_in_time
 from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
@@ -234,12 +234,16 @@ def _outlook(
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
     expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
+    old, new = serving.placement, proposed.placement
+    has_zone = problem.cost.dead_zone and problem.objective == "tokens"
     return Outlook(
         _mean(problem, serving.score),
         _mean(problem, proposed.score),
         noise,
         int(received.sum()),
         int(received.max()) * problem.cost.move_seconds(expert_bytes),
+        in_time=part_in_time(problem, old, new) if has_zone else 1.0,
+        dead_zone=dead_zone(problem) if has_zone else 1.0,
         of=_words(problem),
     )
 

@@ -167,12 +167,9 @@ class Problem:
         expert_bytes = 0 if self.model is None else self.model.expert_bytes
         seconds = self.cost.move_seconds(expert_bytes) / int(self.topology.alive.sum())
         worth = self.cost.gain_worth(seconds) * self.history.num_layers / self.record.kept
-        return np.divide(
-            worth,
-            self.layer_weight,
-            out=np.full(self.history.num_layers, np.inf),
-            where=self.layer_weight > 0,
-        )
+        price = np.full(self.history.num_layers, np.inf)
+        np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
+        return price
 
     @property
     def num_unseen(self) -> int:
@@ -185,7 +182,8 @@ class Problem:
         """[L] a layer's part of the experts' time at perfect balance; their mean is 1."""
         time = self.work.sum(axis=(0, 2))
         mean = time.mean()
-        return time / mean if mean > 0 else np.ones(len(time))
+        weight: NDArray[np.float64] = time / mean if mean > 0 else np.ones(len(time))
+        return weight
 
     @cached_property
     def complete(self) -> NDArray[np.bool_]:
