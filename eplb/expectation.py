@@ -30,8 +30,8 @@ PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, as a part of i
 CAUTION = 0.5  # standard deviations that are taken off
 
 
-def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> float:
-    """Part of the promised gain that may be counted on; may be negative.
+def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> tuple[float, bool]:
+    """Part of the promised gain that may be counted on, and whether unseen windows vouch for it.
 
     Args:
         problem: with a current placement, which can serve.
@@ -41,7 +41,7 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     gain = float(promised.mean())
     unseen = problem.num_unseen
     if gain <= 0 or not unseen:
-        return 0.0
+        return 0.0, False
     part = problem.record.kept * unseen / (unseen + PRIOR_WINDOWS)
     doubt = PRIOR_DOUBT * part
     seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
@@ -52,7 +52,7 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
         evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
         weight = doubt**2 / (error**2 + doubt**2)
         part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    return part - CAUTION * doubt
+    return part - CAUTION * doubt, len(seen) > 1
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:

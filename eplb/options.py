@@ -167,13 +167,15 @@ def choose(
         reason = f"the current placement cannot serve: {why_not}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     outlook = _outlook(problem, serving, proposed, received)
-    decision, reason = decide(outlook, problem.cost)
-    if decision is Decision.MOVE and splits:
+    # Judged on unseen windows a gain is what it is; else what chance may make of it is taken off.
+    judged, moves = outlook, splits and outlook.num_moves > 0
+    if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
         changed = moves_per_layer(serving.placement, proposed.placement) > 0
-        part = expected_part(problem, promised, changed)
+        part, is_judged = expected_part(problem, promised, changed)
         outlook = replace(outlook, expected=part)
-        decision, reason = decide(outlook, problem.cost)
+        judged = replace(outlook, noise=0.0) if is_judged else outlook
+    decision, reason = decide(judged, problem.cost)
     gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * outlook.expected
     move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
