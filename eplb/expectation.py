@@ -27,7 +27,9 @@ FOLDS = 4
 SAMPLED = 16  # layers, at most, that are planned again
 PRIOR_WINDOWS = 4  # unseen windows with which the record is believed by half
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, as a part of it
-CAUTION = 0.5  # standard deviations that are taken off
+CAUTION = 0.5  # standard deviations that are taken off at first
+LOOKS = 16  # windows after which another one is: who looks often enough sees a gain by chance
+MOST_CAUTION = 3.0
 
 
 def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> tuple[float, bool]:
@@ -52,7 +54,9 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
         evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
         weight = doubt**2 / (error**2 + doubt**2)
         part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    return part - CAUTION * doubt, len(seen) > 1
+    looks = unseen if problem.unseen is None else problem.unseen
+    caution = min(CAUTION + looks / LOOKS, MOST_CAUTION)
+    return part - caution * doubt, len(seen) > 1
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:

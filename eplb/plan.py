@@ -143,7 +143,7 @@ def _cut_short(problem: Problem) -> str:
     least = STEP_MS * problem.topology.num_slots * int(problem.complete.sum())
     if limit is None or limit >= least:
         return ""
-    return f"; not searched: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
+    return f"; cut short: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
 
 
 def _proposed(

@@ -201,6 +201,8 @@ class Controller:
         topology, spare_slots = group.topology, self._settings.spare_slots
         track = self._judged(group, current)
         unseen = track.unseen(group.complete_windows(), current)
+        if past.num_windows < self._settings.plan_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
         if spare_slots:
             current, topology = compact(current, topology, spare_slots)
         begun = time.perf_counter()

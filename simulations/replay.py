@@ -145,8 +145,11 @@ def replay(scenario: Scenario, policy: str) -> Replay:
             record = record.with_plan(promise.gain, promise.given(came, topology))
             promise = None
         past = _planned_on(scenario, history.first(window + 1))
+        unseen = window - since
+        if past.num_windows < scenario.past_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
         begin = perf_counter()
-        found = _plan(scenario, past, current, policy, window - since, record)
+        found = _plan(scenario, past, current, policy, unseen, record)
         plan_ms.append((perf_counter() - begin) * 1000)
         if found.decision is Decision.KEEP:
             num_kept += 1
