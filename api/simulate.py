@@ -45,7 +45,7 @@ def simulate(
         int | None,
         typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),
     ] = None,
-    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 8,
+    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 16,
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
@@ -63,9 +63,10 @@ def simulate(
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
     target: Annotated[float, typer.Option(max=1e6, help="Imbalance that is good enough.")] = 1.02,
-    min_gain: Annotated[
-        float, typer.Option(max=1.0, help="Relative gain that a move must bring.")
-    ] = 0.03,
+    pay_back: Annotated[
+        float,
+        typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
+    ] = CostModel.pay_back_s,
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Seed of all that is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
@@ -80,7 +81,7 @@ def simulate(
             _topology(ranks, nodes, slots, history.num_experts),
             _fitted(shape, history),
             Budget(max_moves=max_moves, target_imbalance=target),
-            CostModel(min_gain=min_gain),
+            CostModel(pay_back_s=pay_back),
             seed,
             past,
             every,

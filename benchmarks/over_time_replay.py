@@ -116,7 +116,7 @@ class Deployment:
         self.store.commit(self.placement, expected=base, plan_id=plan_id, reason="swapped")
         self.store.prune(self.now - 10 * WINDOW_SECONDS)
         detail = [one.detail for one in noted if one.kind == "plan"][-1]
-        promised = detail["imbalance_before"] - detail["imbalance_after"]
+        promised = detail["expected_gain"]
         moves = int(moves_per_layer(old, self.placement).sum())
         return Change(window, detail["decision"], moves, promised, old, self.placement)
 

@@ -18,6 +18,7 @@ from eplb.placement import EMPTY, Placement
 from eplb.plan import plan
 from eplb.policies import POLICIES
 from eplb.problem import Budget, Problem
+from eplb.record import Promise, Record
 from eplb.redundancy import (
     RedundancyLevel,
     allocate_redundancy,
@@ -49,6 +50,8 @@ __all__ = [
     "Placement",
     "Plan",
     "Problem",
+    "Promise",
+    "Record",
     "RedundancyLevel",
     "Scenarios",
     "Source",

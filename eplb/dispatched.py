@@ -19,6 +19,7 @@ from eplb.problem import Problem
 from eplb.traffic import ground_of, tokens_of_node
 
 WORTH_SAYING = 0.03  # between booked and effective imbalance
+LARGEST_PRICE = 1e9  # of a move, in imbalance of a layer: none pays
 EVEN_ENOUGH = 1.005  # a fresh plan's layer at it is left: the next window differs by more
 
 
@@ -95,7 +96,9 @@ def _terms(problem: Problem, num_windows: int) -> Terms:
     most = problem.max_moves if problem.current is not None else None
     target, min_gain = EVEN_ENOUGH, WINDOWS_GAIN if num_windows > 1 else FINEST_GAIN
     if problem.current is not None:
-        target, min_gain = problem.budget.target_imbalance, problem.budget.min_gain_per_move
+        # Finite: no move pays at a pay-back of 0, and an infinite price of no move is not a number.
+        price = min(float(problem.price.min()), LARGEST_PRICE)
+        target, min_gain = problem.budget.target_imbalance, price
     noise = history_noise(problem) if num_windows > 1 else np.zeros(problem.history.num_layers)
     return Terms(np.maximum(target, 1.0 + noise), min_gain, -1 if most is None else most)
 

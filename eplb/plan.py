@@ -16,7 +16,7 @@ from eplb.dispatch import DispatchRule
 from eplb.dispatched import rule_in_words, settled
 from eplb.frontier import Curve
 from eplb.gate import CostModel, Decision
-from eplb.greedy import frame_of
+from eplb.greedy import frame_of, step_ms
 from eplb.incremental import repaired
 from eplb.kernels import BoolArray
 from eplb.legal import complaints_of, unfit_layers
@@ -34,6 +34,7 @@ from eplb.outcome import Plan, lost_tokens
 from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
 from eplb.problem import Budget, Objective, Problem
+from eplb.record import Record
 from eplb.topology import Topology
 from eplb.traffic import nearer
 from eplb.windows import Scenarios, as_scenarios
@@ -58,6 +59,8 @@ def plan(
     cost: CostModel | None = None,
     seed: int = 0,
     dispatch: DispatchRule = DispatchRule.WEIGHTED,
+    unseen: int | None = None,
+    record: Record | None = None,
 ) -> Plan:
     """Find a placement for this load, and decide whether to move to it.
 
@@ -79,6 +82,9 @@ def plan(
         seed: for policies that draw.
         dispatch: how the engine chooses among replicas. The plan is made and judged for that, and
             has shares only where the rule follows them.
+        unseen: how many of the latest windows came after those that ``current`` was planned on;
+            None: all of them. Gains are judged on these.
+        record: what earlier plans promised and gave; None: nothing is known of them.
 
     Raises:
         ConfigError: an unknown policy, constraints that contradict each other, inputs that
@@ -99,6 +105,8 @@ def plan(
         constraints or Constraints(),
         None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
         dispatch,
+        unseen,
+        record or Record(),
     )
     return plan_for(problem, policy)
 
@@ -124,7 +132,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     lost = lost_tokens(problem, base) if why_not else 0.0
     if lost:
         why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
-    decision, reason, taken = choose(problem, serving, proposed, why_not, splits)
+    decision, reason, taken, expected = choose(problem, serving, proposed, why_not, splits)
     target = base if decision is Decision.KEEP else _next(base, taken.placement)
     return Plan(
         problem=problem,
@@ -133,10 +141,21 @@ def plan_for(problem: Problem, policy: str) -> Plan:
         before_per_layer=serving.score,
         after_per_layer=taken.score,
         decision=decision,
-        reason=reason + rule_in_words(problem, target),
+        reason=reason + rule_in_words(problem, target) + _cut_short(problem),
         curve=curve,
         policy=policy,
+        expected_gain=expected,
     )
+
+
+def _cut_short(problem: Problem) -> str:
+    """What a limit of time that allows no step of the search makes of a plan, in words."""
+    limit = problem.budget.time_ms
+    windows = int(problem.complete.sum())
+    least = step_ms(problem.topology, windows, is_fresh=problem.current is None)
+    if limit is None or limit >= least:
+        return ""
+    return f"; cut short: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
 
 
 def _proposed(

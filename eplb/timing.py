@@ -23,6 +23,7 @@ from eplb.placement import Placement
 from eplb.problem import Problem
 
 FINEST_GAIN = 1e-4
+MOST_IMBALANCE = 64.0  # that a dead zone is looked for up to
 
 
 def best_fresh(problem: Problem) -> IntArray:
@@ -51,6 +52,31 @@ def best_improved(problem: Problem, current: Placement) -> Improved:
     by_tokens = incremental(replace(problem, objective="tokens"), current)
     is_faster = score_of(problem, by_tokens.held).mean() < score_of(problem, improved.held).mean()
     return by_tokens if is_faster else improved
+
+
+def part_in_time(problem: Problem, old: Placement, new: Placement) -> float:
+    """Part of the imbalance between two placements that is time at this batch, 0 to 1."""
+    timed, plain = replace(problem, objective="time"), replace(problem, objective="tokens")
+    gain = measured(plain, old).mean() - measured(plain, new).mean()
+    if not gain > 0:
+        return 1.0
+    saved = measured(timed, old).mean() - measured(timed, new).mean()
+    return float(min(max(saved / gain, 0.0), 1.0))
+
+
+def dead_zone(problem: Problem) -> float:
+    """Imbalance up to which removing all of it saves less than a rebalance costs, at this batch.
+
+    A busiest rank whose replicas have r times the mean tokens takes what the curve says of those.
+    """
+    demand = demand_of(replace(problem, objective="time"), raw=True)
+    slots = int(problem.topology.slots_of_rank[problem.topology.alive].sum())
+    mean = demand.tokens.sum(axis=1).mean() / slots  # of a replica in a step
+    ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
+    time = time_of(ratio * mean, demand)
+    least = problem.cost.gain_worth(problem.cost.seconds_per_rebalance)
+    wasted = np.flatnonzero(time / max(time[0], 1e-300) - 1.0 <= least)
+    return float(ratio[wasted[-1]])
 
 
 def measured(problem: Problem, placement: Placement) -> FloatArray:

@@ -108,7 +108,7 @@ def nearer(problem: Problem, placement: Placement) -> Placement:
         tokens_of_node(problem),
         _heat(problem),
         problem.cost.node_traffic,
-        problem.budget.min_gain_per_move if problem.current is not None else 1e-6,
+        float(problem.price.mean()) if problem.current is not None else 1e-6,
         -1 if most is None else most,
     )
     base = held if problem.current is None else problem.current.slot_to_expert.astype(np.int64)
