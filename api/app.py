@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -223,7 +224,7 @@ def create_app(
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_api_route("/", _page, include_in_schema=False)
     app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
-    report_problems(app)
+    report_problems(app, RequestValidationError)
     correct_media_types(app.openapi())
     return app
 

@@ -270,7 +270,8 @@ class Crew:
             # All of it: what is supervised is judged by the age of its latest turn.
             while (message := child.receive()) is not None:
                 self._hear(child, *message)
-                if not child.messages.poll():
+                # One that is done says no more: that its pipe ends is no news.
+                if child.name in self._done or not child.messages.poll():
                     break
             else:
                 self._mourn(child)

@@ -5,13 +5,13 @@ A detail names what was found, cut to ``MAX_DETAIL`` characters: an error never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from api.schemas import Problem
 from api.service import Refused
@@ -44,12 +44,24 @@ def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) 
     return JSONResponse(body.model_dump(), status, headers, media_type=MEDIA_TYPE)
 
 
-def report_problems(app: FastAPI) -> None:
-    """Have every error of the app answered with a problem."""
+class InvalidRequest(Protocol):
+    """What FastAPI raises for a request that does not fit its route."""
+
+    def errors(self) -> Sequence[Any]:
+        """Describe each part that does not fit."""
+
+
+def report_problems(app: Starlette, invalid: type[Exception]) -> None:
+    """Have every error of the app answered with a problem.
+
+    Args:
+        app: a FastAPI application.
+        invalid: FastAPI's exception for a request that does not fit its route; an InvalidRequest.
+    """
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(ConfigError, _value_refused)
     app.add_exception_handler(EplbError, _store_failed)
-    app.add_exception_handler(RequestValidationError, _body_refused)
+    app.add_exception_handler(invalid, _body_refused)
     app.add_exception_handler(HTTPException, _http_refused)
 
 
@@ -87,8 +99,7 @@ def _http_refused(request: Request, exc: Exception) -> JSONResponse:
 
 
 def _body_refused(request: Request, exc: Exception) -> JSONResponse:
-    assert isinstance(exc, RequestValidationError), "registered for RequestValidationError only"
-    error = exc.errors()[0]
+    error = cast(InvalidRequest, exc).errors()[0]
     where = _cut(".".join(str(part) for part in error["loc"]), MAX_FOUND)
     found = _cut(f", found {error['input']!r}", MAX_FOUND) if error["type"] != "missing" else ""
     return problem(422, f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}{found}")

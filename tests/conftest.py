@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -43,6 +44,9 @@ RANKS_DEADLINE_S = 60.0
 COMPILE_DEADLINE_S = 1800.0  # 92 s of CPU in a fresh clone; after that 3 s
 DEMO_DEADLINE_S = 90.0  # a start takes 5 s on two free cores, and much longer on busy ones
 GONE_DEADLINE_S = 20.0  # an interpreter with torch takes a second to end, on a busy machine more
+
+C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
@@ -390,6 +394,8 @@ class DemoProcess:
         def prepare() -> None:
             # A shell's background job ignores Ctrl-C, and all that it starts would too.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            # A test run that is killed leaves no demo behind, which would slow all later ones.
+            C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if before_exec is not None:
                 before_exec()
 

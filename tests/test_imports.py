@@ -46,7 +46,8 @@ RULES = {
     "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
-        "numpy torch typer rich pydantic fastapi starlette uvicorn sse_starlette prometheus_client",
+        "numpy torch typer rich pydantic fastapi starlette uvicorn h11 sse_starlette "
+        "prometheus_client",
     ),
 }
 OURS = frozenset(RULES)

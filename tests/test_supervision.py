@@ -178,17 +178,21 @@ def test_a_second_death_before_ranks_serve_again_is_one_time_without_tokens() ->
     assert unserved.serving() == 30.0
 
 
+def lease(renewals: int) -> Lease:
+    return Lease("a", 1, 2000.0 + renewals, 10.0, 1990.0, renewals)
+
+
 def test_the_age_of_a_lease_that_is_not_renewed_grows() -> None:
     clock = Clock()
     supervisor = Supervisor(SupervisionSettings(), clock)
     supervisor.see_lease(None)
     assert supervisor.view().lease_age_s is None
 
-    supervisor.see_lease(Lease("a", 1, 2000.0))
+    supervisor.see_lease(lease(renewals=1))
     clock.now += 5
-    supervisor.see_lease(Lease("a", 1, 2005.0))
+    supervisor.see_lease(lease(renewals=2))
     clock.now += 7
-    supervisor.see_lease(Lease("a", 1, 2005.0))
+    supervisor.see_lease(lease(renewals=2))
     clock.now += 2
     supervisor.see_lease(None)
 
