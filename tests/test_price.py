@@ -182,7 +182,7 @@ def test_a_time_limit_below_one_step_is_said_in_the_reason() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
-def test_the_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
+def test_the_default_is_near_greedy_at_a_fourth_of_its_moves(profile: str) -> None:
     history = generate(workload_named(f"generated:{profile}"), seed=0)
     topology = Topology.uniform(4, 8, 9)
     always = CostModel(pay_back_s=1e9)
@@ -190,5 +190,5 @@ def test_the_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> Non
     ours = replay(Scenario(history, topology), "auto")
     greedy = replay(Scenario(history, topology, cost=always), "greedy")
 
-    assert ours.per_window.mean() <= greedy.per_window.mean() + 0.01
-    assert ours.moves <= 0.33 * greedy.moves
+    assert ours.per_window.mean() <= greedy.per_window.mean() + 0.03
+    assert ours.moves <= 0.25 * greedy.moves
