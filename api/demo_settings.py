@@ -155,7 +155,7 @@ class DemoSettings(BaseModel):
     pay_back_s: Number = Field(
         CostModel.pay_back_s,
         ge=0,
-        le=YEAR_S,
+        le=1_000_000_000,
         description="seconds of serving in which a move must pay back",
     )
     plan_windows: Whole = Field(16, ge=1, le=64, description="windows that a plan looks back on")
