@@ -52,7 +52,8 @@ def _beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
     room, speed = problem.room, problem.topology.rank_speed
     sorted_mean = np.sort(mean, axis=1)
     coldest = np.concatenate([np.zeros((len(mean), 1)), np.cumsum(sorted_mean, axis=1)], axis=1)
-    others = np.take_along_axis(coldest, np.maximum(room - 1, 0), axis=1)  # [L, R]
+    beside = np.clip(room - 1, 0, problem.num_experts)  # a rank may have more slots than experts
+    others = np.take_along_axis(coldest, beside, axis=1)  # [L, R]
     time = np.where(room > 0, (sorted_mean[:, -1:] + others) / speed, np.inf)
     full = room.sum(axis=1) == problem.num_experts
     least: FloatArray = np.where(full, time.min(axis=1), 0.0)

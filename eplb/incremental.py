@@ -81,8 +81,7 @@ def _searched(
     base: IntArray,
     only: BoolArray | None = None,
 ) -> Steps:
-    # Below the noise a search would only fit the windows that it sees.
-    target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
+    target = _good_enough(problem)
     if only is not None:
         target = np.where(only, target, np.inf)
     # A step that gains too little may open one that gains more: steps are bought together.
@@ -94,9 +93,16 @@ def _searched(
 
 
 def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
-    """[L] whether perfect balance would be worth moving half of the slots."""
-    hopeful: BoolArray = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
+    """[L] whether perfect balance would be worth moving half of the slots, where more is wanted."""
+    is_worth = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
+    hopeful: BoolArray = is_worth & (reached > _good_enough(problem))
     return hopeful
+
+
+def _good_enough(problem: Problem) -> FloatArray:
+    """[L] balance that is left alone: below the noise a search would only fit what it sees."""
+    enough: FloatArray = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
+    return enough
 
 
 def _with_fresh(

@@ -191,7 +191,7 @@ def choose(
 
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
     """New shares alone where they pay and moving too does not."""
-    after = float(alone.score.mean())
+    after = _mean(problem, alone.score)
     shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, expected=1.0)
     decision, reason = decide(shares, problem.cost)
     if decision is not Decision.RESPLIT:

@@ -109,7 +109,10 @@ def _deal_out(task: Task, progress: Progress, turn: int) -> IntArray:
     aim = task.rules.target
     if task.shaking.patience > 0:
         aim = np.where(progress.phase == STUCK, task.shaking.target, aim)
-    gap = np.where(progress.phase == ENDED, 0.0, np.maximum(progress.reached - aim, 0.0))
+    gap = np.zeros(len(aim))
+    goes_on = (progress.phase != ENDED) & np.isfinite(aim)  # without an end: not searched at all
+    np.subtract(progress.reached, aim, out=gap, where=goes_on)
+    gap = np.maximum(gap, 0.0)
     part = left if turn == ROUNDS - 1 else left // 2
     # Sums of whole numbers do not depend on the order of layers.
     weight = np.rint(np.minimum(gap, 1e6) * 1e6).astype(np.int64)
