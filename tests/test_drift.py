@@ -261,20 +261,16 @@ def test_a_change_long_ago_leaves_all_the_windows_that_a_plan_wants() -> None:
     assert planning_history(load, last=4).num_windows == 4
 
 
-def test_forgetting_the_load_before_a_change_saves_moves_and_the_second_rebalance() -> None:
-    moves, rebalances, imbalance = {}, {}, {}
+def test_forgetting_the_load_before_a_change_saves_moves_and_imbalance() -> None:
+    moves, imbalance = {}, {}
     for cuts in (False, True):
         found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(3)]
         moves[cuts] = sum(one.moves for one in found)
-        rebalances[cuts] = [len(one.rebalances) for one in found]
         imbalance[cuts] = np.mean([one.per_window[SWITCH:] for one in found])
 
-    # One for the first load, one for the second: what is more mends a plan made on both.
-    assert rebalances[True] == [2, 2, 2]
-    assert all(found >= 2 for found in rebalances[False])
-    assert sum(rebalances[False]) > 6
+    # A plan made on both loads is mended once more windows of the second are there.
     assert moves[True] < 0.85 * moves[False]
-    assert imbalance[True] < imbalance[False]
+    assert imbalance[True] < imbalance[False] - 0.02
 
 
 SWITCH = 6  # the first window of the second load
