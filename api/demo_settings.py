@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
 )
 
+from eplb.gate import CostModel
 from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
 
 HOUR_S, YEAR_S = 3600, 31_536_000
@@ -151,8 +152,13 @@ class DemoSettings(BaseModel):
         le=HOUR_S,
         description="seconds that the controller's lease lasts; more than a plan takes",
     )
-    min_gain: Number = Field(0.03, ge=0, lt=1, description="least gain that is worth a move")
-    plan_windows: Whole = Field(4, ge=1, le=64, description="windows that a plan looks back on")
+    pay_back_s: Number = Field(
+        CostModel.pay_back_s,
+        ge=0,
+        le=1_000_000_000,
+        description="seconds of serving in which a move must pay back",
+    )
+    plan_windows: Whole = Field(16, ge=1, le=64, description="windows that a plan looks back on")
     resume: bool = Field(False, description="go on from the placement of the last run")
     restart_after_death: Whole = Field(
         3,

@@ -93,7 +93,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         controller=ControllerSettings(
             policy=settings.policy,
             plan_windows=settings.plan_windows,
-            cost=CostModel(min_gain=settings.min_gain),
+            cost=CostModel(pay_back_s=settings.pay_back_s),
             pace=pace,
             seed=settings.seed,
             retention=Retention(

@@ -17,6 +17,7 @@ from eplb.model import ModelShape, preset
 from eplb.problem import Budget
 from eplb.topology import Topology
 from simulations.page import write_page
+from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary, table, write_json
 from simulations.traces import Layout, load_trace
@@ -44,7 +45,7 @@ def simulate(
         int | None,
         typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),
     ] = None,
-    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 8,
+    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 16,
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
@@ -62,15 +63,17 @@ def simulate(
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
     target: Annotated[float, typer.Option(max=1e6, help="Imbalance that is good enough.")] = 1.02,
-    min_gain: Annotated[
-        float, typer.Option(max=1.0, help="Relative gain that a move must bring.")
-    ] = 0.03,
+    pay_back: Annotated[
+        float,
+        typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
+    ] = CostModel.pay_back_s,
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Seed of all that is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
 ) -> None:
     """Plan on past windows, judge on the next one, and count what moved."""
     try:
+        register_peers()
         shape = preset(model) if model is not None else None
         history = _history(trace, window, experts, layout, seed)
         scenario = Scenario(
@@ -78,7 +81,7 @@ def simulate(
             _topology(ranks, nodes, slots, history.num_experts),
             _fitted(shape, history),
             Budget(max_moves=max_moves, target_imbalance=target),
-            CostModel(min_gain=min_gain),
+            CostModel(pay_back_s=pay_back),
             seed,
             past,
             every,

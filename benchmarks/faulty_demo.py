@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, Any] = {
     "tokens_per_rank": 64,
     "window_tokens": 1024,  # four steps: a plan at every opportunity
     "seconds": 2,  # of one turn of the load's drift; it serves on
-    "min_gain": 0.0,
+    "pay_back_s": 1e9,
     "restart_after_death": 1_000_000,
     "process_restarts": 1_000_000,
     "port": 0,

@@ -74,7 +74,7 @@ def curves(before: Tokens, after: Tokens) -> tuple[list[Curve], float]:
                 current=serving,
                 budget=budget,
                 policy=policy,
-                cost=CostModel(min_gain=0.0),
+                cost=CostModel(pay_back_s=1e9),
             ).target
             equal = Placement(found.slot_to_expert, NUM_EXPERTS)
             points.append(judged(equal if is_equal else found))

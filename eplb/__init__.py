@@ -6,6 +6,7 @@ Pure functions over arrays and frozen dataclasses: no torch, no clock, no enviro
 from eplb.balance import balancedness, imbalance, lower_bound, rank_load
 from eplb.constraints import Constraints
 from eplb.deepseek import rebalance_experts
+from eplb.dispatch import DispatchRule, effective_shares
 from eplb.explain import explain, explain_layer
 from eplb.explanation import Explanation, LayerExplanation
 from eplb.gate import CostModel, Decision
@@ -17,7 +18,13 @@ from eplb.placement import EMPTY, Placement
 from eplb.plan import plan
 from eplb.policies import POLICIES
 from eplb.problem import Budget, Problem
-from eplb.redundancy import allocate_redundancy, slots_per_layer
+from eplb.record import Promise, Record
+from eplb.redundancy import (
+    RedundancyLevel,
+    allocate_redundancy,
+    redundancy_price,
+    slots_per_layer,
+)
 from eplb.resplit import resplit
 from eplb.topology import Topology
 from eplb.windows import Scenarios
@@ -31,6 +38,7 @@ __all__ = [
     "Constraints",
     "CostModel",
     "Decision",
+    "DispatchRule",
     "Explanation",
     "LayerExplanation",
     "LoadHistory",
@@ -42,6 +50,9 @@ __all__ = [
     "Placement",
     "Plan",
     "Problem",
+    "Promise",
+    "Record",
+    "RedundancyLevel",
     "Scenarios",
     "Source",
     "Topology",
@@ -49,6 +60,7 @@ __all__ = [
     "allocate_redundancy",
     "balancedness",
     "build_migration",
+    "effective_shares",
     "explain",
     "explain_layer",
     "imbalance",
@@ -57,6 +69,7 @@ __all__ = [
     "preset",
     "rank_load",
     "rebalance_experts",
+    "redundancy_price",
     "resplit",
     "slots_per_layer",
 ]

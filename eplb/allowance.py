@@ -37,7 +37,7 @@ def moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
 def within_budget(offer: Offer, most: int | None) -> tuple[NDArray[np.bool_], Curve]:
     """[L] the layers that ``most`` moves buy, by gain per move, and a point for each of them.
 
-    A layer that would only get worse is left out where it is not forced.
+    A layer that would not get better is left out where it is not forced.
     """
     moves = moves_per_layer(offer.base, offer.proposed)
     gain = offer.before - offer.after
@@ -47,7 +47,7 @@ def within_budget(offer: Offer, most: int | None) -> tuple[NDArray[np.bool_], Cu
     points = [(0, total / len(moves))]
     for layer in order.tolist():
         fits = most is None or spent + moves[layer] <= most
-        if not (fits and gain[layer] >= 0) and not offer.forced[layer]:
+        if not (fits and gain[layer] > 0) and not offer.forced[layer]:
             continue
         chosen[layer] = True
         spent += int(moves[layer])

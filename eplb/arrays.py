@@ -1,9 +1,12 @@
 """Owned, read-only arrays: how the frozen types of this package hold their data."""
 
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from eplb.errors import ConfigError
 
 # Stands for "not given" in an array field that has a derived default; told by identity.
 UNSET: NDArray[Any] = np.empty(0)
@@ -20,6 +23,30 @@ def owned(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
     array = np.array(values, dtype=dtype, order="C")
     array.flags.writeable = False
     return array
+
+
+def on_host(values: Any) -> Any:
+    """A torch tensor as a numpy array, anything else as it is; torch is never imported here.
+
+    Figures become float64: numpy has no bfloat16, and float16 ends at 65,504.
+    """
+    if hasattr(values, "detach"):  # a tensor may be on a device, and may want gradients
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    if getattr(values, "dtype", None) == np.float16:
+        return np.asarray(values, dtype=np.float64)
+    return values
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number, numpy's included.
+
+    Raises:
+        ConfigError: a fraction, a truth value, or no number at all.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigError(f"{name} is {value!r}, expected a whole number")
+    return index(value)
 
 
 def freeze(instance: object, **arrays: NDArray[Any] | None) -> None:

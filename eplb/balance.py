@@ -5,32 +5,43 @@ imbalance is max / mean over ranks (1.0 is perfect); balancedness is its inverse
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.jit import jit
 from eplb.kernels import replicate
-from eplb.placement import Placement
+from eplb.placement import EMPTY, Placement, by_expert
 from eplb.topology import Topology
 
 # Tokens as counted, or weighed by what a token costs at each expert.
 Load = NDArray[np.int64] | NDArray[np.float64]
 
 
-def slot_load(tokens: Load, placement: Placement) -> NDArray[np.float64]:
+def slot_load(
+    tokens: Load, placement: Placement, share: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """[..., L, S] tokens that each slot gets when ``tokens`` [..., L, E] are split by share."""
     experts = np.maximum(placement.slot_to_expert, 0)
     shape = (*tokens.shape[:-1], placement.num_slots)
     per_slot = np.take_along_axis(tokens, np.broadcast_to(experts, shape), axis=-1)
-    load: NDArray[np.float64] = np.multiply(per_slot, placement.slot_share, dtype=np.float64)
+    load: NDArray[np.float64] = np.multiply(per_slot, share, dtype=np.float64)
     return load
 
 
 def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
     """[..., L, R] tokens that each rank gets when ``tokens`` [..., L, E] are split by share."""
+    return _load_by_share(tokens, placement, placement.slot_share, topology)
+
+
+def _load_by_share(
+    tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
+) -> NDArray[np.float64]:
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
     layers.flags.writeable = False  # of the view: the kernel is compiled once, for such arrays
-    load = _rank_load(layers, placement.slot_to_expert, placement.slot_share, topology.first_slot)
+    share.flags.writeable = False
+    load = _rank_load(layers, placement.slot_to_expert, share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
     return by_rank
 
@@ -63,15 +74,37 @@ def rank_sum(per_slot: NDArray[np.float64], topology: Topology) -> NDArray[np.fl
     return total
 
 
+def live_shares(
+    placement: Placement, topology: Topology
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """[L, S] shares once dead ranks get nothing, and [L, E] experts that no live slot holds.
+
+    Live replicas take over what their dead siblings had, in proportion to their own shares.
+    """
+    alive, held = topology.alive[topology.rank_of_slot], placement.slot_to_expert
+    if not (held[:, ~alive] != EMPTY).any():
+        return placement.slot_share, np.zeros((len(held), placement.num_experts), dtype=np.bool_)
+    live = np.where(alive, held, EMPTY)
+    count = by_expert(live, placement.num_experts, None)
+    total = by_expert(live, placement.num_experts, placement.slot_share * alive)
+    mine = np.maximum(held, 0)
+    sums, counts = (np.take_along_axis(table, mine, axis=1) for table in (total, count))
+    share = np.where(sums > 0, placement.slot_share / np.maximum(sums, 1e-300), 1.0)
+    share = np.where(sums > 0, share, 1.0 / np.maximum(counts, 1))
+    return np.where(live != EMPTY, share, 0.0), np.asarray(count == 0)
+
+
 def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
     """Max over mean of a rank load [..., R], by the time that each rank needs for it.
 
-    Dead ranks count neither in the maximum nor in the mean. A layer without tokens counts as 1.0.
+    Ranks that are dead or have no slots count neither in the maximum nor in the mean. A layer
+    without tokens counts as 1.0.
     """
-    time = (load / topology.rank_speed)[..., topology.alive]
-    fair = load[..., topology.alive].sum(axis=-1) / topology.rank_speed[topology.alive].sum()
+    serving = topology.serving
+    time = (load / topology.rank_speed)[..., serving]
+    fair = load[..., serving].sum(axis=-1) / topology.rank_speed[serving].sum()
     ratio: NDArray[np.float64] = np.ones(load.shape[:-1])
-    np.divide(time.max(axis=-1), fair, out=ratio, where=fair > 0)
+    np.divide(time.max(axis=-1, initial=0.0), fair, out=ratio, where=fair > 0)
     return ratio
 
 
@@ -85,9 +118,15 @@ def imbalance(tokens: Load, placement: Placement, topology: Topology) -> NDArray
 
     Returns:
         [..., L], 1.0 or more. 1.0 is perfect; 2.0 means the busiest rank takes twice as long as
-        it would at perfect balance, so the layer runs at half speed.
+        it would at perfect balance, so the layer runs at half speed. Replicas on dead ranks leave
+        their tokens to the live ones; infinity where tokens are for an expert without a live slot,
+        because no rank ever serves them.
     """
-    return imbalance_of(rank_load(tokens, placement, topology), topology)
+    share, lost = live_shares(placement, topology)
+    ratio = imbalance_of(_load_by_share(tokens, placement, share, topology), topology)
+    if lost.any():
+        ratio[(tokens * lost).any(axis=-1)] = np.inf
+    return ratio
 
 
 def balancedness(tokens: Load, placement: Placement, topology: Topology) -> NDArray[np.float64]:
@@ -107,9 +146,9 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
     gets no more replicas than there are live ranks, because two on one rank balance nothing.
     """
-    speed = topology.rank_speed[topology.alive]
-    num_slots = int(topology.slots_of_rank[topology.alive].sum())
-    num_ranks = int((topology.alive & (topology.slots_of_rank > 0)).sum())
+    speed = topology.rank_speed[topology.serving]
+    num_slots = int(topology.slots_of_rank[topology.serving].sum())
+    num_ranks = len(speed)
     total = tokens.sum(axis=1)
     if num_slots < tokens.shape[1]:
         return np.ones(len(tokens))

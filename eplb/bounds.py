@@ -7,53 +7,120 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.balance import lower_bound, smallest_largest_replica
 from eplb.demand import demand_of, time_of
 from eplb.group_packing import is_exact
 from eplb.hierarchical import zone_bound, zones_for
-from eplb.kernels import FloatArray
+from eplb.kernels import Demand, FloatArray, replicate
 from eplb.problem import Problem
+from eplb.traffic import tokens_of_node
+
+BISECTIONS = 40
+SOME_TOKENS = 40.0  # a replica with more has some in every step: exp(-40) is no figure
+FEWEST_TOKENS = 1e-4  # of a replica in a step: below, a token costs the curve's first time
+FINE = 1e-3  # relative, between the token counts below that which are tried
 
 
 def bound_of(problem: Problem) -> FloatArray:
     """[L] nothing in these slots has a lower mean over the windows, however tokens are split.
 
-    The mean over windows of a maximum is at least the maximum of the mean window, and of an
-    expert's replicas one gets at least the mean of them; idle windows count as 1. Where expert
-    groups stay on nodes and all packings can be tried, it is that of the best packing.
+    In the unit of the score. The mean over windows of a maximum is at least the maximum of the
+    mean window, and of an expert's replicas one gets at least the mean of them; idle windows count
+    as 1. Where expert groups stay on nodes and all packings can be tried, it is that of the best
+    packing.
     """
     topology = problem.topology
     if problem.objective == "time":
         return _time_bound(problem)
-    busy = (problem.scaled > 0).any(axis=2)  # [L, T]
+    busy = (problem.scaled > 0).any(axis=2).mean(axis=1)  # [L]
+    stay = problem.groups_stay and is_exact(problem.num_groups, topology.num_nodes)
     mean = problem.scaled.mean(axis=1)
-    if problem.groups_stay and is_exact(problem.num_groups, topology.num_nodes):
-        zones = zones_for(mean, topology, problem.num_groups, problem.room)
-        # In units of a fair rank's mean load, which idle windows make smaller.
-        part = np.maximum(busy.mean(axis=1), 1e-300)[:, None]
-        bound = zone_bound(mean / part, zones)
-    else:
-        bound = lower_bound(mean, topology)
-    bounded: FloatArray = 1.0 + busy.mean(axis=1) * (bound - 1.0)
+    zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
+    # In units of a fair rank's mean load, which idle windows make smaller.
+    bound = zone_bound(mean / np.maximum(busy, 1e-300)[:, None], zones)
+    np.maximum(bound, _beside_hottest(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
+    if problem.dispatch.by_rank and len(set(tokens_of_node(problem).tolist())) == 1:
+        np.maximum(bound, _by_rank(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
+    bounded: FloatArray = 1.0 + busy * (bound - 1.0)
     return bounded
 
 
-def _time_bound(problem: Problem) -> FloatArray:
-    """[L] what the largest replica takes on the fastest rank, window by window.
+def _beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
+    """[L] what the hottest expert's rank carries at least where no slot is to spare; else 0.
 
-    It may be below 1: whether all ranks together can be as fast as their fair part depends on the
-    curve, and is not proved here.
+    Then every slot is in use, and its other slots hold what others do: at best the coldest.
+    """
+    room, speed = problem.room, problem.topology.rank_speed
+    sorted_mean = np.sort(mean, axis=1)
+    coldest = np.concatenate([np.zeros((len(mean), 1)), np.cumsum(sorted_mean, axis=1)], axis=1)
+    beside = np.clip(room - 1, 0, problem.num_experts)  # a rank may have more slots than experts
+    others = np.take_along_axis(coldest, beside, axis=1)  # [L, R]
+    time = np.where(room > 0, (sorted_mean[:, -1:] + others) / speed, np.inf)
+    full = room.sum(axis=1) == problem.num_experts
+    least: FloatArray = np.where(full, time.min(axis=1), 0.0)
+    return least
+
+
+def _by_rank(problem: Problem, mean: FloatArray) -> FloatArray:
+    """[L] the least largest replica when each of R source ranks uses one replica of an expert.
+
+    With m replicas one of them serves ceil(R / m) of R equal sources or more. Bisected: a limit
+    is too low if the replicas that keep every expert under it are more than the slots.
+    """
+    topology, num_ranks = problem.topology, problem.topology.num_ranks
+    most = problem.room.sum(axis=1)
+    work = mean / topology.rank_speed.max()
+    low, high = work.max(axis=1) / num_ranks, work.max(axis=1)
+    for _ in range(BISECTIONS):
+        limit = (low + high) / 2
+        sources = np.floor(limit[:, None] * num_ranks / np.maximum(work, 1e-300) + 1e-9)
+        needed = np.ceil(num_ranks / np.clip(sources, 1, num_ranks)).sum(axis=1)
+        fits = (needed <= most) & (sources >= 1).all(axis=1)
+        low, high = np.where(fits, low, limit), np.where(fits, limit, high)
+    limits: FloatArray = low
+    return limits
+
+
+def _time_bound(problem: Problem) -> FloatArray:
+    """[L] of the slowest rank's time, window by window, in fair ranks' times as the score is.
+
+    Some rank holds the largest replica, and some rank takes at least the mean of all. Splitting an
+    expert's tokens may save time where the curve bends up, so the mean counts each of its tokens
+    at the least that a token costs in any replica of at most so many.
     """
     topology, demand = problem.topology, demand_of(problem, raw=True)
-    num_slots = int(topology.slots_of_rank[topology.alive].sum())
-    num_ranks = int((topology.alive & (topology.slots_of_rank > 0)).sum())
-    fastest = topology.rank_speed[topology.alive].max()
-    bound = np.zeros(len(demand.tokens))
-    for window in range(demand.tokens.shape[2]):
+    num_layers, num_experts, num_windows = demand.tokens.shape
+    usable = (problem.room > 0) & topology.serving
+    num_slots, num_ranks = problem.room.sum(axis=1), usable.sum(axis=1)
+    fastest = np.where(usable, topology.rank_speed, 0.0).max(axis=1)
+    together = np.where(usable, topology.rank_speed, 0.0).sum(axis=1)
+    one = np.ones((num_layers, num_experts), dtype=np.int64)
+    cheapest = _cheapest_token(demand)
+    bound = np.zeros(num_layers)
+    for window in range(num_windows):
         tokens = np.ascontiguousarray(demand.tokens[:, :, window])
-        largest = time_of(smallest_largest_replica(tokens, num_slots, num_ranks), demand)
-        rate = demand.rate[:, window]
-        time = (largest * rate + demand.extra[:, window]) / fastest
+        count = replicate(tokens, one - 1, num_slots[:, None], num_ranks[:, None], one)
+        largest = time_of((tokens / count).max(axis=1), demand)
+        rate, extra = demand.rate[:, window], demand.extra[:, window]
+        everything = (tokens * cheapest[:, :, window]).sum(axis=1) * rate + extra * num_ranks
+        time = np.maximum((largest * rate + extra) / fastest, everything / together)
         bound += np.where(rate > 0, time, 1.0)
-    mean: FloatArray = bound / demand.tokens.shape[2]
+    mean: FloatArray = bound / num_windows
     return mean
+
+
+def _cheapest_token(demand: Demand) -> FloatArray:
+    """[L, E, T] the least time per token of any replica with at most an expert's tokens."""
+    tokens = demand.tokens
+    # Time never falls with tokens, so between two of these counts a token costs at least the time
+    # of the lower over the higher. Beyond, the curve is straight between its points.
+    few = np.exp(np.arange(np.log(FEWEST_TOKENS), np.log(SOME_TOKENS), FINE))
+    least = np.minimum.accumulate(time_of(few[:-1], demand) / few[1:])
+    least = np.minimum(least, time_of(few[:1], demand) / few[0])
+    points = np.append(demand.curve_tokens, few[-1])
+    points = np.sort(points[points >= few[-1]])
+    so_far = np.minimum.accumulate(np.append(least[-1], time_of(points, demand) / points))
+    own = time_of(tokens, demand) / np.maximum(tokens, FEWEST_TOKENS)
+    many = np.minimum(own, so_far[np.searchsorted(points, tokens, side="right")])
+    cell = np.clip(np.searchsorted(few, tokens) - 1, 0, len(least) - 1)
+    cheapest: FloatArray = np.where(tokens > few[-1], many, least[cell])
+    return cheapest

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave
+from eplb.bonds import Search, may_leave, moves_for
 from eplb.jit import by_reference, jit
 from eplb.kernels import FloatArray, IntArray
 from eplb.layer import replica_time
@@ -79,7 +79,7 @@ def outline(search: Search, hot: int) -> Outline:
             summed[expert] += spent
             if is_linear:
                 relief[expert] += spent / (replicas[expert] + 1)
-            elif layer.holds[hot, expert]:
+            elif layer.holds[expert, hot]:
                 more = replica_time(layer, expert, window, replicas[expert] + 1)
                 relief[expert] += spent - weight * more
         for rank in range(num_ranks):
@@ -90,15 +90,11 @@ def outline(search: Search, hot: int) -> Outline:
 @jit
 def _least_moves(search: Search) -> FloatArray:
     """[R] FREE where an expert may come back to, else 1."""
-    layer, fee = search.layer, search.fee
-    least = np.ones(len(layer.zone))
+    home = search.home
+    least = np.ones(len(search.layer.zone))
     if search.thrifty:
         for rank in range(len(least)):
-            at_home = 0
-            for slot in range(layer.first_slot[rank], layer.first_slot[rank + 1]):
-                expert = layer.held[slot]
-                at_home += expert >= 0 and fee[rank, expert] == 0
-            if at_home < search.homes[rank]:
+            if home.kept[rank] < home.number[rank]:
                 least[rank] = FREE
     return least
 
@@ -106,7 +102,7 @@ def _least_moves(search: Search) -> FloatArray:
 @jit
 def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
-    layer, hot, fee, thrifty = search.layer, bound.hot, search.fee, search.thrifty
+    layer, hot, home, thrifty = search.layer, bound.hot, search.home, search.thrifty
     held, holds, zone_of_expert, zone = layer.held, layer.holds, layer.zone_of_expert, layer.zone
     each, gaps, leasts = bound.each, bound.gap, bound.least
     first_slot, slowness, room = layer.first_slot, layer.slowness, layer.room
@@ -127,9 +123,9 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
             mine = held[slot]
             if mine < 0 or zone[rank] != zone_of_expert[mine]:
                 continue
-            there = fee[rank, mine] if thrifty else 0.0
+            there = moves_for(home, rank, mine) if thrifty else 0.0
             needed = score * max(there, least)
-            if holds[rank, mine] or each[mine] * slow <= needed:
+            if holds[mine, rank] or each[mine] * slow <= needed:
                 continue
             for other in range(first_slot[rank], first_slot[rank] + room[rank]):
                 theirs = held[other]
@@ -141,9 +137,9 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                     continue
                 moves = there
                 if theirs >= 0:
-                    if holds[hot, theirs] or zone_of_expert[theirs] != zone[hot]:
+                    if holds[theirs, hot] or zone_of_expert[theirs] != zone[hot]:
                         continue
-                    moves += fee[hot, theirs] if thrifty else 0.0
+                    moves += moves_for(home, hot, theirs) if thrifty else 0.0
                 weight = max(moves, least)
                 if gain <= score * weight:
                     continue

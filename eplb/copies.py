@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave
+from eplb.bonds import Search, may_leave, moves_for
 from eplb.changes import FREE, Change, Outline
 from eplb.jit import jit
 from eplb.kernels import NONE, IntArray
@@ -23,62 +23,94 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
     layer, hot, each = search.layer, bound.hot, bound.each
     held, holds, slowness = layer.held, layer.holds, layer.slowness
-    replicas, holders, zone_of_expert = layer.replicas, layer.holders, layer.zone_of_expert
+    replicas, zone_of_expert, rank_of_slot = (
+        layer.replicas,
+        layer.zone_of_expert,
+        layer.rank_of_slot,
+    )
+    head, following = layer.head, layer.following
     first_slot, room, relief, gaps = layer.first_slot, layer.room, bound.relief, bound.gap
     best = (-1, -1, -1, -1)
     slow = slowness[hot]
     is_linear = len(layer.curve_tokens) == 0
-    everyone = np.arange(len(replicas))
+    num_experts = len(replicas)
+    is_single = len(bound.windows) == 1 and is_linear
     on_hot = _worth_copying(layer, bound, score * FREE)
-    for rank in range(len(first_slot) - 1):
+    most_relief, least_kept = 0.0, np.inf  # of these
+    for expert in on_hot:
+        most_relief = max(most_relief, relief[expert] * slow)
+        least_kept = min(least_kept, each[expert] - relief[expert])
+    coolest = int(np.argmax(gaps))  # first: its gain lets most of the others be passed over
+    for turn in range(-1, len(first_slot) - 1):
+        rank = coolest if turn < 0 else turn
         if rank != hot and (len(on_hot) == 0 or gaps[rank] <= 0):
             continue
         least, slow_there = bound.least[rank], slowness[rank]
+        if rank != hot:
+            cheapest = 1.0
+            if search.thrifty:
+                cheapest = np.inf
+                for expert in on_hot:
+                    cheapest = min(cheapest, moves_for(search.home, rank, expert))
+            if most_relief <= score * max(cheapest, least):
+                continue
         for slot in range(first_slot[rank], first_slot[rank] + room[rank]):
             leaves = held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):
                 continue
+            # The hot rank must get lighter, and this one stay lighter than that one was.
+            slack = gaps[rank]
+            if leaves >= 0:
+                slack += each[leaves] * slow_there
+            most_gain = min(slack - least_kept * slow_there, most_relief)
+            if rank != hot and most_gain <= score * least:
+                continue
             if leaves >= 0 and not may_leave(search, leaves, rank, NONE):
                 continue
             # Written out here: a call would take longer than what it does.
-            gone, heavier, nearest, most = 0.0, 0.0, -1, np.inf
+            heavier, nearest, most = 0.0, -1, np.inf
             if leaves >= 0:
-                gone = each[leaves]
                 if is_linear:
                     heavier = each[leaves] / (replicas[leaves] - 1)
                 else:
                     heavier = _heavier(layer, bound, leaves)
-                for place in range(replicas[leaves]):
-                    other = holders[leaves, place]
+                at = head[leaves]
+                while at >= 0:
+                    other = rank_of_slot[at]
                     left = gaps[other] - heavier * slowness[other]
                     if other != rank and other != hot and left < most:
                         nearest, most = other, left
-            on_both = leaves >= 0 and rank != hot and holds[hot, leaves]
+                    at = following[at]
+            on_both = leaves >= 0 and rank != hot and holds[leaves, hot]
             added = heavier * slow if on_both else 0.0
-            # The hot rank must get lighter, and this one stay lighter than that one was.
-            slack = gaps[rank] + gone * slow_there
-            candidates = everyone if rank == hot else on_hot
-            if nearest >= 0 and most <= score * least:
-                # Nothing helps but what relieves that holder as well.
-                candidates = held[first_slot[nearest] : first_slot[nearest + 1]]
-            for place in range(len(candidates)):
-                expert = candidates[place]
-                if expert < 0 or not (rank == hot or holds[hot, expert]):
+            # Nothing helps but what relieves that holder as well?
+            must_relieve = nearest >= 0 and most <= score * least
+            number = num_experts if rank == hot else len(on_hot)
+            if must_relieve:
+                number = first_slot[nearest + 1] - first_slot[nearest]
+            for place in range(number):
+                if must_relieve:
+                    expert = held[first_slot[nearest] + place]
+                else:
+                    expert = place if rank == hot else on_hot[place]
+                if expert < 0 or (must_relieve and rank != hot and not holds[expert, hot]):
                     continue
                 gain = slack - (each[expert] - relief[expert]) * slow_there
                 if rank != hot:
                     gain = min(gain, relief[expert] * slow - added)
                 # One that the new replica relieves too gets less heavy than that.
-                if nearest >= 0 and not holds[nearest, expert]:
+                if gain > score * least and nearest >= 0 and not holds[expert, nearest]:
                     gain = min(gain, most)
-                if gain <= score * least or holds[rank, expert]:
+                if gain <= score * least or holds[expert, rank]:
                     continue
                 weight = least
                 if search.thrifty:
-                    weight = max(search.fee[rank, expert], least)
+                    weight = max(moves_for(search.home, rank, expert), least)
                 if gain <= score * weight or zone_of_expert[expert] != layer.zone[rank]:
                     continue
-                gain = _copy_gain(layer, bound, rank, leaves, expert, score * weight)
+                # With one window the bound is the gain, unless the nearest holder is relieved too.
+                if not is_single or (nearest >= 0 and holds[expert, nearest]):
+                    gain = _copy_gain(layer, bound, rank, leaves, expert, score * weight)
                 if gain > score * weight:
                     score = gain / weight
                     best = (slot, expert, -1, -1)
@@ -88,11 +120,11 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
 @jit
 def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
     """Experts of the hot rank that one replica more would relieve by more than needed."""
-    chosen = np.empty(len(layer.replicas), dtype=np.int64)
+    first, end = layer.first_slot[bound.hot], layer.first_slot[bound.hot + 1]
+    chosen = np.empty(end - first, dtype=np.int64)
     number = 0
-    for expert in range(len(chosen)):
-        relief = bound.relief[expert] * layer.slowness[bound.hot]
-        if layer.holds[bound.hot, expert] and relief > needed:
+    for expert in layer.held[first:end]:
+        if expert >= 0 and bound.relief[expert] * layer.slowness[bound.hot] > needed:
             chosen[number] = expert
             number += 1
     return chosen[:number]
@@ -132,7 +164,7 @@ def _copy_gain(
     """Sum over windows of how much the busiest time falls when ``expert`` replaces ``leaves``."""
     hot, gain, windows, num_hot = bound.hot, 0.0, bound.windows, bound.num_hot
     each, time, replicas, holds = layer.each, layer.time, layer.replicas, layer.holds
-    holders, slowness, top = layer.holders, layer.slowness, layer.top
+    slowness, top = layer.slowness, layer.top
     for step in range(len(windows)):
         window = windows[step]
         if step >= num_hot and gain <= needed:
@@ -147,16 +179,18 @@ def _copy_gain(
         worst = time[rank, window] + (share - gone) * slowness[rank]
         if rank != hot:
             at = time[hot, window]
-            if expert >= 0 and holds[hot, expert]:
+            if expert >= 0 and holds[expert, hot]:
                 at -= lighter * slowness[hot]
-            if leaves >= 0 and holds[hot, leaves]:
+            if leaves >= 0 and holds[leaves, hot]:
                 at += heavier * slowness[hot]
             worst = max(worst, at)
         if leaves >= 0:
-            for place in range(replicas[leaves]):
-                other = holders[leaves, place]
+            slot = layer.head[leaves]
+            while slot >= 0:
+                other = layer.rank_of_slot[slot]
+                slot = layer.following[slot]
                 if other != rank and other != hot:
-                    less = lighter if expert >= 0 and holds[other, expert] else 0.0
+                    less = lighter if expert >= 0 and holds[expert, other] else 0.0
                     if heavier > less or step >= num_hot:
                         worst = max(worst, time[other, window] + (heavier - less) * slowness[other])
         if step >= num_hot:
@@ -165,7 +199,7 @@ def _copy_gain(
                 other = top[window, place]
                 if other < 0 or other in (hot, rank):
                     continue
-                less = lighter if expert >= 0 and holds[other, expert] else 0.0
+                less = lighter if expert >= 0 and holds[expert, other] else 0.0
                 worst = max(worst, time[other, window] - less * slowness[other])
                 if less == 0.0:
                     break

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.arrays import on_host
 from eplb.errors import ConfigError
 from eplb.greedy import greedy
 from eplb.load import as_history
@@ -30,10 +31,10 @@ def rebalance_experts(
     Args:
         weight: [L, E] load of every expert; a numpy array or a torch tensor.
         num_replicas: slots per layer, a multiple of ``num_gpus``, at least E.
-        num_groups: the model's expert groups. When they divide by nodes, each stays on one node;
-            otherwise experts may go anywhere.
+        num_groups: the model's expert groups. When they divide by nodes, each stays on one node,
+            and experts must divide by groups; otherwise experts may go anywhere.
         num_nodes: servers, within which the network is fast.
-        num_gpus: ranks, a multiple of ``num_nodes``.
+        num_gpus: ranks, a multiple of ``num_nodes`` where groups stay on nodes.
 
     Returns:
         physical_to_logical_map [L, num_replicas], logical_to_physical_map [L, E, most replicas]
@@ -43,9 +44,11 @@ def rebalance_experts(
         ConfigError: numbers that do not fit together.
         HistoryError: weights that are negative or not finite.
     """
-    history = as_history(_host_array(weight))
+    history = as_history(on_host(weight))
     num_layers, num_experts = history.num_layers, history.num_experts
-    _check((num_layers, num_experts), num_replicas, num_groups, num_nodes, num_gpus)
+    _check(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1  # planned globally: neither has to divide anything
     topology = Topology.uniform(num_nodes, num_gpus // num_nodes, num_replicas // num_gpus)
     layers = tuple(range(num_layers))
     model = ModelShape(layers, num_experts, 1, 1, 1, num_expert_groups=num_groups)
@@ -62,9 +65,8 @@ def rebalance_experts(
 
 
 def _check(
-    shape: tuple[int, ...], num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+    num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> None:
-    _, num_experts = shape
     if min(num_groups, num_nodes, num_gpus) < 1:
         raise ConfigError(
             f"found {num_groups} groups, {num_nodes} nodes, {num_gpus} GPUs, "
@@ -74,20 +76,14 @@ def _check(
         raise ConfigError(
             f"{num_replicas} replicas for {num_experts} experts, expected at least one for each"
         )
-    for what, number, parts, by in (
-        ("replicas", num_replicas, num_gpus, "GPUs"),
-        ("GPUs", num_gpus, num_nodes, "nodes"),
-        ("experts", num_experts, num_groups, "groups"),
+    stays = num_groups % num_nodes == 0
+    for what, number, parts, by, matters in (
+        ("replicas", num_replicas, num_gpus, "GPUs", True),
+        ("GPUs", num_gpus, num_nodes, "nodes", stays),
+        ("experts", num_experts, num_groups, "groups", stays),
     ):
-        if number % parts:
+        if matters and number % parts:
             raise ConfigError(f"{number} {what} on {parts} {by}, expected a multiple of {parts}")
-
-
-def _host_array(weight: Any) -> Any:
-    """A torch tensor as float64 on the host: numpy does not know its half-precision types."""
-    if hasattr(weight, "detach"):
-        return weight.detach().cpu().double().numpy()
-    return weight
 
 
 def _like(weight: Any, array: NDArray[np.int64]) -> Any:

@@ -69,7 +69,7 @@ def _demand(
 ) -> Demand:
     # A copy in any case: the kernels are compiled once, for arrays that may be written.
     tokens = np.array(windows.transpose(1, 2, 0), order="C")  # [L, E, T]
-    together = problem.topology.rank_speed[problem.topology.alive].sum()
+    together = problem.topology.rank_speed[problem.topology.serving].sum()
     points = np.zeros((0, 2))
     shared = np.zeros((len(tokens), len(steps)))
     total = tokens.sum(axis=1)
@@ -77,7 +77,7 @@ def _demand(
         points = np.array(problem.cost.curve, dtype=np.float64)
         tokens /= steps
         shared = _shared_time(problem, tokens, points)
-        total = _times(tokens, points).sum(axis=1) + shared * problem.topology.alive.sum()
+        total = _times(tokens, points).sum(axis=1) + shared * problem.topology.serving.sum()
     rate = np.divide(together, total, out=np.zeros(total.shape), where=total > 0)
     tail = TAIL if len(weight) > 1 else 0.0
     return Demand(

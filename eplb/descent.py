@@ -18,7 +18,7 @@ from eplb.changes import Change, best_swap, outline
 from eplb.copies import best_copy, best_drop
 from eplb.jit import jit
 from eplb.kernels import FloatArray, IntArray
-from eplb.layer import Layer, put, trade
+from eplb.layer import Layer, put, restore, trade
 from eplb.score import measure
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
@@ -62,19 +62,24 @@ def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Recor
     best_held = held.copy()
     score[0] = measure(search.layer)
     best = made = 0
+    if search.thrifty:
+        _count_kept(search)
     while made < most and score[best] > target and made - best < patience:
         change = best_change(search, rules.copies, rules.min_gain)
         if change[0] < 0:
             break
         slots[made, 0], experts[made, 0], slots[made, 1], experts[made, 1] = change
-        moves[made + 1] = moves[made] + _moves_added(search, change)
+        moves[made + 1] = moves[made]
+        if search.thrifty:
+            moves[made + 1] += _count_moves(search, change)
         make_change(search.layer, change)
         made += 1
         score[made] = measure(search.layer)
         if score[made] < score[best] - 1e-12:
             best = made
             copy_into(best_held, held)
-    copy_into(held, best_held)
+    if best < made:
+        restore(search.layer, best_held)
     return made, best
 
 
@@ -95,18 +100,32 @@ def make_change(layer: Layer, change: Change) -> None:
 
 
 @jit
-def _moves_added(search: Search, change: Change) -> int:
+def _count_kept(search: Search) -> None:
+    """Count the experts that each rank has kept of those that it had."""
+    layer, home = search.layer, search.home
+    home.kept.fill(0)
+    for slot in range(len(layer.held)):
+        rank, expert = layer.rank_of_slot[slot], layer.held[slot]
+        home.kept[rank] += expert >= 0 and home.is_there[expert, rank]
+
+
+@jit
+def _count_moves(search: Search, change: Change) -> int:
     """How many more experts a change leaves where the base does not have them."""
-    layer, fee, moves = search.layer, search.fee, 0
-    if not search.thrifty:
-        return 0
+    layer, home, moves = search.layer, search.home, 0
     for part in range(2):
         slot, expert = (change[0], change[1]) if part == 0 else (change[2], change[3])
         if slot < 0:
             continue
         rank, leaves = layer.rank_of_slot[slot], layer.held[slot]
-        moves += expert >= 0 and fee[rank, expert] > 0
-        moves -= leaves >= 0 and fee[rank, leaves] > 0
+        if expert >= 0:
+            was_there = home.is_there[expert, rank]
+            moves += not was_there
+            home.kept[rank] += was_there
+        if leaves >= 0:
+            was_there = home.is_there[leaves, rank]
+            moves -= not was_there
+            home.kept[rank] -= was_there
     return moves
 
 

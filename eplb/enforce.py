@@ -59,7 +59,7 @@ def _enforce(
     failed = np.full(len(held), -1, dtype=np.int64)
     wanted = np.empty(len(ranks.zone), dtype=np.bool_)
     for number in range(len(held)):
-        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number, len(ranks.zone))
+        layer = open_layer(demand, held, bonds.zone_of_expert, ranks, number)
         search = free_search(layer, bonds, number)
         for place in range(order.shape[1]):
             expert = order[number, place]
@@ -75,7 +75,7 @@ def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
     layer, domain = search.layer, search.domain
     holds, is_missed = layer.holds, False
     for rank in range(len(wanted)):
-        wanted[rank] = search.pinned[search.number, rank, expert] and not holds[rank, expert]
+        wanted[rank] = search.pinned[search.number, rank, expert] and not holds[expert, rank]
         is_missed = is_missed or wanted[rank]
     if is_missed:
         return True
@@ -83,13 +83,15 @@ def _lacks(search: Search, expert: int, wanted: BoolArray) -> bool:
     if is_safe and domains >= search.spread[search.number, expert]:
         return False
     for rank in range(len(wanted)):
-        fits = layer.zone[rank] == layer.zone_of_expert[expert] and not holds[rank, expert]
+        fits = layer.zone[rank] == layer.zone_of_expert[expert] and not holds[expert, rank]
         if not is_safe:
             wanted[rank] = fits and search.ready[rank]
             continue
-        for place in range(layer.replicas[expert]):
-            if domain[layer.holders[expert, place]] == domain[rank]:
+        slot = layer.head[expert]
+        while slot >= 0:
+            if domain[layer.rank_of_slot[slot]] == domain[rank]:
                 fits = False
+            slot = layer.following[slot]
         wanted[rank] = fits
     return True
 
@@ -148,7 +150,7 @@ def _make_way(search: Search, expert: int, wanted: BoolArray) -> bool:
             continue
         for third in range(len(layer.held)):
             there, redundant = rank_of_slot[third], layer.held[third]
-            if there == rank or layer.holds[there, other] or redundant == expert:
+            if there == rank or layer.holds[other, there] or redundant == expert:
                 continue
             if third - first_slot[there] >= room[there]:
                 continue
@@ -169,19 +171,19 @@ def _own_to_trade(search: Search, expert: int, rank: int, other: int) -> int:
     layer = search.layer
     is_pin = search.pinned[search.number, rank, expert]
     domains, is_safe = standing(search, expert, NONE, NONE)
-    for place in range(layer.replicas[expert]):
-        holder = layer.holders[expert, place]
+    following = layer.head[expert]
+    while following >= 0:
+        slot, following = following, layer.following[following]
+        holder = layer.rank_of_slot[slot]
         if not may_leave(search, expert, holder, rank):
             continue
         domains_then, is_safe_then = standing(search, expert, holder, rank)
         if not is_pin and domains_then <= domains and (is_safe or not is_safe_then):
             continue
         if other >= 0:
-            if layer.holds[holder, other] or layer.zone_of_expert[other] != layer.zone[holder]:
+            if layer.holds[other, holder] or layer.zone_of_expert[other] != layer.zone[holder]:
                 continue
             if not may_leave(search, other, rank, holder):
                 continue
-        for slot in range(layer.first_slot[holder], layer.first_slot[holder + 1]):
-            if layer.held[slot] == expert:
-                return slot
+        return int(slot)
     return -1

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.balance import imbalance, rank_load
+from eplb.dispatched import as_dispatched
 from eplb.errors import ConfigError
 from eplb.explanation import Explanation, LayerExplanation, RankLoad
 from eplb.explanation_words import layer_sentences, sentences
@@ -55,7 +56,9 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
         load=load,
         ranks_before=before,
         ranks_after=after,
-        shares_after=tuple(plan.target.slot_share[layer, held].tolist()),
+        shares_after=tuple(
+            as_dispatched(plan.problem, plan.target).slot_share[layer, held].tolist()
+        ),
         with_one_less=without,
         with_one_more=with_more,
         rank_loads=tuple(at for at in view.rank_loads if at.rank in {*before, *after}),
@@ -148,7 +151,7 @@ def _view(plan: Plan, layer: int) -> _View:
         raise ConfigError(f"layer {layer}, expected 0..{plan.base.num_layers - 1}")
     problem, topology = plan.problem, plan.topology
     work = problem.scaled.mean(axis=1)  # [L, E]
-    pair = (plan.base, plan.target)
+    pair = tuple(as_dispatched(problem, it) for it in (plan.base, plan.target))
     was, will_be = (rank_load(work, it, topology)[layer] / topology.rank_speed for it in pair)
     before, after = (float(imbalance(problem.work, it, topology)[:, layer].mean()) for it in pair)
     loads = tuple(

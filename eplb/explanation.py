@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from typing import Any
 
 from eplb.migration import Move
@@ -91,8 +92,14 @@ class LayerExplanation:
         return _json_ready(self)
 
 
+def finite(figure: float) -> float | None:
+    """A figure as JSON can hold it: None for the infinite imbalance of what cannot be served."""
+    return figure if isfinite(figure) else None
+
+
 def _json_ready(explanation: Explanation | LayerExplanation) -> dict[str, Any]:
     fields = asdict(explanation)
+    fields |= {name: finite(it) for name, it in fields.items() if isinstance(it, float)}
     fields["moves"] = [
         {**asdict(move), "source": move.source.name.lower()} for move in explanation.moves
     ]

@@ -71,6 +71,24 @@ def _segments(
     return of_layer[:size], at_step[:size], added[:size], gained[:size], after[:size]
 
 
+def worth_their_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Frontier:
+    """The segments that gain their price [L] for each move; a layer's later ones gain less.
+
+    In order of gain over price, which is gain per second of moving.
+    """
+    layer, at = frontier.layer, frontier.steps
+    from_step = np.zeros(len(layer), dtype=np.int64)
+    last = np.zeros(len(price), dtype=np.int64)
+    for place, (number, step) in enumerate(zip(layer.tolist(), at.tolist(), strict=True)):
+        from_step[place], last[number] = last[number], step
+    gain = steps.score[layer, from_step] - frontier.score
+    toll = np.where(frontier.moves > 0, price[layer], 0.0) * frontier.moves
+    value = np.divide(gain, toll, out=np.full(len(layer), np.inf), where=toll > 0)
+    order = np.argsort(-value, kind="stable")
+    order = order[value[order] >= 1.0]
+    return Frontier(*(part[order] for part in frontier))
+
+
 def buy(frontier: Frontier, num_layers: int, most: int | None) -> tuple[IntArray, Frontier]:
     """[L] how many steps of each layer ``most`` moves buy, and the part of the frontier bought."""
     taken = np.zeros(num_layers, dtype=np.int64)

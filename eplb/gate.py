@@ -1,7 +1,10 @@
 """Whether a better placement is worth moving to: pure figures in, a decision and its reason out.
 
-Two things speak against a move: it costs time, and part of what looks like imbalance is chance,
-which ``eplb/noise.py`` estimates. A gain that would lie below it is not one.
+One currency, seconds of serving time. A move costs what its bytes take on the link. A gain saves
+the part of a step that experts take, times the imbalance that it removes, for as long as the
+operator lets a move take to pay back. ``Problem.price`` is the same price for one step of the
+search. Part of what looks like imbalance is chance, which ``eplb/noise.py`` estimates: a gain that
+would lie below it is not one.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from math import inf
+from numbers import Real  # numpy's numbers too
 
 from eplb.errors import ConfigError
 
@@ -22,6 +26,9 @@ Curve = tuple[tuple[float, float], ...]
 GROUPED_GEMM_H200: Curve = ((1.0, 20.4), (256.0, 20.8), (512.0, 40.5), (1024.0, 80.1))
 
 
+NOMINAL_BYTES = 17_301_504  # of an expert where no model says: DeepSeek-V2-Lite's, in BF16
+
+
 class Decision(Enum):
     """What to do with a plan."""
 
@@ -32,35 +39,45 @@ class Decision(Enum):
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a rebalance must earn.
+    """What a rebalance costs, and within what time it must earn that.
 
-    The time rule joins in once ``seconds_per_expert`` is measured: the busiest receiving rank's
-    moves must cost less than the imbalance saves over ``horizon_windows``.
+    ``pay_back_s`` is the operator's dial. Zero: no move ever pays; infinite: every gain does.
 
     Raises:
-        ConfigError: a negative figure.
+        ConfigError: a figure that is negative or not a number.
     """
 
-    min_gain: float = 0.03  # relative, of the mean imbalance over layers
-    min_share_gain: float = 0.01  # the same for shares, of a layer and of all
+    pay_back_s: float = 60.0  # serving time within which a move must save what it costs
+    expert_part: float = 0.3  # of a step at perfect balance, the part that routed experts take
+    seconds_per_expert: float | None = None  # that a rank loses by each it receives; None: by bytes
+    bytes_per_s: float = 6e9  # that a rank receives meanwhile; the default of ``Pace``
+    seconds_per_rebalance: float = 0.1  # lost by each one beside its moves: votes, swaps
+    far_moves: float = 1.1  # near moves that one from another node counts as in the search
+    min_share_gain: float = 0.01  # of a layer's imbalance, for new shares to replace an equal split
     node_traffic: float = 0.0  # imbalance that counts like all tokens crossing nodes; 0: no matter
     tokens_of_node: tuple[float, ...] = ()  # part that starts on each; (): by live ranks
-    seconds_per_expert: float = 0.0  # serving time lost for each expert that one rank receives
-    seconds_per_window: float = 1.0  # serving time of a window, bound by the busiest rank
-    horizon_windows: float = 100.0  # windows for which a placement is expected to serve
-    far_moves: float = 1.1  # near moves that one from another node counts as in the search
     curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
+    dead_zone: bool = False  # whether a gain counts only as far as that curve makes it time
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, float | int) and not value >= 0:
+            if isinstance(value, Real) and not float(value) >= 0:
                 raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
+        if not 0 < self.expert_part <= 1:
+            raise ConfigError(
+                f"cost: expert_part is {self.expert_part}, expected above 0 and at most 1"
+            )
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"cost: bytes_per_s is {self.bytes_per_s}, expected more than 0")
         if any(not 0 <= part < inf for part in self.tokens_of_node):
             raise ConfigError(
                 f"cost: tokens_of_node is {self.tokens_of_node}, expected finite parts, 0 or more"
             )
+        self._check_curve()
+
+    def _check_curve(self) -> None:
         tokens, times = zip(*self.curve, strict=True) if len(self.curve) > 1 else ((), ())
-        rises = all(one < two for one, two in pairwise(tokens))
+        rises = all(one < two < inf for one, two in pairwise(tokens))
         if not tokens or not rises or tokens[0] <= 0 or not all(0 < one < inf for one in times):
             raise ConfigError(
                 f"cost: curve is {self.curve}, expected two points or more, tokens above 0 and "
@@ -68,6 +85,21 @@ class CostModel:
             )
         if any(two < one for one, two in pairwise(times)):
             raise ConfigError(f"cost: curve is {self.curve}, expected times that never fall")
+
+    def move_seconds(self, expert_bytes: int) -> float:
+        """Serving time that a rank loses by receiving one expert; 0 bytes: not known."""
+        if self.seconds_per_expert is not None:
+            return self.seconds_per_expert
+        return (expert_bytes or NOMINAL_BYTES) / self.bytes_per_s
+
+    def saved_seconds(self, gain: float) -> float:
+        """Serving time that so much less imbalance, mean over layers, saves until pay-back."""
+        return self.pay_back_s * self.expert_part * gain if gain else 0.0
+
+    def gain_worth(self, seconds: float) -> float:
+        """Imbalance, mean over layers, whose removal saves so many seconds until pay-back."""
+        worth = self.pay_back_s * self.expert_part
+        return seconds / worth if worth > 0 else inf
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,10 @@ class Outlook:
     after: float  # the same under the planned placement
     noise: float  # imbalance that chance alone makes of one window
     num_moves: int
-    busiest_moves: int  # experts that the busiest receiving rank gets
+    cost_s: float  # serving time that its moves take
+    expected: float = 1.0  # part of the gain that is expected on windows that were not planned on
+    in_time: float = 1.0  # part of the gain that is time at this batch, by the curve
+    dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
     of: str = "imbalance"  # what the figures are, in words
 
 
@@ -88,21 +123,29 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
     The gain is counted down to the noise floor only: what lies below it will not be seen again.
     """
     floor = 1.0 + outlook.noise
-    reachable = max(outlook.after, floor)
-    gain = (outlook.before - reachable) / outlook.before
     change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
     if outlook.before <= floor:
         return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
     if outlook.num_moves == 0 and outlook.before <= outlook.after:
         return Decision.KEEP, f"the plan is the current placement, {change}"
-    least = cost.min_gain if outlook.num_moves else cost.min_share_gain
-    if gain < least:
-        counted = f" down to the sampling noise ({floor:.3f})" if outlook.after < floor else ""
-        return Decision.KEEP, f"{change}: gain {gain:.1%}{counted} < {least:.1%}"
+    if outlook.before <= outlook.dead_zone:
+        return (
+            Decision.KEEP,
+            f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
+        )
+    reachable = max(outlook.after, floor)
+    gain = (outlook.before - reachable) * outlook.expected * outlook.in_time
+    lost = cost.seconds_per_rebalance + outlook.cost_s
+    saved = cost.saved_seconds(gain)
+    if outlook.after < floor:
+        change += f" (counted down to the sampling noise, {floor:.3f})"
+    if outlook.expected != 1.0:
+        change += f", of which {outlook.expected:.0%} is expected to last"
+    if outlook.in_time != 1.0:
+        change += f", {outlook.in_time:.0%} of it time at this batch"
+    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
+    if not gain > 0 or lost > saved:
+        return Decision.KEEP, f"{change}: {figures}"
     if outlook.num_moves == 0:
-        return Decision.RESPLIT, f"{change}: gain {gain:.1%} by new shares alone"
-    lost = outlook.busiest_moves * cost.seconds_per_expert
-    saved = gain * cost.seconds_per_window * cost.horizon_windows
-    if lost > saved:
-        return Decision.KEEP, f"{change}: moving costs {lost:.3g} s, saves {saved:.3g} s"
-    return Decision.MOVE, f"{change}: gain {gain:.1%} for {outlook.num_moves} moves"
+        return Decision.RESPLIT, f"{change}: {figures} by new shares alone"
+    return Decision.MOVE, f"{change}: {figures}, for {outlook.num_moves} moves"

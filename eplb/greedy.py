@@ -11,6 +11,7 @@ Source of the idea: DeepSeek's published balancer (deepseek-ai/EPLB).
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from eplb.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, rep
 from eplb.noise import sampling_noise
 from eplb.packing import pack
 from eplb.problem import Problem
-from eplb.search import improve
+from eplb.search import Task, improve
 from eplb.shake import NO_SHAKING, Shaking
 from eplb.topology import Topology
 
@@ -44,7 +45,8 @@ WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their
 STEPS_PER_SLOT = 2  # a bound that the search does not reach in practice
 STUCK = 1.002  # a layer so far above its bound is shaken
 PATIENT, NO_END = 8, 1_000_000  # rounds of shaking a layer without finding anything better
-STEP_MS = 4e-5  # of a step on an idle core, for each slot and window
+FREE_STEP = 0.4  # of the time of a step, where moves need not be weighed
+MOST_MS = 800.0  # of searching, unless the budget says otherwise
 
 
 class Frame(NamedTuple):
@@ -71,26 +73,33 @@ def greedy(problem: Problem) -> IntArray:
 
 def refined(problem: Problem) -> IntArray:
     """[L, S] greedy, then a search over the single windows, in which copies may move too."""
-    frame = frame_of(problem)
-    held = _greedy(problem, frame)
-    demand = demand_of(problem)
+    frame, demand = frame_of(problem), demand_of(problem)
     if len(demand.weight) > 1:
+        held = _greedy(problem, frame)
         # Of what is left above the noise of all windows together, more is fitted than found.
         target = np.maximum(REFINED, 1.0 + history_noise(problem))
-        descend(frame, demand, held, rules_for(problem, demand, target, WINDOWS_GAIN, COPIES_LAST))
-        return held
-    bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
-    rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
-    patience = PATIENT if problem.budget.time_ms is None else NO_END
-    shaking = Shaking(patience, problem.seed, STUCK * bound, COPIES_ALWAYS)
-    descend(frame, demand, held, rules, shaking)
+        rules = rules_for(problem, demand, target, WINDOWS_GAIN, COPIES_LAST)
+        stuck = target
+    else:
+        held = _packed(problem, frame)  # the search itself begins with swaps
+        bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
+        rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
+        stuck = STUCK * bound
+    shaking = Shaking(_patience(problem), problem.seed, stuck, COPIES_ALWAYS)
+    descend(problem, frame, demand, held, rules, shaking)
     return held
+
+
+def _patience(problem: Problem) -> int:
+    """Rounds of shaking without a gain: to the end of a limit that was asked for."""
+    time_ms = problem.budget.time_ms
+    return PATIENT if time_ms is None or time_ms == inf else NO_END
 
 
 def history_noise(problem: Problem) -> FloatArray:
     """[L] imbalance that chance makes of all windows together, were they one draw."""
     tokens = problem.history.tokens[problem.complete].sum(axis=(0, 2), dtype=np.float64)
-    num_ranks = int(problem.topology.alive.sum())
+    num_ranks = int(problem.topology.serving.sum())
     noise: FloatArray = np.array([sampling_noise(float(drawn), num_ranks) for drawn in tokens])
     return noise
 
@@ -99,20 +108,33 @@ def rules_for(
     problem: Problem, demand: Demand, target: FloatArray, min_gain: float, copies: int
 ) -> Rules:
     """Rules of a search with the problem's budget of time."""
-    num_slots, num_windows = problem.topology.num_slots, len(demand.weight)
-    most = STEPS_PER_SLOT * num_slots
-    every = most * len(target)
-    if problem.budget.time_ms is not None:
-        every = min(every, int(problem.budget.time_ms / (STEP_MS * num_slots * num_windows)))
+    most = STEPS_PER_SLOT * problem.topology.num_slots
+    every = NO_END * len(target)
+    time_ms = MOST_MS if problem.budget.time_ms is None else problem.budget.time_ms
+    if time_ms < inf:
+        each = step_ms(problem.topology, len(demand.weight), problem.current is None)
+        every = min(every, int(time_ms / each))
     return Rules(target, min_gain, copies, most, every, problem.cost.far_moves)
 
 
+def step_ms(topology: Topology, num_windows: int, is_fresh: bool) -> float:
+    """What a step of the search takes on an idle core, as measured from 96 to 2,048 slots."""
+    of_one = 0.003 + 1.2e-5 * topology.num_slots + 3e-5 * topology.num_ranks
+    return of_one * (0.8 + 0.2 * num_windows) * (FREE_STEP if is_fresh else 1.0)
+
+
 def descend(
-    frame: Frame, demand: Demand, held: IntArray, rules: Rules, shaking: Shaking = NO_SHAKING
+    problem: Problem,
+    frame: Frame,
+    demand: Demand,
+    held: IntArray,
+    rules: Rules,
+    shaking: Shaking = NO_SHAKING,
 ) -> None:
     """Improve ``held`` in place, moves being free."""
-    free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    improve(demand, held, free, frame.zones.ranks, frame.node, frame.bonds, rules, shaking)
+    free, ranks = np.zeros((0, held.shape[1]), dtype=np.int64), frame.zones.ranks
+    task = Task(demand, held, free, ranks, frame.node, frame.bonds, rules, shaking)
+    improve(task, problem.budget.num_threads)
 
 
 def packed_by_time(problem: Problem) -> IntArray:
@@ -158,18 +180,20 @@ def in_place(
 
 
 def _greedy(problem: Problem, frame: Frame) -> IntArray:
-    demand = demand_of_sum(problem)
-    work = np.ascontiguousarray(demand.tokens[:, :, 0])
-    held = _packed(problem, frame, work)
-    if problem.constraints.binds_experts:
-        enforced(problem, frame, held, demand)
+    held, demand = _packed(problem, frame), demand_of_sum(problem)
     target = np.full(len(held), GOOD_ENOUGH)
-    descend(frame, demand, held, rules_for(problem, demand, target, FINEST_GAIN, COPIES_NEVER))
+    rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_NEVER)
+    descend(problem, frame, demand, held, rules)
     return held
 
 
-def _packed(problem: Problem, frame: Frame, work: FloatArray) -> IntArray:
-    zones = frame.zones
+def _packed(problem: Problem, frame: Frame) -> IntArray:
+    """Replicas, heaviest first, without swaps."""
+    zones, demand = frame.zones, demand_of_sum(problem)
+    work = np.ascontiguousarray(demand.tokens[:, :, 0])
     least = least_replicas(problem, zones, frame.bonds)
     count = replicate(work, zones.of_expert, zones.num_slots, zones.num_ranks, least)
-    return pack(work, count, zones.of_expert, zones.ranks)
+    held = pack(work, count, zones.of_expert, zones.ranks)
+    if problem.constraints.binds_experts:
+        enforced(problem, frame, held, demand)
+    return held

@@ -17,14 +17,25 @@ from numpy.typing import NDArray
 from eplb.demand import demand_of, demand_of_sum, summed
 from eplb.descent import COPIES_ALWAYS
 from eplb.enforce import clean
-from eplb.frontier import Curve, buy, curve_of, frontier_of
-from eplb.greedy import Frame, enforced, frame_of, history_noise, in_place, refined, rules_for
+from eplb.frontier import Curve, buy, curve_of, frontier_of, worth_their_price
+from eplb.greedy import (
+    WINDOWS_GAIN,
+    Frame,
+    enforced,
+    frame_of,
+    history_noise,
+    in_place,
+    refined,
+    rules_for,
+)
 from eplb.hierarchical import nodes_of_groups, zones_for
 from eplb.kernels import BoolArray, Demand, FloatArray, IntArray
 from eplb.placement import Placement
 from eplb.problem import Problem
-from eplb.search import Steps, improve
+from eplb.search import Steps, Task, improve
 from eplb.shake import NO_SHAKING
+
+EXPLORED = 0.25  # of its price, what a step must gain for the search to go on from it
 
 
 class Improved(NamedTuple):
@@ -34,7 +45,7 @@ class Improved(NamedTuple):
     curve: Curve
 
 
-def incremental(problem: Problem, current: Placement) -> Improved:
+def incremental(problem: Problem, current: Placement, only: BoolArray | None = None) -> Improved:
     """``current`` improved within the budget.
 
     A layer is planned afresh where its expert groups are not on nodes yet, and without a budget of
@@ -44,50 +55,74 @@ def incremental(problem: Problem, current: Placement) -> Improved:
     frame, lost = _frame_from(problem, current)
     demand = demand_of(problem)
     start = repaired(problem, frame, base)
-    steps = _searched(problem, frame, demand, start, base)
+    steps = _searched(problem, frame, demand, start, base, only)
     kept = np.flatnonzero(~lost)
     spent = int(steps.moves[kept, 0].sum())
-    most = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
-    taken, bought = buy(frontier_of(steps, kept), len(base), most)
+    left = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
+    frontier = worth_their_price(frontier_of(steps, kept), steps, problem.price)
+    taken, bought = buy(frontier, len(base), left)
     held = followed(start, steps, taken)
     curve = curve_of(bought, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
     hopeful = _may_gain_afresh(problem, reached) & ~lost
+    if only is not None:
+        hopeful &= only
+        lost &= only
     if not (lost | hopeful).any():
         return Improved(held, curve)
     return _with_fresh(problem, Improved(held, curve), reached, lost, hopeful)
 
 
 def _searched(
-    problem: Problem, frame: Frame, demand: Demand, start: IntArray, base: IntArray
+    problem: Problem,
+    frame: Frame,
+    demand: Demand,
+    start: IntArray,
+    base: IntArray,
+    only: BoolArray | None = None,
 ) -> Steps:
-    # Below the noise a search would only fit the windows that it sees.
-    target = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
-    rules = rules_for(problem, demand, target, problem.budget.min_gain_per_move, COPIES_ALWAYS)
+    target = _good_enough(problem)
+    if only is not None:
+        target = np.where(only, target, np.inf)
+    # A step that gains too little may open one that gains more: steps are bought together.
+    least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
+    rules = rules_for(problem, demand, target, least, COPIES_ALWAYS)
     ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    return improve(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    task = Task(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    return improve(task, problem.budget.num_threads)
 
 
 def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
-    """[L] whether perfect balance would be worth moving half of the slots."""
-    if problem.max_moves is not None:
-        return np.zeros(len(reached), dtype=np.bool_)
-    moves = problem.topology.num_slots / 2
-    hopeful: BoolArray = reached - 1.0 > problem.budget.min_gain_per_move * moves
+    """[L] whether perfect balance would be worth moving half of the slots, where more is wanted."""
+    is_worth = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
+    hopeful: BoolArray = is_worth & (reached > _good_enough(problem))
     return hopeful
+
+
+def _good_enough(problem: Problem) -> FloatArray:
+    """[L] balance that is left alone: below the noise a search would only fit what it sees."""
+    enough: FloatArray = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
+    return enough
 
 
 def _with_fresh(
     problem: Problem, found: Improved, reached: FloatArray, lost: BoolArray, hopeful: BoolArray
 ) -> Improved:
-    """Layers planned afresh where that is needed, or pays for its moves."""
+    """Layers planned afresh where that is needed, or pays for its moves and is within budget."""
     assert problem.current is not None, "there is a placement that was improved"
     base = problem.current.slot_to_expert
     fresh = in_place(refined(problem), base, problem.topology, problem.room)
     score = score_of(problem, fresh)
-    extra = _moves(base, fresh) - _moves(base, found.held)
-    worth = reached - score > problem.budget.min_gain_per_move * np.maximum(extra, 0)
-    chosen = lost | (hopeful & worth)
+    moves = _moves(base, found.held)
+    extra = np.maximum(_moves(base, fresh) - moves, 0)
+    gain = reached - score
+    worth = hopeful & (gain > 0) & (gain > np.where(extra > 0, problem.price, 0.0) * extra)
+    if problem.max_moves is not None:
+        left = problem.max_moves - int(moves[~lost].sum())
+        best_first = np.argsort(-gain / np.maximum(extra, 1), kind="stable")
+        best_first = best_first[worth[best_first]]
+        worth[best_first] = extra[best_first].cumsum() <= left
+    chosen = lost | worth
     held = np.where(chosen[:, None], fresh, found.held)
     last = int(_moves(base, in_place(held, base, problem.topology, problem.room)).sum())
     balance = float(np.where(chosen, score, reached).mean())
@@ -100,7 +135,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
     frame = frame_of(problem)
     rules = rules_for(problem, demand, np.ones(len(held)), 0.0, COPIES_ALWAYS)
     free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    steps = improve(
+    task = Task(
         demand,
         held.astype(np.int64),
         free,
@@ -110,7 +145,7 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
         rules._replace(max_steps=0, all_steps=0),
         NO_SHAKING,
     )
-    return steps.start
+    return improve(task).start
 
 
 def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:

@@ -33,8 +33,9 @@ class Layer:
     rank_of_slot: IntArray  # [S]
     held: IntArray  # [S]
     replicas: IntArray  # [E] how many slots hold each expert
-    holders: IntArray  # [E, most replicas] the ranks that do, the first ``replicas`` entries
-    holds: BoolArray  # [R, E]
+    head: IntArray  # [E] one of those slots, else -1; the others follow in ``following``
+    following: IntArray  # [S] another slot of the same expert, else -1
+    holds: BoolArray  # [E, R]: the search looks at all ranks for one expert
     each: FloatArray  # [E, T] time of one replica
     time: FloatArray  # [R, T]
     top: IntArray  # [T, 3] the three busiest ranks; -1 when there are fewer
@@ -45,7 +46,7 @@ new_layer = by_reference(Layer)
 
 @jit
 def open_layer(
-    demand: Demand, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, number: int, most: int
+    demand: Demand, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, number: int
 ) -> Layer:
     """One layer of ``held`` [L, S], ready to be changed in place.
 
@@ -55,7 +56,6 @@ def open_layer(
         zone_of_expert: [L, E].
         ranks: where slots are.
         number: of the layer.
-        most: replicas that an expert may come to have.
     """
     num_experts, num_ranks, num_slots = zone_of_expert.shape[1], len(ranks.zone), held.shape[1]
     num_windows, together = 0, 0.0
@@ -96,8 +96,9 @@ def open_layer(
         rank_of_slot,
         held[number],
         np.zeros(num_experts, dtype=np.int64),
-        np.empty((num_experts, min(most, num_ranks)), dtype=np.int64),
-        np.zeros((num_ranks, num_experts), dtype=np.bool_),
+        np.empty(num_experts, dtype=np.int64),
+        np.empty(num_slots, dtype=np.int64),
+        np.zeros((num_experts, num_ranks), dtype=np.bool_),
         np.zeros((num_experts, num_windows)),
         np.zeros((num_ranks, num_windows)),
         np.full((num_windows, 3), -1, dtype=np.int64),
@@ -137,19 +138,12 @@ def replica_time(layer: Layer, expert: int, window: int, replicas: int) -> float
 
 @jit
 def take_stock(layer: Layer) -> None:
-    """Derive counts, holders and times from ``held``."""
-    held, replicas, holders, holds = layer.held, layer.replicas, layer.holders, layer.holds
-    rank_of_slot = layer.rank_of_slot
-    replicas.fill(0)
-    holds.fill(False)
-    for slot in range(len(held)):
-        expert = held[slot]
-        if expert >= 0:
-            rank = rank_of_slot[slot]
-            holders[expert, replicas[expert]] = rank
-            replicas[expert] += 1
-            holds[rank, expert] = True
-    for expert in range(len(replicas)):
+    """Derive counts, holders and times from ``held``, when nothing is derived yet."""
+    layer.head.fill(-1)
+    for slot in range(len(layer.held)):
+        if layer.held[slot] >= 0:
+            _join(layer, slot, layer.held[slot])
+    for expert in range(len(layer.replicas)):
         _time_expert(layer, expert)
     for rank in range(len(layer.zone)):
         time_rank(layer, rank)
@@ -184,51 +178,88 @@ def time_rank(layer: Layer, rank: int) -> None:
 
 
 @jit
+def _join(layer: Layer, slot: int, expert: int) -> None:
+    """Let a slot hold an expert, and keep counts and holders true, but no times."""
+    layer.following[slot] = layer.head[expert]
+    layer.head[expert] = slot
+    layer.replicas[expert] += 1
+    layer.holds[expert, layer.rank_of_slot[slot]] = True
+    layer.held[slot] = expert
+
+
+@jit
+def _leave(layer: Layer, slot: int) -> None:
+    """Empty a slot in the same way."""
+    following, expert = layer.following, layer.held[slot]
+    layer.held[slot] = -1
+    layer.replicas[expert] -= 1
+    layer.holds[expert, layer.rank_of_slot[slot]] = False
+    if layer.head[expert] == slot:
+        layer.head[expert] = following[slot]
+        return
+    before = layer.head[expert]
+    while following[before] != slot:
+        before = following[before]
+    following[before] = following[slot]
+
+
+@jit
+def _time_again(layer: Layer, expert: int) -> None:
+    """Bring the times of an expert's replicas up to date, and of the ranks that hold them."""
+    _time_expert(layer, expert)
+    slot = layer.head[expert]
+    while slot >= 0:
+        time_rank(layer, layer.rank_of_slot[slot])
+        slot = layer.following[slot]
+
+
+@jit
 def put(layer: Layer, slot: int, expert: int) -> None:
     """Let a slot hold another expert, and keep counts, holders and times true."""
-    held, replicas, holders = layer.held, layer.replicas, layer.holders
-    rank, leaves = layer.rank_of_slot[slot], held[slot]
-    held[slot] = expert
+    leaves = layer.held[slot]
     if leaves >= 0:
-        replicas[leaves] -= 1
-        layer.holds[rank, leaves] = False
-        last = replicas[leaves]
-        for place in range(last):
-            if holders[leaves, place] == rank:
-                holders[leaves, place] = holders[leaves, last]
-        _time_expert(layer, leaves)
-        for place in range(last):
-            time_rank(layer, holders[leaves, place])
+        _leave(layer, slot)
     if expert >= 0:
-        holders[expert, replicas[expert]] = rank
-        replicas[expert] += 1
-        layer.holds[rank, expert] = True
-        _time_expert(layer, expert)
-        for place in range(replicas[expert]):
-            time_rank(layer, holders[expert, place])
-    time_rank(layer, rank)
+        _join(layer, slot, expert)
+        _time_again(layer, expert)
+    if leaves >= 0:
+        _time_again(layer, leaves)
+    time_rank(layer, layer.rank_of_slot[slot])
 
 
 @jit
 def trade(layer: Layer, slot: int, other: int) -> None:
     """Let two slots of two ranks trade what they hold: no count changes, so only two times do."""
-    held = layer.held
-    one, two = layer.rank_of_slot[slot], layer.rank_of_slot[other]
-    mine, theirs = held[slot], held[other]
-    _relocate(layer, mine, one, two)
-    _relocate(layer, theirs, two, one)
-    held[slot], held[other] = theirs, mine
-    time_rank(layer, one)
-    time_rank(layer, two)
+    mine, theirs = layer.held[slot], layer.held[other]
+    if mine >= 0:
+        _leave(layer, slot)
+    if theirs >= 0:
+        _leave(layer, other)
+        _join(layer, slot, theirs)
+    if mine >= 0:
+        _join(layer, other, mine)
+    time_rank(layer, layer.rank_of_slot[slot])
+    time_rank(layer, layer.rank_of_slot[other])
 
 
 @jit
-def _relocate(layer: Layer, expert: int, leaves: int, joins: int) -> None:
-    if expert < 0:
-        return
-    layer.holds[leaves, expert] = False
-    layer.holds[joins, expert] = True
-    holders = layer.holders
-    for place in range(layer.replicas[expert]):
-        if holders[expert, place] == leaves:
-            holders[expert, place] = joins
+def restore(layer: Layer, wanted: IntArray) -> None:
+    """Let the slots hold what they held once, [S], and keep counts, holders and times true.
+
+    Only what differs is touched: a layer may be large, and few of its slots have changed.
+    """
+    held, rank_of_slot = layer.held, layer.rank_of_slot
+    before = held.copy()
+    for slot in range(len(held)):
+        if before[slot] >= 0 and before[slot] != wanted[slot]:
+            _leave(layer, slot)
+    for slot in range(len(held)):
+        if wanted[slot] >= 0 and before[slot] != wanted[slot]:
+            _join(layer, slot, wanted[slot])
+    for slot in range(len(held)):
+        if before[slot] != wanted[slot]:
+            if before[slot] >= 0:
+                _time_again(layer, before[slot])
+            if wanted[slot] >= 0:
+                _time_again(layer, wanted[slot])
+            time_rank(layer, rank_of_slot[slot])

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.arrays import UNSET, freeze, on_host, owned, unset
 from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
@@ -157,8 +157,7 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """
     if isinstance(history, LoadHistory):
         return history
-    # Tensors on a device answer to .cpu(); numpy must not be handed those directly.
-    values = np.asarray(history.cpu() if hasattr(history, "cpu") else history)
+    values = np.asarray(on_host(history))
     if values.ndim == 2:
         values = values[None]
     if values.dtype.kind == "f":

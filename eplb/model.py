@@ -56,6 +56,12 @@ class ModelShape:
             raise ConfigError(
                 f"expert_cost has shape {self.expert_cost.shape}, expected ({self.num_experts},)"
             )
+        wrong = np.flatnonzero(~(np.isfinite(self.expert_cost) & (self.expert_cost >= 0)))
+        if wrong.size:
+            raise ConfigError(
+                f"expert_cost of expert {wrong[0]} is {self.expert_cost[wrong[0]]}, "
+                "expected a finite number, 0 or more"
+            )
 
     @property
     def num_layers(self) -> int:

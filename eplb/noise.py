@@ -30,10 +30,10 @@ def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
     """
     load = rank_load(problem.scaled.transpose(1, 0, 2), placement, problem.topology)
     tokens = problem.history.tokens.sum(axis=2).mean(axis=0)
-    num_ranks = int(problem.topology.alive.sum())
+    num_ranks = int(problem.topology.serving.sum())
     by_chance = np.array([sampling_noise(float(routed), num_ranks) for routed in tokens])
     noise: NDArray[np.float64] = np.maximum(
-        by_chance, fluctuation(load[..., problem.topology.alive])
+        by_chance, fluctuation(load[..., problem.topology.serving])
     )
     return noise
 

@@ -18,7 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.allowance import moves_per_layer
 from eplb.balance import imbalance
+from eplb.dispatched import as_dispatched
+from eplb.expectation import expected_part
 from eplb.gate import Decision, Outlook, decide
 from eplb.kernels import BoolArray, FloatArray
 from eplb.legal import complaints_of
@@ -26,10 +29,11 @@ from eplb.noise import noise_under
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
 from eplb.resplit import best_shares, share_floor
-from eplb.timing import measured
+from eplb.timing import dead_zone, measured, part_in_time
 from eplb.topology import Topology
 from eplb.traffic import crossing, near_first
 
+ROUNDING = 1e-9  # a gain below it is none
 SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
 
 
@@ -46,6 +50,7 @@ class Choice(NamedTuple):
     decision: Decision
     reason: str
     option: Option
+    expected: float = 0.0  # less imbalance on windows to come
 
 
 def score_of(problem: Problem, placement: Placement) -> FloatArray:
@@ -111,7 +116,7 @@ def without_losses(
     old, new = serving.placement, proposed.placement
     moves = moved(old, new).sum(axis=1)
     gain = serving.score - proposed.score
-    stays = uneven_layers(old) & ~forced & (gain <= problem.budget.min_gain_per_move * moves)
+    stays = uneven_layers(old) & ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
     if not stays.any():
         return proposed
     kept = new.with_layers(old, np.flatnonzero(stays).tolist())
@@ -119,12 +124,12 @@ def without_losses(
 
 
 def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
-    """A fresh plan, but ``plain`` in layers that it does not improve: replicas may only hurt.
+    """A fresh plan, but ``plain`` in layers that it does not improve: a tie is no gain.
 
-    So they do beside a fast rank that could carry its experts alone. Layers in which ``plain`` does
-    not keep to what is asked are planned all the same.
+    Replicas may even hurt, beside a fast rank that could carry its experts alone. Layers in which
+    ``plain`` does not keep to what is asked are planned all the same.
     """
-    worse = proposed.score > plain.score
+    worse = proposed.score >= plain.score - ROUNDING
     if problem.groups_stay or not worse.any():
         return proposed
     worse[list(complaints_of(problem, plain.placement))] = False
@@ -158,13 +163,23 @@ def choose(
     received = _received(serving.placement, proposed.placement, problem.topology)
     if problem.current is None and received.any():
         change = f"{_words(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
-        return Choice(Decision.MOVE, f"no current placement: {change}", proposed)
+        reason = f"no current placement: {change}"
+        return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     if why_not is not None:
         reason = f"the current placement cannot serve: {why_not}"
-        return Choice(Decision.MOVE, reason, proposed)
+        return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     outlook = _outlook(problem, serving, proposed, received)
-    decision, reason = decide(outlook, problem.cost)
-    move = Choice(decision, reason, proposed)
+    # Judged on unseen windows a gain is what it is; else what chance may make of it is taken off.
+    judged, moves = outlook, splits and outlook.num_moves > 0
+    if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
+        promised = (serving.score - proposed.score) * problem.layer_weight
+        changed = moves_per_layer(serving.placement, proposed.placement) > 0
+        part, is_judged = expected_part(problem, promised, changed)
+        outlook = replace(outlook, expected=part)
+        judged = replace(outlook, noise=0.0) if is_judged else outlook
+    decision, reason = decide(judged, problem.cost)
+    gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * outlook.expected
+    move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
     if not splits or decision is Decision.RESPLIT or is_noise:
         return move
@@ -176,8 +191,8 @@ def choose(
 
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
     """New shares alone where they pay and moving too does not."""
-    after = float(alone.score.mean())
-    shares = replace(outlook, after=after, num_moves=0, busiest_moves=0)
+    after = _mean(problem, alone.score)
+    shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, expected=1.0)
     decision, reason = decide(shares, problem.cost)
     if decision is not Decision.RESPLIT:
         return move
@@ -186,7 +201,11 @@ def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outloo
         return move
     if outlook.num_moves:
         reason += f"; {outlook.num_moves} moves more do not pay: {why}"
-    return Choice(decision, reason, alone)
+    return Choice(decision, reason, alone, outlook.before - after)
+
+
+def _gain(old: Option, new: Option) -> float:
+    return float(old.score.mean() - new.score.mean())
 
 
 def _moving_pays_anyway(
@@ -214,18 +233,28 @@ def _outlook(
     problem: Problem, serving: Option, proposed: Option, received: NDArray[np.int64]
 ) -> Outlook:
     # The base was not planned on these windows; the proposed placement was, and hides their noise.
-    noise = float(noise_under(problem, serving.placement).mean())
+    noise = float(noise_under(problem, as_dispatched(problem, serving.placement)).mean())
     if problem.cost.node_traffic:  # no part of what chance makes
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
+    expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
+    old, new = serving.placement, proposed.placement
+    has_zone = problem.cost.dead_zone and problem.objective == "tokens"
     return Outlook(
-        float(serving.score.mean()),
-        float(proposed.score.mean()),
+        _mean(problem, serving.score),
+        _mean(problem, proposed.score),
         noise,
         int(received.sum()),
-        int(received.max()),
-        _words(problem),
+        int(received.max()) * problem.cost.move_seconds(expert_bytes),
+        in_time=part_in_time(problem, old, new) if has_zone else 1.0,
+        dead_zone=dead_zone(problem) if has_zone else 1.0,
+        of=_words(problem),
     )
+
+
+def _mean(problem: Problem, score: FloatArray) -> float:
+    """Mean over layers, each by its part of the step."""
+    return float((score * problem.layer_weight).mean())
 
 
 def _words(problem: Problem) -> str:

@@ -9,13 +9,16 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.allowance import moves_per_layer
+from eplb.balance import live_shares
 from eplb.bounds import bound_of
+from eplb.dispatched import booked_and_effective
+from eplb.explanation import Explanation, finite
 from eplb.frontier import Curve
 from eplb.gate import Decision
 from eplb.migration import Move, Source, moves_between
@@ -23,9 +26,6 @@ from eplb.placement import Placement
 from eplb.problem import Problem
 from eplb.topology import Topology
 from eplb.traffic import crossing
-
-if TYPE_CHECKING:
-    from eplb.explanation import Explanation
 
 LINKS = ("same_rank", "node", "network", "host")
 
@@ -49,6 +49,7 @@ class Plan:
     reason: str
     curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
     policy: str
+    expected_gain: float = 0.0  # of what is done, on windows to come; see ``eplb/expectation.py``
 
     @property
     def topology(self) -> Topology:
@@ -62,8 +63,13 @@ class Plan:
 
     @property
     def before(self) -> float:
-        """Mean imbalance of the base."""
+        """Mean imbalance of the base; infinite where some tokens have no live slot to go to."""
         return float(self.before_per_layer.mean())
+
+    @cached_property
+    def lost(self) -> float:
+        """Part of the tokens that are for experts without a live slot in the base."""
+        return lost_tokens(self.problem, self.base)
 
     @property
     def after(self) -> float:
@@ -79,6 +85,20 @@ class Plan:
     def shares(self) -> NDArray[np.float64]:
         """[L, S] part of its expert's tokens that each slot of the target gets."""
         return self.target.slot_share
+
+    @property
+    def booked(self) -> float:
+        """Mean imbalance of the target as its shares book it."""
+        return self._by_rule[0]
+
+    @property
+    def effective(self) -> float:
+        """Mean imbalance of the target as the engine's dispatch rule makes it."""
+        return self._by_rule[1]
+
+    @cached_property
+    def _by_rule(self) -> tuple[float, float]:
+        return booked_and_effective(self.problem, self.target)
 
     @cached_property
     def crossing(self) -> tuple[float, float]:
@@ -141,9 +161,13 @@ class Plan:
             "objective": self.problem.objective,
             "base_generation": self.base_generation,
             "target_generation": self.target.generation,
-            "before": self.before,
+            "before": finite(self.before),
             "after": self.after,
-            "before_per_layer": self.before_per_layer.tolist(),
+            "dispatch": self.problem.dispatch.value,
+            "booked": finite(self.booked),
+            "effective": finite(self.effective),
+            "lost": self.lost,
+            "before_per_layer": [finite(score) for score in self.before_per_layer.tolist()],
             "after_per_layer": self.after_per_layer.tolist(),
             "lower_bound": self.lower_bound.tolist(),
             "gap": self.gap.tolist(),
@@ -152,6 +176,13 @@ class Plan:
             "curve": [list(point) for point in self.curve],
             "hash": self.hash,
         }
+
+
+def lost_tokens(problem: Problem, placement: Placement) -> float:
+    """Part of the work, over layers and windows, that no live slot of a placement can do."""
+    _, uncovered = live_shares(placement, problem.topology)
+    total = float(problem.work.sum())
+    return float((problem.work * uncovered).sum()) / total if total else 0.0
 
 
 def link_of(move: Move, topology: Topology) -> str:

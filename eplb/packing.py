@@ -39,8 +39,19 @@ def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ran
     another; when that is impossible too, its slot stays empty.
     """
     each = work / count
-    order = np.argsort(-each, axis=1, kind="stable")  # here, since numba compiles a sort slowly
+    order = _heaviest_first(each)
     return _pack(each, order, count, zone_of_expert, ranks)
+
+
+def _heaviest_first(each: FloatArray) -> IntArray:
+    """[L, E] experts by load, the lower number first at a tie; numba compiles a sort slowly."""
+    lightest = -each
+    order = np.argsort(lightest, axis=1)  # four times as fast as a stable sort
+    lightest.sort(axis=1)
+    tied = (lightest[:, 1:] == lightest[:, :-1]).any(axis=1)
+    if tied.any():
+        order[tied] = np.argsort(-each[tied], axis=1, kind="stable")
+    return order
 
 
 @jit

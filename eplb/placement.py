@@ -95,7 +95,7 @@ class Placement:
     @cached_property
     def replica_count(self) -> NDArray[np.int32]:
         """[L, E] how many slots hold each expert."""
-        return owned(_by_expert(self.slot_to_expert, self.num_experts, None), np.int32)
+        return owned(by_expert(self.slot_to_expert, self.num_experts, None), np.int32)
 
     @cached_property
     def expert_to_slots(self) -> NDArray[np.int32]:
@@ -157,7 +157,7 @@ class Placement:
         )
 
 
-def _by_expert(
+def by_expert(
     held: NDArray[np.int32], num_experts: int, weights: NDArray[np.float64] | None
 ) -> NDArray[np.float64] | NDArray[np.intp]:
     """[L, E] how many slots hold each expert, or the sum of their weights [L, S]."""
@@ -187,7 +187,7 @@ def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -
             f"{name}: layer {layer} slot {slot} has {share[layer, slot]}, "
             "expected 0..1, and 0 for an empty slot"
         )
-    total = _by_expert(held, placement.num_experts, share)
+    total = by_expert(held, placement.num_experts, share)
     off = np.argwhere(np.abs(total - 1.0) > SHARE_TOLERANCE)
     if off.size:
         layer, expert = off[0]

@@ -10,10 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eplb.allowance import Offer, within_budget
+from eplb.allowance import Offer, moves_per_layer, within_budget
 from eplb.constraints import Constraints
+from eplb.dispatch import DispatchRule
+from eplb.dispatched import rule_in_words, settled
 from eplb.frontier import Curve
 from eplb.gate import CostModel, Decision
+from eplb.greedy import frame_of, step_ms
+from eplb.incremental import repaired
 from eplb.kernels import BoolArray
 from eplb.legal import complaints_of, unfit_layers
 from eplb.load import LoadHistory, as_history
@@ -26,10 +30,11 @@ from eplb.options import (
     with_shares,
     without_losses,
 )
-from eplb.outcome import Plan
+from eplb.outcome import Plan, lost_tokens
 from eplb.placement import Placement
 from eplb.policies import contiguous_policy, propose
 from eplb.problem import Budget, Objective, Problem
+from eplb.record import Record
 from eplb.topology import Topology
 from eplb.traffic import nearer
 from eplb.windows import Scenarios, as_scenarios
@@ -53,6 +58,9 @@ def plan(
     scenarios: Scenarios | ArrayLike | None = None,
     cost: CostModel | None = None,
     seed: int = 0,
+    dispatch: DispatchRule = DispatchRule.WEIGHTED,
+    unseen: int | None = None,
+    record: Record | None = None,
 ) -> Plan:
     """Find a placement for this load, and decide whether to move to it.
 
@@ -72,10 +80,15 @@ def plan(
             as a window of the past each.
         cost: what a move must earn, not asked when nothing serves yet, or cannot; and the curve.
         seed: for policies that draw.
+        dispatch: how the engine chooses among replicas. The plan is made and judged for that, and
+            has shares only where the rule follows them.
+        unseen: how many of the latest windows came after those that ``current`` was planned on;
+            None: all of them. Gains are judged on these.
+        record: what earlier plans promised and gave; None: nothing is known of them.
 
     Raises:
-        ConfigError: an unknown policy, constraints that contradict each other, or inputs that
-            describe different systems.
+        ConfigError: an unknown policy, constraints that contradict each other, inputs that
+            describe different systems, or a dispatch rule that cannot serve on these ranks.
         PlacementError: fewer live slots than experts or constraints need.
         HistoryError: load that cannot be planned on.
     """
@@ -91,6 +104,9 @@ def plan(
         objective,
         constraints or Constraints(),
         None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
+        dispatch,
+        unseen,
+        record or Record(),
     )
     return plan_for(problem, policy)
 
@@ -103,7 +119,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(complaints)] = True
     serving = Option(base, score_of(problem, base))
-    splits = policy in SPLITTING
+    splits = policy in SPLITTING and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
     if splits:
         proposed = with_shares(problem, proposed)
@@ -113,36 +129,78 @@ def plan_for(problem: Problem, policy: str) -> Plan:
             proposed = without_losses(problem, serving, proposed, forced)
     assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = complaints[min(complaints)] if complaints else None
-    decision, reason, taken = choose(problem, serving, proposed, why_not, splits)
+    lost = lost_tokens(problem, base) if why_not else 0.0
+    if lost:
+        why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
+    decision, reason, taken, expected = choose(problem, serving, proposed, why_not, splits)
+    target = base if decision is Decision.KEEP else _next(base, taken.placement)
     return Plan(
         problem=problem,
         base=base,
-        target=base if decision is Decision.KEEP else _next(base, taken.placement),
+        target=target,
         before_per_layer=serving.score,
         after_per_layer=taken.score,
         decision=decision,
-        reason=reason,
+        reason=reason + rule_in_words(problem, target) + _cut_short(problem),
         curve=curve,
         policy=policy,
+        expected_gain=expected,
     )
+
+
+def _cut_short(problem: Problem) -> str:
+    """What a limit of time that allows no step of the search makes of a plan, in words."""
+    limit = problem.budget.time_ms
+    windows = int(problem.complete.sum())
+    least = step_ms(problem.topology, windows, is_fresh=problem.current is None)
+    if limit is None or limit >= least:
+        return ""
+    return f"; cut short: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
 
 
 def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, Curve]:
     """What the policy aims at within the budget, and the curve that leads there."""
+    if policy in SPLITTING and problem.dispatch.by_rank:
+        return _for_rule(problem, policy, serving)
     placement, curve = propose(policy, problem)
     if problem.cost.node_traffic and policy in SPLITTING:
         placement = nearer(problem, placement)
     proposed = Option(placement, score_of(problem, placement))
     if curve is not None:
         return proposed, curve
-    offer = Offer(serving.placement, placement, serving.score, proposed.score, forced)
+    # What cannot be served at all is left whatever it gains.
+    before = np.where(np.isfinite(serving.score), serving.score, proposed.score)
+    offer = Offer(serving.placement, placement, before, proposed.score, forced)
     chosen, curve = within_budget(offer, problem.max_moves)
     if chosen.all() or problem.current is None:
         return proposed, curve
     bought = offer.base.with_layers(placement, np.flatnonzero(chosen).tolist())
+    if problem.dispatch.by_rank:  # draws go through all layers: a mix has draws of its own
+        return Option(bought, score_of(problem, bought)), curve
     return Option(bought, np.where(chosen, proposed.score, serving.score)), curve
+
+
+def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, Curve]:
+    """A plan for a rule under which each source rank uses one replica of an expert.
+
+    What serves was made for the rule, and looks uneven by an equal split: it is evened out as it
+    is, and only a fresh plan starts from one for an equal split.
+    """
+    if problem.current is None:
+        start, _ = propose(policy, problem)
+    else:
+        base = problem.current.slot_to_expert.astype(np.int64)
+        held = repaired(problem, frame_of(problem), base).astype(np.int32)
+        start = Placement(held, problem.num_experts, problem.current.generation + 1)
+    placement = settled(problem, start)
+    score = score_of(problem, placement)
+    moves = int(moves_per_layer(serving.placement, placement).sum())
+    return Option(placement, score), (
+        (0, float(serving.score.mean())),
+        (moves, float(score.mean())),
+    )
 
 
 def _next(base: Placement, proposed: Placement) -> Placement:

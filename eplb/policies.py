@@ -1,6 +1,6 @@
 """The known ways to place experts, by name. A policy is a function: ``Problem -> Placement``.
 
-A researcher adds one by adding a function here; the table is a plain dict. A policy that knows how
+A researcher adds one with ``register``, or here; the table is a plain dict. A policy that knows how
 far each part of the budget takes it may give a ``Proposal`` as well.
 """
 
@@ -22,6 +22,7 @@ from eplb.legal import why_it_cannot_serve
 from eplb.load import LoadHistory
 from eplb.placement import EMPTY, Placement
 from eplb.problem import Problem
+from eplb.relabel import with_singles_kept
 from eplb.simple import round_robin, topk_everywhere
 from eplb.timing import best_fresh, best_improved
 
@@ -111,6 +112,16 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def register(name: str, policy: Policy) -> None:
+    """Add a policy of a user's own; the same again changes nothing.
+
+    Raises:
+        ConfigError: another policy has that name.
+    """
+    if POLICIES.setdefault(name, policy) is not policy:
+        raise ConfigError(f"policy {name!r} is registered already, expected a name of its own")
+
+
 def propose(name: str, problem: Problem) -> Proposal:
     """Let the policy of that name plan.
 
@@ -147,7 +158,7 @@ def policy_named(name: str) -> Policy:
 def _placed(problem: Problem, held: IntArray) -> Placement:
     current = problem.current
     base = current.slot_to_expert if current is not None else contiguous_slots(problem)
-    kept = in_place(held, base, problem.topology, problem.room).astype(np.int32)
+    kept = in_place(with_singles_kept(problem, held, base), base, problem.topology, problem.room)
     # The number that it gets if it is taken: a placement is costly to make twice.
     generation = current.generation + 1 if current is not None else 1
-    return Placement(kept, problem.num_experts, generation)
+    return Placement(kept.astype(np.int32), problem.num_experts, generation)

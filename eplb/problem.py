@@ -12,13 +12,16 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.arrays import whole
 from eplb.constraints import Constraints, room_of
+from eplb.dispatch import DispatchRule, refuse_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.gate import CostModel
 from eplb.hierarchical import keeps_groups
 from eplb.load import LoadHistory
 from eplb.model import ModelShape
 from eplb.placement import Placement
+from eplb.record import Record
 from eplb.topology import Topology
 from eplb.windows import Scenarios
 
@@ -39,21 +42,21 @@ class Budget:
     max_moves: int | None = None  # weights moved, over all layers
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
-    min_gain_per_move: float = 0.002  # of one layer's imbalance, for every weight that moves
-    time_ms: float | None = None  # of searching; None: until nothing more is found
+    time_ms: float | None = None  # of searching; None: while it gains, 800 at most; inf: no end
+    num_threads: int = 1  # that share the layers of a search; the plan is the same with any number
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
             limit = getattr(self, name)
+            if limit is not None and name != "time_ms":
+                whole(f"budget: {name}", limit)
             if limit is not None and not limit >= 0:
                 raise ConfigError(f"budget: {name} is {limit}, expected 0 or more")
+        if self.num_threads < 1:
+            raise ConfigError(f"budget: num_threads is {self.num_threads}, expected 1 or more")
         if not self.target_imbalance >= 1.0:
             raise ConfigError(
                 f"budget: target_imbalance is {self.target_imbalance}, expected 1.0 or more"
-            )
-        if not self.min_gain_per_move >= 0.0:
-            raise ConfigError(
-                f"budget: min_gain_per_move is {self.min_gain_per_move}, expected 0 or more"
             )
 
 
@@ -78,6 +81,9 @@ class Problem:
     objective: Objective = "tokens"
     constraints: Constraints = field(default_factory=Constraints)
     scenarios: Scenarios | None = None
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
+    unseen: int | None = None  # latest windows that ``current`` was not planned on; None: all
+    record: Record = field(default_factory=Record)  # of earlier plans
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -92,6 +98,9 @@ class Problem:
             )
         if self.budget.max_bytes is not None and self.model is None:
             raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
+        refuse_topology(self.topology, self.dispatch)
+        if self.unseen is not None and not self.unseen >= 0:
+            raise ConfigError(f"unseen is {self.unseen} windows, expected 0 or more")
         self._check_shapes()
         self._check_room()
         if self.constraints.keep_groups and not self.groups_stay:
@@ -157,6 +166,35 @@ class Problem:
         return min(limits, default=None)
 
     @cached_property
+    def price(self) -> NDArray[np.float64]:
+        """[L] imbalance of a layer that each weight moved there must remove, to pay back in time.
+
+        Ranks receive at the same time, so a move takes 1 / R of what it takes from one rank; a
+        layer is its part of the step, so the mean over layers gains 1 / L of what one gains. Of a
+        gain on the windows of the past so much is counted as earlier plans have kept.
+        """
+        expert_bytes = 0 if self.model is None else self.model.expert_bytes
+        seconds = self.cost.move_seconds(expert_bytes) / int(self.topology.alive.sum())
+        worth = self.cost.gain_worth(seconds) * self.history.num_layers / self.record.kept
+        price = np.full(self.history.num_layers, np.inf)
+        np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
+        return price
+
+    @property
+    def num_unseen(self) -> int:
+        """Complete windows that the current placement was not planned on."""
+        latest = self.complete if self.unseen is None else self.complete[-self.unseen :]
+        return 0 if self.unseen == 0 else int(latest.sum())
+
+    @cached_property
+    def layer_weight(self) -> NDArray[np.float64]:
+        """[L] a layer's part of the experts' time at perfect balance; their mean is 1."""
+        time = self.work.sum(axis=(0, 2))
+        mean = time.mean()
+        weight: NDArray[np.float64] = time / mean if mean > 0 else np.ones(len(time))
+        return weight
+
+    @cached_property
     def complete(self) -> NDArray[np.bool_]:
         """[T] windows that every rank reported: the only ones that count."""
         return np.array([not missing for missing in self.history.missing_ranks])
@@ -181,7 +219,7 @@ class Problem:
 
 def scale(work: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
     """[..., E] work divided by the load of a rank of speed 1 at perfect balance."""
-    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.alive].sum()
+    fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.serving].sum()
     scaled: NDArray[np.float64] = np.zeros(work.shape)
     np.divide(work, fair, out=scaled, where=fair > 0)
     return scaled

@@ -11,14 +11,16 @@ Shapes:  T windows, L MoE layers, E experts, R ranks, K slot counts tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.arrays import whole
 from eplb.balance import imbalance
-from eplb.errors import PlacementError, TopologyError
+from eplb.errors import ConfigError, PlacementError, TopologyError
 from eplb.greedy import refined
 from eplb.load import LoadHistory, as_history
 from eplb.placement import Placement
@@ -123,6 +125,90 @@ def imbalance_by_slots(
         curve[:, column] = imbalance(problem.work, placement, narrow).mean(axis=0)
     best_so_far: NDArray[np.float64] = np.minimum.accumulate(curve, axis=1)
     return tried, best_so_far
+
+
+@dataclass(frozen=True)
+class RedundancyLevel:
+    """What so many redundant slots on each rank bring, and what they take."""
+
+    slots_per_rank: int  # beyond those that hold every expert once, of each layer
+    imbalance: float  # mean over layers and windows, of a fresh plan
+    bytes_per_rank: int  # that these slots take, over all layers
+    kv_cache_left: float  # part of the KV cache that is left, of that without redundancy
+    speed: float  # of the experts' balance alone, over that without redundancy
+    net: float  # throughput over that without redundancy, KV cache counted
+
+
+def redundancy_price(
+    history: LoadHistory | ArrayLike,
+    topology: Topology,
+    *,
+    slot_bytes: int,
+    kv_cache_bytes: int,
+    levels: Sequence[int] = (0, 1, 2, 4),
+    expert_part: float = 0.5,
+    kv_worth: float = 1.0,
+) -> tuple[RedundancyLevel, ...]:
+    """Balance won against memory taken, for each number of redundant slots on a rank.
+
+    With one slot for each expert, experts only trade places. A redundant slot takes memory in every
+    layer that the KV cache would have: fewer sequences run at once, and decode slows down.
+
+        net = step time without / step time with * (KV cache with / KV cache without) ** kv_worth
+
+    Args:
+        history: LoadHistory, or tokens [L, E] or [T, L, E].
+        topology: ranks, their speeds and which are alive; its slots do not matter.
+        slot_bytes: weights of one expert of one layer.
+        kv_cache_bytes: KV cache of a rank without redundancy.
+        levels: redundant slots on each rank, of each layer.
+        expert_part: part of an even step that is expert time, which imbalance makes longer.
+        kv_worth: how throughput goes with the KV cache: 1.0 where batches are as large as the cache
+            lets them be, 0.0 where there is cache to spare.
+
+    Returns:
+        One for each level. A level whose slots do not fit beside any KV cache has a net of 0.
+
+    Raises:
+        ConfigError: figures that no deployment has.
+        HistoryError: load that cannot be planned on.
+    """
+    _refuse_prices(slot_bytes, kv_cache_bytes, expert_part, kv_worth)
+    windows = as_history(history)
+    ranks = topology.alive.astype(np.int64)
+    once = _spread(windows.num_experts, ranks * windows.num_experts, np.zeros_like(ranks))
+    found: list[RedundancyLevel] = []
+    without = step_without = 0.0
+    for level in (0, *(whole("levels", level) for level in levels)):
+        if level < 0:
+            raise ConfigError(f"levels has {level} slots on a rank, expected 0 or more")
+        wide = replace(topology, slots_of_rank=(once + level * ranks).astype(np.int32))
+        problem = Problem(windows, wide)
+        placement = Placement(refined(problem).astype(np.int32), windows.num_experts)
+        even = float(imbalance(problem.work, placement, wide).mean())
+        without = without or even
+        even = min(even, without)  # slots may be left empty
+        step = 1.0 - expert_part + expert_part * even
+        step_without = step_without or step
+        taken = level * windows.num_layers * slot_bytes
+        left = max(0.0, 1.0 - taken / kv_cache_bytes)
+        net = step_without / step * left**kv_worth if left else 0.0
+        found.append(RedundancyLevel(level, even, taken, left, step_without / step, net))
+    return tuple(found[1:])
+
+
+def _refuse_prices(
+    slot_bytes: int, kv_cache_bytes: int, expert_part: float, kv_worth: float
+) -> None:
+    if whole("slot_bytes", slot_bytes) < 1 or whole("kv_cache_bytes", kv_cache_bytes) < 1:
+        raise ConfigError(
+            f"slot_bytes is {slot_bytes} and kv_cache_bytes {kv_cache_bytes}, expected 1 or more"
+        )
+    if not 0.0 < expert_part <= 1.0 or not 0.0 <= kv_worth < inf:
+        raise ConfigError(
+            f"expert_part is {expert_part} and kv_worth {kv_worth}, "
+            "expected above 0 and at most 1, and a finite figure of 0 or more"
+        )
 
 
 def _envelope(tried: NDArray[np.int64], curve: NDArray[np.float64]) -> Iterator[tuple[float, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.arrays import on_host
 from eplb.balance import rank_load
 from eplb.errors import ConfigError, PlacementError
 from eplb.hierarchical import zones_for
@@ -64,7 +65,7 @@ def resplit(
         raise ConfigError(f"trust is {trust}, expected 0..1")
     windows = as_history(history)
     if scenarios is not None and not isinstance(scenarios, Scenarios):
-        loads = np.asarray(scenarios, dtype=np.float64)
+        loads = np.asarray(on_host(scenarios), dtype=np.float64)
         scenarios = as_scenarios(loads[None] if loads.ndim == 2 else loads, windows.num_windows)
     problem = Problem(windows, topology, scenarios=scenarios)
     found = (placement.num_layers, placement.num_experts)
@@ -198,7 +199,7 @@ def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, Flo
 def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
     """[n] imbalance above 1 that one window shows by the draw of its tokens."""
     routed = problem.history.tokens[problem.complete].sum(axis=2).mean(axis=0)[layers]
-    num_ranks = int(problem.topology.alive.sum())
+    num_ranks = int(problem.topology.serving.sum())
     chance: FloatArray = np.array([sampling_noise(float(each), num_ranks) for each in routed])
     return chance
 
@@ -211,4 +212,4 @@ def _fluctuation(
         return np.zeros(len(layers))
     split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, equal)
     load = rank_load(problem.scaled[layers].transpose(1, 0, 2), split, problem.topology)
-    return fluctuation(load[..., problem.topology.alive])
+    return fluctuation(load[..., problem.topology.serving])

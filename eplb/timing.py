@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb.balance import imbalance, rank_sum, slot_load
+from eplb.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.demand import demand_of, time_of
 from eplb.descent import COPIES_ALWAYS
+from eplb.dispatched import as_dispatched
 from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
 from eplb.incremental import Improved, incremental, score_of
 from eplb.kernels import FloatArray, IntArray
@@ -22,6 +23,7 @@ from eplb.placement import Placement
 from eplb.problem import Problem
 
 FINEST_GAIN = 1e-4
+MOST_IMBALANCE = 64.0  # that a dead zone is looked for up to
 
 
 def best_fresh(problem: Problem) -> IntArray:
@@ -35,7 +37,7 @@ def best_fresh(problem: Problem) -> IntArray:
         frame, demand = frame_of(problem), demand_of(problem)
         target = np.ones(len(held))
         rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_ALWAYS)
-        descend(frame, demand, held, rules)
+        descend(problem, frame, demand, held, rules)
         reached = score_of(problem, held)
         found = np.where((reached < score)[:, None], held, found)
         score = np.minimum(reached, score)
@@ -52,20 +54,48 @@ def best_improved(problem: Problem, current: Placement) -> Improved:
     return by_tokens if is_faster else improved
 
 
+def part_in_time(problem: Problem, old: Placement, new: Placement) -> float:
+    """Part of the imbalance between two placements that is time at this batch, 0 to 1."""
+    timed, plain = replace(problem, objective="time"), replace(problem, objective="tokens")
+    gain = measured(plain, old).mean() - measured(plain, new).mean()
+    if not gain > 0:
+        return 1.0
+    saved = measured(timed, old).mean() - measured(timed, new).mean()
+    return float(min(max(saved / gain, 0.0), 1.0))
+
+
+def dead_zone(problem: Problem) -> float:
+    """Imbalance up to which removing all of it saves less than a rebalance costs, at this batch.
+
+    A busiest rank whose replicas have r times the mean tokens takes what the curve says of those.
+    """
+    demand = demand_of(replace(problem, objective="time"), raw=True)
+    slots = int(problem.topology.slots_of_rank[problem.topology.alive].sum())
+    mean = demand.tokens.sum(axis=1).mean() / slots  # of a replica in a step
+    ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
+    time = time_of(ratio * mean, demand)
+    least = problem.cost.gain_worth(problem.cost.seconds_per_rebalance)
+    wasted = np.flatnonzero(time / max(time[0], 1e-300) - 1.0 <= least)
+    return float(ratio[wasted[-1]])
+
+
 def measured(problem: Problem, placement: Placement) -> FloatArray:
     """[L] what the placement would have been in the past: the mean over windows of the imbalance.
 
     For ``objective="time"``: of the slowest rank's time, over that of a rank if all experts could
-    be split evenly at no cost. Uneven shares count as they are.
+    be split evenly at no cost. Shares count as the engine's dispatch rule makes them.
     """
+    placement = as_dispatched(problem, placement)
     if problem.objective == "tokens":
         ratio: FloatArray = imbalance(problem.work, placement, problem.topology).mean(axis=0)
         return ratio
     topology, demand = problem.topology, demand_of(problem, raw=True)
     tokens = demand.tokens.transpose(2, 0, 1)  # [T, L, E]
-    busy = rank_sum(time_of(slot_load(tokens, placement), demand), topology)  # [T, L, R]
+    share, lost = live_shares(placement, topology)
+    busy = rank_sum(time_of(slot_load(tokens, placement, share), demand), topology)  # [T, L, R]
     rate, extra = demand.rate.T, demand.extra.T  # [T, L]
     time = (busy * rate[..., None] + extra[..., None]) / topology.rank_speed
-    slowest = np.where(rate > 0, time[..., topology.alive].max(axis=-1), 1.0)
+    slowest = np.where(rate > 0, time[..., topology.serving].max(axis=-1), 1.0)
+    slowest[(tokens * lost).any(axis=-1)] = np.inf
     mean: FloatArray = slowest.mean(axis=0)
     return mean

@@ -95,6 +95,11 @@ class Topology:
         return int(self.slots_of_rank.sum())
 
     @cached_property
+    def serving(self) -> NDArray[np.bool_]:
+        """[R] live ranks with slots: those that can take load, and that a mean counts."""
+        return owned(self.alive & (self.slots_of_rank > 0), np.bool_)
+
+    @cached_property
     def first_slot(self) -> NDArray[np.int64]:
         """[R + 1] number of each rank's first slot; the last entry is S."""
         first = np.zeros(self.num_ranks + 1, dtype=np.int64)

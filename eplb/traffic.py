@@ -108,17 +108,18 @@ def nearer(problem: Problem, placement: Placement) -> Placement:
         tokens_of_node(problem),
         _heat(problem),
         problem.cost.node_traffic,
-        problem.budget.min_gain_per_move if problem.current is not None else 1e-6,
+        float(problem.price.mean()) if problem.current is not None else 1e-6,
         -1 if most is None else most,
     )
     base = held if problem.current is None else problem.current.slot_to_expert.astype(np.int64)
-    settle_near(np.ascontiguousarray(problem.scaled), held, base, _ground(problem), toll)
+    settle_near(np.ascontiguousarray(problem.scaled), held, base, ground_of(problem), toll)
     if problem.current is not None:
         held = in_place(held, problem.current.slot_to_expert, problem.topology, problem.room)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
 
 
-def _ground(problem: Problem) -> Ground:
+def ground_of(problem: Problem) -> Ground:
+    """Where experts may go, and which ones stay because constraints bind them."""
     topology = problem.topology
     frame = frame_of(problem)
     stays: BoolArray = np.zeros((problem.history.num_layers, problem.num_experts), dtype=np.bool_)

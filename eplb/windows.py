@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import freeze, owned
+from eplb.arrays import freeze, on_host, owned
 from eplb.errors import ConfigError, HistoryError
 
 SURE = 2.0  # standard deviations above chance before windows count as different
@@ -62,7 +62,7 @@ def as_scenarios(scenarios: Scenarios | ArrayLike, num_windows: int) -> Scenario
     """
     if isinstance(scenarios, Scenarios):
         return scenarios
-    windows = np.asarray(scenarios, dtype=np.float64)
+    windows = np.asarray(on_host(scenarios), dtype=np.float64)
     each = 1.0 / (num_windows + len(windows)) if windows.ndim == 3 else 1.0
     return Scenarios(windows, np.full(len(windows), each))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from eplb.candidates import Candidates, candidates_for
 from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
+from eplb.explanation import finite
 from eplb.gate import CostModel, Decision
 from eplb.load import LoadHistory, Phase
 from eplb.migration import Migration, Pace, build_migration
@@ -29,6 +30,7 @@ from eplb.spares import compact, expand
 from rebalance.arrivals import Arrivals, Group
 from rebalance.controller_lease import ControllerLease, new_holder
 from rebalance.open_plan import OpenPlan
+from rebalance.track_record import TrackRecord
 from telemetry.drift import LOOK_BACK, planning_history
 from telemetry.retention import Keeper, Retention
 from telemetry.store import LoadStore, Task
@@ -44,7 +46,7 @@ class ControllerSettings:
     """How the controller decides."""
 
     policy: str = "auto"
-    plan_windows: int = 4  # complete windows that a plan looks at, fewer after a change of load
+    plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)
@@ -92,6 +94,7 @@ class Controller:
         self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
         self._open = OpenPlan(store, settings.migration_deadline_s, clock)
         self._noted_errors: set[str] = set()
+        self._track: TrackRecord | None = None  # read once this one leads
         self._keeper, self._kept_at = Keeper(store, settings.retention), clock()
 
     def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
@@ -197,6 +200,10 @@ class Controller:
 
     def _plan(self, group: Group, past: LoadHistory, current: Placement, policy: str) -> Plan:
         topology, spare_slots = group.topology, self._settings.spare_slots
+        track = self._judged(group, current)
+        unseen = track.unseen(group.complete_windows(), current)
+        if past.num_windows < self._settings.plan_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
         if spare_slots:
             current, topology = compact(current, topology, spare_slots)
         begun = time.perf_counter()
@@ -209,11 +216,19 @@ class Controller:
             policy=policy,
             cost=self._settings.cost,
             seed=self._settings.seed,
+            unseen=unseen,
+            record=track.record,
         )
         took_s = round(time.perf_counter() - begun, 4)
         self._how = {"plan_seconds": took_s, "windows": past.num_windows}
         self._lease.check()  # a plan may take long, and what comes next is written down
         return proposal
+
+    def _judged(self, group: Group, serving: Placement) -> TrackRecord:
+        """Hold what serves to what its plan promised."""
+        self._track = self._track or TrackRecord(self._store)
+        self._track.judge(group.complete_windows(), serving, group.topology)
+        return self._track
 
     def _suggest(self, candidates: Candidates) -> None:
         """Have hosts read ahead what a coming plan may bring them, where that is news."""
@@ -244,6 +259,8 @@ class Controller:
         except StaleGeneration as exc:
             log.info("plan_id=%d not published: %s", migration.plan_id, exc)
             return None
+        if self._track is not None:
+            self._track.published(proposal, current, migration.target)
         return migration
 
     def _note_keep(self, proposal: Plan, window: int) -> None:
@@ -338,8 +355,9 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "decision": proposal.decision.value,
         "reason": proposal.reason,
         "policy": proposal.policy,
-        "imbalance_before": round(proposal.before, 4),
+        "imbalance_before": finite(round(proposal.before, 4)),
         "imbalance_after": round(proposal.after, 4),
+        "expected_gain": round(proposal.expected_gain, 4),
         "moves": proposal.num_moves,
         "bytes": proposal.num_moves * proposal.expert_bytes,
         "generation": proposal.base_generation,

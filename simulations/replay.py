@@ -27,6 +27,7 @@ from eplb.placement import Placement
 from eplb.plan import Plan, plan
 from eplb.policies import policy_named
 from eplb.problem import Budget
+from eplb.record import ENOUGH, Promise, Record
 from eplb.topology import Topology
 from telemetry.drift import planning_history
 
@@ -46,7 +47,7 @@ class Scenario:
     budget: Budget = field(default_factory=Budget)
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
-    past_windows: int = 8  # the planner looks back this far
+    past_windows: int = 16  # the planner looks back this far
     plan_every: int = 1  # windows from one plan to the next
     cut_at_change: bool = True  # plans forget the load before a sudden change, as the live ones do
 
@@ -132,20 +133,31 @@ def replay(scenario: Scenario, policy: str) -> Replay:
     taken: list[Rebalance] = []
     num_kept = 0
     plan_ms: list[float] = []
+    record, promise, since = Record(), None, -1
     for window in range(history.num_windows):
         if window:
             load = rank_load(history.tokens[window], current, topology)
             judged.append(imbalance_of(load, topology))
         if window % scenario.plan_every or window == history.num_windows - 1:
             continue  # a plan after the last window would serve none
+        if promise is not None and window - since >= ENOUGH:
+            came = history.tokens[since + 1 : window + 1]
+            record = record.with_plan(promise.gain, promise.given(came, topology))
+            promise = None
         past = _planned_on(scenario, history.first(window + 1))
+        unseen = window - since
+        if past.num_windows < scenario.past_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
         begin = perf_counter()
-        found = _plan(scenario, past, current, policy)
+        found = _plan(scenario, past, current, policy, unseen, record)
         plan_ms.append((perf_counter() - begin) * 1000)
         if found.decision is Decision.KEEP:
             num_kept += 1
             continue
         taken.append(Rebalance(window, found.num_moves, found.bytes_by_link, found.reason))
+        if found.decision is Decision.MOVE:
+            promise = Promise(found.base, found.target, found.before - found.after)
+            since = window
         current = found.target
     last = history.tokens[-1]
     return Replay(
@@ -160,7 +172,14 @@ def replay(scenario: Scenario, policy: str) -> Replay:
     )
 
 
-def _plan(scenario: Scenario, past: LoadHistory, current: Placement | None, policy: str) -> Plan:
+def _plan(
+    scenario: Scenario,
+    past: LoadHistory,
+    current: Placement | None,
+    policy: str,
+    unseen: int | None = None,
+    record: Record | None = None,
+) -> Plan:
     return plan(
         past,
         scenario.topology,
@@ -170,6 +189,8 @@ def _plan(scenario: Scenario, past: LoadHistory, current: Placement | None, poli
         policy=policy,
         cost=scenario.cost,
         seed=scenario.seed,
+        unseen=unseen,
+        record=record,
     )
 
 

@@ -3,8 +3,9 @@
 Two counts of the same routing differ by chance. With G = 2 (n1 + n2) times their Jensen-Shannon
 divergence in nats, each weighed by its tokens, G is the log-likelihood ratio of "two profiles"
 against "one", and chance alone makes it E - 1 per layer if tokens are independent draws. They are
-not: a window holds whole requests. So the floor is measured too, on neighbouring windows, and is
-never taken to be less than that of independent draws.
+not: a window holds whole requests, and all layers see the same tokens. So the floor is measured
+too, on neighbouring windows, and is never taken to be less than that of independent draws; see
+``telemetry/chance.py``.
 
     windows -> G of neighbours -> noise     windows before | after a split -> G     G over noise?
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +24,16 @@ from eplb.arrays import freeze, owned
 from eplb.errors import ConfigError, HistoryError
 from eplb.load import LoadHistory
 from eplb.noise import FEWEST_WINDOWS
+from telemetry.chance import (
+    Counts,
+    evidence_of,
+    limit_at,
+    pairs_of,
+    x_log_x,
+)
 
 FALSE_ALARM = 0.01  # of one look at a history in which nothing changed
 LOOK_BACK = 32  # windows; longer ones cost time and would find slow drift, not its end
-# Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
-PAIRS_PER_FACT = 1.5
-MOST_CHANGES = 4  # one pair in so many may be a change
-
-Counts = NDArray[np.int64] | NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +54,6 @@ class Change:
 
     index: int  # of the first window of the new load
     strength: float  # evidence over what chance passes once in 1 / false_alarm looks; above 1
-
-
-@dataclass(frozen=True)
-class Noise:
-    """What G of two neighbouring windows is when nothing changes."""
-
-    mean: float
-    freedom: float  # effective degrees of freedom: what its scatter tells
-    facts: float  # independent pairs that this was learnt from; infinite when it is theory
 
 
 def drift(planned_on: LoadHistory, latest: LoadHistory) -> Drift:
@@ -98,7 +91,7 @@ def js_divergence(first: Counts, second: Counts) -> NDArray[np.float64]:
     Whichever holds more tokens, both weigh the same. A layer that is idle in one of them is 0.
     """
     a, b = shares_of(first), shares_of(second)
-    entropy = _x_log_x(a) + _x_log_x(b) - 2 * _x_log_x((a + b) / 2)
+    entropy = x_log_x(a) + x_log_x(b) - 2 * x_log_x((a + b) / 2)
     found: NDArray[np.float64] = entropy.sum(axis=-1) / (2 * math.log(2))
     is_idle = (first.sum(axis=-1) == 0) | (second.sum(axis=-1) == 0)
     return np.where(is_idle, 0.0, np.maximum(found, 0.0))
@@ -120,8 +113,8 @@ def dispersion(history: LoadHistory) -> float:
     """
     if history.num_windows < FEWEST_WINDOWS:
         return 1.0
-    evidence, freedom = _of_neighbours(history.tokens)
-    return max(1.0, float(np.median(evidence)) / freedom) if freedom else 1.0
+    pairs = pairs_of(history.tokens)
+    return max(1.0, float(np.median(pairs.evidence)) / pairs.freedom) if pairs.freedom else 1.0
 
 
 def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Change | None:
@@ -165,76 +158,13 @@ def planning_history(
 
 
 def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> Change | None:
-    num_splits = len(tokens) - 1
-    neighbours, freedom = _of_neighbours(tokens)
-    if not freedom:
+    if not tokens.any():
         return None
     before = tokens.cumsum(axis=0, dtype=np.float64)
-    evidence = _evidence(before[:-1], before[-1] - before[:-1]).sum(axis=1)  # [T - 1]
-    chance = false_alarm / num_splits
-    best = int(evidence.argmax())  # chance alone would make all splits alike
-    # The pair that straddles the split would take the change itself for noise.
-    steady = _without_changes(np.delete(neighbours, best), freedom, chance)
-    strength = float(evidence[best]) / _limit(_noise(steady, freedom), chance)
-    return Change(best + 1, strength) if strength > 1 else None
-
-
-def _of_neighbours(tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
-    """[T - 1] evidence of neighbouring windows, and its mean if tokens were independent draws."""
-    evidence = _evidence(tokens[:-1], tokens[1:]).sum(axis=1)
-    used = (tokens.sum(axis=0) > 0).sum(axis=1)  # [L]; an expert that is never used varies never
-    return evidence, float(np.maximum(used - 1, 0).sum())
-
-
-def _evidence(first: Counts, second: Counts) -> NDArray[np.float64]:
-    """[..., L] log-likelihood ratio G of two profiles against one, of counts [..., L, E]."""
-    apart = _x_log_x(first) + _x_log_x(second) - _x_log_x(first + second)
-    a, b = first.sum(axis=-1), second.sum(axis=-1)
-    found: NDArray[np.float64] = 2 * (
-        apart.sum(axis=-1) - _x_log_x(a) - _x_log_x(b) + _x_log_x(a + b)
-    )
-    return found
-
-
-def _without_changes(
-    evidence: NDArray[np.float64], freedom: float, chance: float
-) -> NDArray[np.float64]:
-    """Leave out pairs that are changes themselves: they would hide all others among noise.
-
-    As many as still stand out from the rest, up to a fourth; taken together, because two changes
-    would excuse one another (Rosner's generalised test for outliers, 1983).
-    """
-    ordered = np.sort(evidence)
-    for num_out in range(len(ordered) // MOST_CHANGES, 0, -1):
-        rest, least = ordered[:-num_out], ordered[-num_out]
-        if least > _limit(_noise(rest, freedom), chance):
-            return rest
-    return ordered
-
-
-def _noise(evidence: NDArray[np.float64], freedom: float) -> Noise:
-    """Learn from pairs that hold no change; never less noise than independent draws have."""
-    mean = float(evidence.mean())
-    if mean <= freedom:
-        return Noise(freedom, freedom, math.inf)
-    # Layers see the same requests, and a mix of few domains varies in few directions: the scatter
-    # of G over the pairs says how few (Satterthwaite's match of a scaled chi-square).
-    variance = max(float(evidence.var(ddof=1)), 2 * mean**2 / freedom)
-    return Noise(mean, 2 * mean**2 / variance, len(evidence) / PAIRS_PER_FACT)
-
-
-def _limit(noise: Noise, chance: float) -> float:
-    """What G of one pair passes with that chance: the quantile of a scaled F distribution.
-
-    Source: Paulson's approximation (1942), built on Wilson and Hilferty's cube root.
-    """
-    z = NormalDist().inv_cdf(1 - chance)
-    a, b = 2 / (9 * noise.freedom), 2 / (9 * noise.freedom * noise.facts)
-    square, linear = (1 - b) ** 2 - z * z * b, (1 - a) * (1 - b)
-    if square <= 0:  # so little is known of the noise that nothing can be told from it
-        return math.inf
-    root = (linear + math.sqrt(linear**2 - square * ((1 - a) ** 2 - z * z * a))) / square
-    return noise.mean * root**3
+    evidence = evidence_of(before[:-1], before[-1] - before[:-1]).sum(axis=1)  # [T - 1]
+    split = int(evidence.argmax()) + 1  # chance alone would make all splits alike
+    strength = float(evidence[split - 1]) / limit_at(tokens, split, false_alarm / len(evidence))
+    return Change(split, strength) if strength > 1 else None
 
 
 def _floor(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -243,8 +173,3 @@ def _floor(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.fl
     inverse = 1 / np.maximum(first.sum(axis=1), 1) + 1 / np.maximum(second.sum(axis=1), 1)
     floor: NDArray[np.float64] = np.maximum(used - 1, 0) * inverse / (8 * math.log(2))
     return floor
-
-
-def _x_log_x(values: Counts) -> NDArray[np.float64]:
-    logarithm: NDArray[np.float64] = np.log(np.where(values > 0, values, 1.0))
-    return np.multiply(values, logarithm, dtype=np.float64)

@@ -367,7 +367,7 @@ SMALL_DEMO = {
     "tokens_per_rank": 64,
     "window_tokens": 1024,
     "seconds": 2,
-    "min_gain": 0.0,
+    "pay_back_s": 1e9,
     "lease_ttl_s": 2,  # whoever follows a demo that was killed waits for so long
     "port": 0,
     "view": "plain",

@@ -78,12 +78,24 @@ def test_groups_that_do_not_divide_by_nodes_go_anywhere() -> None:
     assert gpu_loads(SMALL, held, count, 2).tolist() == [[50, 50], [50, 50]]
 
 
+@pytest.mark.parametrize(("num_groups", "num_nodes", "num_gpus"), [(3, 2, 2), (1, 2, 3), (3, 2, 3)])
+def test_drop_in_without_groups_on_nodes_needs_neither_to_divide(
+    num_groups: int, num_nodes: int, num_gpus: int
+) -> None:
+    four = np.array([[60, 20, 20, 20]])
+
+    found = rebalance_experts(four, 2 * num_gpus, num_groups, num_nodes, num_gpus)
+
+    globally = rebalance_experts(four, 2 * num_gpus, 1, 1, num_gpus)
+    assert all((one == other).all() for one, other in zip(found, globally, strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((2, 1, 1, 2), "2 replicas for 3 experts"),
         ((5, 1, 1, 2), "5 replicas on 2 GPUs"),
-        ((6, 1, 2, 3), "3 GPUs on 2 nodes"),
+        ((6, 2, 2, 3), "3 GPUs on 2 nodes"),
         ((4, 2, 1, 2), "3 experts on 2 groups"),
         ((4, 1, 0, 2), "0 nodes"),
         ((8, 1, 1, 2), "leave slots empty"),

@@ -163,9 +163,8 @@ def test_a_host_cache_killed_while_ranks_rebalance_comes_back_and_moves_resume(
     for number in range(1, 4):
         demo.sees("a commit", commits_from(next_plan(demo)))
         demo.kill("preload process")
-        demo.sees(
-            "its end", notes("preload process of host 0 was killed by SIGKILL; it is st", number)
-        )
+        # Of either host: the one that runs for longest is killed.
+        demo.sees("its end", notes("was killed by SIGKILL; it is st", number))
         demo.sees("a plan after it", commits_from(next_plan(demo)))
     before = from_host(demo)
     demo.sees("bytes of the new process", lambda _: from_host(demo) > before)

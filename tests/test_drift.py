@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, HistoryError
 from eplb.load import LoadHistory
@@ -11,6 +15,7 @@ from eplb.topology import Topology
 from simulations import Scenario, Workload, generate, replay
 from telemetry.drift import (
     FALSE_ALARM,
+    LOOK_BACK,
     dispersion,
     drift,
     js_divergence,
@@ -19,6 +24,7 @@ from telemetry.drift import (
     shares_of,
 )
 
+DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 ONE_HOT, OTHER_HOT = [[80, 10, 10, 0]], [[0, 10, 10, 80]]  # one layer of four experts
 
 
@@ -159,6 +165,76 @@ def test_false_alarms_are_as_rare_as_stated(drawn: dict[str, float], most: float
     assert sum(last_change(load) is not None for load in steady_loads) <= most * 200
 
 
+@pytest.mark.parametrize("domains", [1, 6])
+def test_change_test_layers_of_the_same_tokens_rarely_alarm(domains: int) -> None:
+    """What all layers see rises and falls together: independent draws would not."""
+    loads = [same_tokens(32, seed, domains) for seed in range(60)]
+
+    # The scatter of independent layers alone would call more than half of these a change.
+    assert sum(last_change(load) is not None for load in loads) <= 0.02 * len(loads) + 1
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_change_test_layers_of_the_same_tokens_find_a_switch(after: int) -> None:
+    load = joined(same_tokens(16, seed=0), same_tokens(after, seed=1))
+
+    change = last_change(load)
+
+    assert change is not None
+    assert change.index == 16
+
+
+def test_change_test_load_that_wanders_alarms_rarely() -> None:
+    """A window shares half of its tokens with the one before it, as long requests make it."""
+    alarms = 0
+    for seed in range(40):
+        halves = same_tokens(33, seed).tokens
+        alarms += last_change(LoadHistory(halves[:-1] + halves[1:])) is not None
+
+    assert alarms <= 8  # 38 when neighbours alone tell how far it wanders
+
+
+def test_change_test_one_expert_used_shows_no_change() -> None:
+    assert last_change(LoadHistory(np.array([[[9, 0]]] * 8))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trace", ["dsv2lite_intent", "dsv2lite_summary", "gptoss20b_decode"])
+def test_change_test_recorded_tokens_in_random_order_rarely_alarm(trace: str) -> None:
+    """Drawn again and again from a recording, so that nothing changes: as the controller looks."""
+    path = DATA / f"{trace}.npz"
+    if not path.is_file():
+        pytest.skip(f"recorded routing is not at {path}: set EPLB_DATA")
+    recorded = np.load(path)["expert_ids"].astype(np.int64)
+    ids = recorded.transpose(1, 0, 2) if trace.startswith("gpt") else recorded
+    rng = np.random.default_rng(3)
+    alarms = looks = 0
+    for _ in range(4):
+        drawn = ids[:, rng.integers(ids.shape[1], size=(40, 512))]  # [L, T, tokens, K]
+        load = np.stack([counted(window) for window in drawn.swapaxes(0, 1)])
+        for end in range(4, len(load) + 1):
+            looks += 1
+            alarms += last_change(LoadHistory(load[max(0, end - LOOK_BACK) : end])) is not None
+
+    assert alarms <= 0.02 * looks
+
+
+def counted(expert_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[L, E] of ids [L, tokens, K]."""
+    return np.stack([np.bincount(layer.ravel(), minlength=64) for layer in expert_ids])
+
+
+def same_tokens(windows: int, seed: int, domains: int = 6) -> LoadHistory:
+    """Tokens that are alike in each of 16 layers: of a domain, which tells most of their expert."""
+    rng = np.random.default_rng(seed)
+    of_token = rng.integers(domains, size=(windows, 300))
+    chosen = rng.dirichlet(np.full(12, 0.3), domains).cumsum(axis=1)
+    pick = (rng.random((windows, 300, 1)) > chosen[of_token]).sum(axis=2).clip(max=11)
+    named = np.stack([rng.permutation(12) for _ in range(16)])  # experts are named anew in a layer
+    counts = [[np.bincount(layer[window], minlength=12) for layer in named] for window in pick]
+    return LoadHistory(np.array(counts))
+
+
 def test_a_chance_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="false_alarm is 0, expected more than 0"):
         last_change(steady(8), false_alarm=0)
@@ -185,20 +261,16 @@ def test_a_change_long_ago_leaves_all_the_windows_that_a_plan_wants() -> None:
     assert planning_history(load, last=4).num_windows == 4
 
 
-def test_forgetting_the_load_before_a_change_saves_moves_and_the_second_rebalance() -> None:
-    moves, rebalances, imbalance = {}, {}, {}
+def test_forgetting_the_load_before_a_change_saves_moves_and_imbalance() -> None:
+    moves, imbalance = {}, {}
     for cuts in (False, True):
         found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(3)]
         moves[cuts] = sum(one.moves for one in found)
-        rebalances[cuts] = [len(one.rebalances) for one in found]
         imbalance[cuts] = np.mean([one.per_window[SWITCH:] for one in found])
 
-    # One for the first load, one for the second: what is more mends a plan made on both.
-    assert rebalances[True] == [2, 2, 2]
-    assert all(found >= 2 for found in rebalances[False])
-    assert sum(rebalances[False]) > 6
+    # A plan made on both loads is mended once more windows of the second are there.
     assert moves[True] < 0.85 * moves[False]
-    assert imbalance[True] < imbalance[False]
+    assert imbalance[True] < imbalance[False] - 0.02
 
 
 SWITCH = 6  # the first window of the second load

@@ -112,7 +112,7 @@ def test_one_replica_more_says_what_it_would_bring() -> None:
     even = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=4)
     load = np.array([[600, 300, 100]]) * 1000
 
-    kept = plan(load, TWO_RANKS, current=even, cost=CostModel(min_gain=1.0, min_share_gain=1.0))
+    kept = plan(load, TWO_RANKS, current=even, cost=CostModel(pay_back_s=0.0, min_share_gain=1.0))
     told = kept.explain(0, 2)
 
     # In place of expert 0 on the first rank: 350 and 650 of 500.

@@ -29,7 +29,7 @@ SINGLE = Placement(np.array([[0, 1, 2, EMPTY]]), num_experts=3, generation=7)
 HOT_LAST = np.array([[2000, 2000, 6000]])
 
 
-DEAR_MOVES = CostModel(seconds_per_expert=60.0, seconds_per_window=1.0, horizon_windows=10)
+DEAR_MOVES = CostModel(seconds_per_expert=60.0)
 
 
 def lognormal(num_layers: int, num_experts: int, seed: int) -> NDArray[np.int64]:
@@ -67,10 +67,10 @@ def test_a_move_follows_the_generation_it_was_planned_on() -> None:
 
 
 def test_a_gain_below_the_threshold_is_kept() -> None:
-    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(min_gain=0.9))
+    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(pay_back_s=0.0))
 
     assert found.decision is Decision.KEEP
-    assert found.reason.endswith("< 90.0%")
+    assert found.num_moves == 0
 
 
 def test_imbalance_that_chance_explains_is_kept() -> None:
@@ -86,7 +86,7 @@ def test_a_move_that_costs_more_than_it_saves_is_kept() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=DEAR_MOVES)
 
     assert found.decision is Decision.KEEP
-    assert "moving costs 60 s" in found.reason
+    assert found.num_moves == 0
 
 
 def test_new_shares_are_taken_where_moving_does_not_pay() -> None:
@@ -98,7 +98,7 @@ def test_new_shares_are_taken_where_moving_does_not_pay() -> None:
     assert (found.num_moves, found.target.generation) == (0, 8)
     assert found.before == pytest.approx(1.4)
     assert found.after == pytest.approx(1.2, abs=0.02)
-    assert "by new shares alone; 1 moves more do not pay" in found.reason
+    assert "by new shares alone" in found.reason
 
 
 def test_without_a_budget_of_moves_there_are_still_shares() -> None:
@@ -110,7 +110,7 @@ def test_without_a_budget_of_moves_there_are_still_shares() -> None:
 
 def test_moving_must_pay_beside_what_shares_alone_bring() -> None:
     # Shares alone bring 1.4 to 1.2, another replica of expert 2 in place of 0 brings 1.0.
-    cost = CostModel(min_gain=0.2)
+    cost = CostModel(seconds_per_expert=2.0)
     assert plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, cost=CostModel()).num_moves == 1
 
     found = plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, cost=cost)

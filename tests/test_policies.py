@@ -18,7 +18,7 @@ from eplb.kernels import Ranks, keep_in_place, replicate
 from eplb.load import as_history
 from eplb.packing import pack
 from eplb.policies import POLICIES, policy_named
-from eplb.search import improve
+from eplb.search import Task, improve
 from eplb.shake import NO_SHAKING
 
 
@@ -128,7 +128,7 @@ def test_each_step_of_the_search_is_the_best_there_is(seed: int, copies: int) ->
     rules = Rules(np.ones(1), 1e-9, copies, 40, 40, 1.0)
 
     ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    steps = improve(demand, held, start, ranks, node, bonds, rules, NO_SHAKING)
+    steps = improve(Task(demand, held, start, ranks, node, bonds, rules, NO_SHAKING))
 
     base = by_rank(start[0], slots)
     now, loads = base, problem.scaled[0, 0].tolist()

@@ -158,8 +158,8 @@ def test_a_key_close_to_none_lists_them_all() -> None:
             "seconds is inf in flag --seconds, expected more than 0 and at most",
         ),
         (
-            {"min_gain": 1.0},
-            "min_gain is 1.0 in flag --min-gain, expected at least 0 and less than 1",
+            {"pay_back_s": -1.0},
+            "pay_back_s is -1.0 in flag --pay-back-s, expected at least 0 and at most 1000000000",
         ),
         ({"port": 65536}, "port is 65536 in flag --port, expected at least 0 and at most 65535"),
         (

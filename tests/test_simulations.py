@@ -185,7 +185,7 @@ def test_every_policy_beats_contiguous_on_steady_skew() -> None:
 
 def test_a_gate_that_nothing_passes_moves_nothing() -> None:
     history = generate(Workload("zipf", layers=2, windows=5), seed=0)
-    scenario = Scenario(history, Topology.uniform(1, 4, 20), cost=CostModel(min_gain=1.0))
+    scenario = Scenario(history, Topology.uniform(1, 4, 20), cost=CostModel(pay_back_s=0.0))
 
     found = replay(scenario, "auto")
 

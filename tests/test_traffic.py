@@ -86,8 +86,8 @@ def test_the_budget_of_moves_is_kept() -> None:
             load,
             topology,
             current=current,
-            budget=Budget(max_moves=most, min_gain_per_move=0.0),
-            cost=CostModel(node_traffic=1.0, min_gain=0.0),
+            budget=Budget(max_moves=most),
+            cost=CostModel(node_traffic=1.0, pay_back_s=1e9),
         )
 
         assert found.num_moves <= most

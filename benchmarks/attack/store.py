@@ -39,7 +39,7 @@ SMALL = {
     "window_tokens": 1024,
     "seconds": 2,
     "serve": True,
-    "min_gain": 0.0,
+    "pay_back_s": 1_000_000,
     "lease_ttl_s": 2,
     "port": 0,
     "view": "off",

@@ -1,0 +1,67 @@
+"""Whether the default price is right at any number of slots a rank: net seconds over a grid.
+
+    python benchmarks/price.py [--windows 24] [--seed 5]
+
+Generated load that drifts, 6 layers of 256 experts; one rank group for each shape. The planner runs
+with pay-back times around the default. Net seconds: what the windows take, each of ``WINDOW_S`` at
+perfect balance, with the busiest rank's part of it as the cost model has it, and what the moves and
+rebalances cost at the model's figures, whatever the planner was told. Less is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from eplb import CostModel, Topology
+from eplb.load import LoadHistory
+from simulations.replay import Replay, Scenario, replay
+from simulations.workloads import Workload, generate
+
+SHAPES = ((144, 2), (72, 4), (32, 9), (8, 40))  # ranks, slots of each
+PAY_BACK_S = (7.5, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+WINDOW_S = 10.0
+COST = CostModel()
+
+
+def net_seconds(found: Replay, num_ranks: int) -> float:
+    """Serving time of all judged windows, and what the rebalances took of it."""
+    served = WINDOW_S * (1 + COST.expert_part * (found.per_window - 1)).sum()
+    moving = found.moves / num_ranks * COST.move_seconds(0)
+    return float(served + moving + COST.seconds_per_rebalance * len(found.rebalances))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=5)
+    arguments = parser.parse_args()
+    workload = Workload(
+        "gamma",
+        layers=6,
+        experts=256,
+        top_k=8,
+        windows=arguments.windows,
+        tokens=65536,
+        requests=64,
+    )
+    history: LoadHistory = generate(workload, arguments.seed)
+    print("| ranks x slots | " + " | ".join(f"{one:g} s" for one in PAY_BACK_S) + " | default |")
+    for ranks, slots in SHAPES:
+        topology = Topology.uniform(ranks // 8, 8, slots)
+        rows = [
+            replay(Scenario(history, topology, cost=CostModel(pay_back_s=one)), "auto")
+            for one in PAY_BACK_S
+        ]
+        net = np.array([net_seconds(row, ranks) for row in rows])
+        cells = [
+            f"{seconds:.1f} ({row.per_window.mean():.3f}, {row.moves})"
+            for seconds, row in zip(net, rows, strict=True)
+        ]
+        above = net[PAY_BACK_S.index(COST.pay_back_s)] / net.min() - 1
+        print(f"| {ranks} x {slots} | " + " | ".join(cells) + f" | +{above:.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Experts that work together on one node: fewer nodes for a token, so fewer copies of it travel.
+
+Dispatch sends a token to a node once, however many of its experts are there. How often two experts
+are chosen by one token is all that is looked at:
+
+    together = sum over pairs of how often they are chosen together * chance that their replicas,
+               each drawn evenly, are on one node
+
+and what a token costs in copies falls as that grows. Replicas trade places, across nodes and within
+them, while imbalance falls or ``together`` rises by enough for the imbalance that it costs.
+
+Shapes:  T windows, L MoE layers, E experts, K experts of a token, S slots, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import ConfigError
+from eplb.jit import jit
+from eplb.kernels import FloatArray, IntArray
+from eplb.placement import EMPTY, Placement
+from eplb.problem import Problem
+from eplb.topology import Topology
+
+WARM, COLD = 1e-2, 1e-5  # loss of imbalance that is taken at first one time in e, and at last
+DEFAULT_STEPS = 200_000  # trades that are tried in a layer: a second for ten layers
+
+
+def coactivation(expert_ids: NDArray[np.integer], num_experts: int) -> FloatArray:
+    """[L, E, E] part of the tokens that choose both experts, from ids [L, tokens, K]; -1 pads."""
+    num_layers, num_tokens, _ = expert_ids.shape
+    together = np.zeros((num_layers, num_experts, num_experts))
+    for layer, ids in enumerate(expert_ids):
+        chosen = np.zeros((num_tokens, num_experts + 1), dtype=np.float32)
+        np.put_along_axis(chosen, ids.astype(np.int64), 1.0, axis=1)  # -1 is the last column
+        chosen = chosen[:, :num_experts]
+        together[layer] = (chosen.T @ chosen) / max(num_tokens, 1)
+        np.fill_diagonal(together[layer], 0.0)
+    return together
+
+
+def nodes_per_token(
+    expert_ids: NDArray[np.integer], placement: Placement, topology: Topology
+) -> FloatArray:
+    """[L] distinct nodes that a token of ids [L, tokens, K] is sent to, mean over tokens.
+
+    Each expert's replica is drawn by its share, whatever the others of the token drew.
+    """
+    nodes = np.zeros(len(expert_ids))
+    for layer, ids in enumerate(expert_ids):
+        part = _part_on_node(placement, topology, layer)
+        absent = np.where((ids >= 0)[:, :, None], 1.0 - part[ids], 1.0)
+        nodes[layer] = (1.0 - absent.prod(axis=1)).sum(axis=1).mean()
+    return nodes
+
+
+def brought_together(
+    problem: Problem,
+    placement: Placement,
+    together: FloatArray,
+    *,
+    price: float,
+    steps: int = DEFAULT_STEPS,
+) -> Placement:
+    """``placement`` with replicas traded until experts that work together share nodes.
+
+    The numbers of replicas stay, and so does what a rank holds at most; constraints and expert
+    groups are not looked at. For a fresh plan: nearly all experts move.
+
+    Args:
+        problem: its windows say what imbalance a trade brings at equal split; and the seed.
+        placement: to start from; every layer full, no expert twice on a rank.
+        together: [L, E, E] see ``coactivation``.
+        price: imbalance that one pair of experts on one node is worth, for every token.
+        steps: trades to try in each layer.
+
+    Raises:
+        ConfigError: a price or co-activation that cannot be planned with.
+    """
+    expected = (placement.num_layers, placement.num_experts, placement.num_experts)
+    if together.shape != expected or not (np.isfinite(together) & (together >= 0)).all():
+        raise ConfigError(
+            f"coactivation has shape {together.shape}, expected finite figures {expected}, "
+            "0 or more"
+        )
+    if not 0 <= price < np.inf:
+        raise ConfigError(f"price of a pair is {price}, expected 0 or more, and finite")
+    if problem.groups_stay or problem.constraints.binds_experts:
+        raise ConfigError("expert groups and constraints are not kept here, expected none")
+    topology = problem.topology
+    ground = _Ground(
+        topology.rank_of_slot.astype(np.int64),
+        topology.node_of_rank.astype(np.int64),
+        1.0 / topology.rank_speed,
+        topology.num_nodes,
+    )
+    held = placement.slot_to_expert.astype(np.int64)
+    rng = np.random.default_rng(problem.seed)
+    slots = rng.integers(topology.num_slots, size=(steps, 2))
+    cooling = WARM * (COLD / WARM) ** np.linspace(0.0, 1.0, steps)
+    tries = _Tries(price, slots, cooling * rng.exponential(size=steps))
+    for layer in range(len(held)):
+        work = np.array(problem.scaled[layer], order="C")
+        pairs = np.ascontiguousarray(together[layer], dtype=np.float64)
+        held[layer] = _annealed(work, pairs, held[layer], ground, tries)
+    return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
+
+
+def _part_on_node(placement: Placement, topology: Topology, layer: int) -> FloatArray:
+    """[E, N] part of each expert's tokens that each node serves."""
+    held = placement.slot_to_expert[layer]
+    used = held != EMPTY
+    part = np.zeros((placement.num_experts, topology.num_nodes))
+    np.add.at(part, (held[used], topology.node_of_slot[used]), placement.slot_share[layer, used])
+    return part
+
+
+class _Ground(NamedTuple):
+    """Where slots are."""
+
+    rank: IntArray  # [S]
+    node: IntArray  # [R]
+    pace: FloatArray  # [R] time that a unit of load takes
+    num_nodes: int
+
+
+class _Tries(NamedTuple):
+    """The trades that are tried, and what each may lose."""
+
+    price: float
+    slots: IntArray  # [steps, 2]
+    loss: FloatArray  # [steps]
+
+
+@jit
+def _annealed(
+    work: FloatArray, pairs: FloatArray, held: IntArray, ground: _Ground, tries: _Tries
+) -> IntArray:
+    """[S] the best that trades of two slots come to: simulated annealing."""
+    num_experts = work.shape[1]
+    replicas = np.zeros(num_experts)
+    for expert in held:
+        if expert >= 0:
+            replicas[expert] += 1.0
+    part = np.zeros((num_experts, ground.num_nodes))
+    on_rank = np.zeros((len(ground.node), num_experts), dtype=np.bool_)
+    load = np.zeros((work.shape[0], len(ground.node)))
+    for slot, expert in enumerate(held):
+        if expert >= 0:
+            rank = ground.rank[slot]
+            part[expert, ground.node[rank]] += 1.0 / replicas[expert]
+            on_rank[rank, expert] = True
+            load[:, rank] += work[:, expert] / replicas[expert] * ground.pace[rank]
+    partners = pairs @ part  # [E, N] how much of what works with an expert each node holds
+    imbalance, gained, best_gain = _busiest(load), 0.0, 0.0
+    now, best = held.copy(), held.copy()
+    for step in range(len(tries.loss)):
+        one, two = tries.slots[step]
+        a, b, rank_a, rank_b = now[one], now[two], ground.rank[one], ground.rank[two]
+        if a < 0 or b < 0 or a == b or rank_a == rank_b or on_rank[rank_a, b] or on_rank[rank_b, a]:
+            continue
+        node_a, node_b = ground.node[rank_a], ground.node[rank_b]
+        each_a, each_b = 1.0 / replicas[a], 1.0 / replicas[b]
+        nearer = 0.0
+        if node_a != node_b:
+            nearer = each_a * (partners[a, node_b] - partners[a, node_a])
+            nearer += each_b * (partners[b, node_a] - partners[b, node_b])
+            nearer -= 2.0 * each_a * each_b * pairs[a, b]
+        change = work[:, b] * each_b - work[:, a] * each_a
+        load[:, rank_a] += change * ground.pace[rank_a]
+        load[:, rank_b] -= change * ground.pace[rank_b]
+        after = _busiest(load)
+        gain = imbalance - after + tries.price * nearer
+        if gain < -tries.loss[step]:
+            load[:, rank_a] -= change * ground.pace[rank_a]
+            load[:, rank_b] += change * ground.pace[rank_b]
+            continue
+        now[one], now[two] = b, a
+        on_rank[rank_a, a] = on_rank[rank_b, b] = False
+        on_rank[rank_a, b] = on_rank[rank_b, a] = True
+        if node_a != node_b:
+            shift = pairs[:, b] * each_b - pairs[:, a] * each_a
+            partners[:, node_a] += shift
+            partners[:, node_b] -= shift
+        imbalance = after
+        gained += gain
+        if gained > best_gain:
+            best_gain = gained
+            best[:] = now
+    return best
+
+
+@jit
+def _busiest(load: FloatArray) -> float:
+    """Busiest rank, mean over windows."""
+    total = 0.0
+    for window in load:
+        total += window.max()
+    return total / len(load)

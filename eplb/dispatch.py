@@ -1,0 +1,184 @@
+"""How an engine chooses among the replicas of an expert, and what each slot then really gets.
+
+A planner books tokens by shares; an engine deals them out by its own rule. Where that rule lets
+each source rank use one replica of an expert, shares are sums of source ranks' parts, and a plan
+that is even by its shares is not even when it runs.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks, W words.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eplb.dispatch_draw import Sources, choices_of, shares_by_choice
+from eplb.errors import ConfigError
+from eplb.kernels import FloatArray, IntArray
+from eplb.placement import Placement, duplicate_replicas
+from eplb.topology import Topology
+
+SGLANG_SEED = 42  # of SGLang's draws, which start anew with every map
+
+
+class DispatchRule(Enum):
+    """Which of an expert's replicas an engine sends a token to."""
+
+    EVEN = "even"  # all alike, whatever the shares: vLLM's hash, SGLang's ``dynamic``
+    WEIGHTED = "weighted"  # by ``slot_share``, as this project's dispatchers do
+    SGLANG_STATIC = "sglang_static"  # each source rank has one: own GPU, own node, else drawn
+    ASCEND_MOD = "ascend_mod"  # each source rank has one: its number modulo replicas
+    PER_SOURCE = "per_source"  # by ``source_share`` of the source's node
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether each source rank uses one replica of an expert."""
+        return self in (DispatchRule.SGLANG_STATIC, DispatchRule.ASCEND_MOD)
+
+    @property
+    def uses_shares(self) -> bool:
+        """Whether the shares of a placement change anything."""
+        return self in (DispatchRule.WEIGHTED, DispatchRule.PER_SOURCE)
+
+
+def effective_shares(
+    placement: Placement,
+    topology: Topology,
+    rule: DispatchRule,
+    tokens_of_rank: ArrayLike | None = None,
+) -> FloatArray:
+    """[L, S] part of its expert's tokens that each slot gets under an engine's rule.
+
+    Args:
+        placement: experts by slot, and the shares that some rules follow.
+        topology: where slots are.
+        rule: how the engine chooses.
+        tokens_of_rank: [R] part of the tokens that starts on each rank; by default all alike.
+
+    Raises:
+        ConfigError: the engine cannot serve such a placement, or parts that are none.
+    """
+    starts = _starts(tokens_of_rank, topology)
+    if rule is DispatchRule.EVEN:
+        return Placement(placement.slot_to_expert, placement.num_experts).slot_share
+    if rule is DispatchRule.PER_SOURCE and placement.source_share is not None:
+        of_node = np.bincount(topology.node_of_rank, starts, topology.num_nodes)
+        share: FloatArray = np.tensordot(of_node, placement.source_share, 1)
+        return share
+    if not rule.by_rank:
+        return placement.slot_share
+    _refuse_unfit(placement, topology, rule)
+    held = placement.slot_to_expert.astype(np.int64)
+    sources = sources_of(topology, rule, starts)
+    return shares_by_choice(held, placement.num_experts, sources, words_for(held, placement, rule))
+
+
+def chosen_slots(placement: Placement, topology: Topology, rule: DispatchRule) -> IntArray:
+    """[R, L, E] the slot that each source rank uses for each expert.
+
+    SGLang's draws go through its layers in order and through all of them, dense ones included:
+    for its very choices the placement needs a row for each.
+
+    Args:
+        placement: experts by slot.
+        topology: where slots are. All ranks on one node stand for an elastic group of SGLang, which
+            pays no heed to nodes.
+        rule: one that gives each source rank one replica.
+
+    Raises:
+        ConfigError: another rule, or a placement that the engine cannot serve.
+    """
+    if not rule.by_rank:
+        raise ConfigError(f"dispatch rule {rule.value}: source ranks use all replicas, not one")
+    _refuse_unfit(placement, topology, rule)
+    held = placement.slot_to_expert.astype(np.int64)
+    sources = sources_of(topology, rule, _starts(None, topology))
+    return choices_of(held, placement.num_experts, sources, words_for(held, placement, rule))
+
+
+def refuse_topology(topology: Topology, rule: DispatchRule) -> None:
+    """Refuse ranks that an engine with this rule cannot have.
+
+    Raises:
+        ConfigError: dead ranks, unequal slots, or nodes that are no equal runs of ranks.
+    """
+    if not rule.by_rank:
+        return
+    where = f"dispatch rule {rule.value}"
+    if not topology.alive.all():
+        dead = np.flatnonzero(~topology.alive).tolist()
+        raise ConfigError(f"{where}: ranks {dead} are dead, expected live ranks only")
+    slots = topology.slots_of_rank
+    if (slots != slots[0]).any():
+        raise ConfigError(f"{where}: ranks have {slots.tolist()} slots, expected equally many")
+    each, rest = divmod(topology.num_ranks, topology.num_nodes)
+    in_order = np.repeat(np.arange(topology.num_nodes), each)
+    uneven = rest > 0 or (topology.node_of_rank != in_order).any()
+    if rule is DispatchRule.SGLANG_STATIC and uneven:
+        raise ConfigError(
+            f"{where}: ranks are on nodes {topology.node_of_rank.tolist()}, "
+            "expected as many consecutive ranks on each node"
+        )
+
+
+def _refuse_unfit(placement: Placement, topology: Topology, rule: DispatchRule) -> None:
+    refuse_topology(topology, rule)
+    if placement.num_slots != topology.num_slots:
+        raise ConfigError(
+            f"dispatch rule {rule.value}: the placement has {placement.num_slots} slots a layer, "
+            f"the topology has {topology.num_slots}"
+        )
+    twice = duplicate_replicas(placement, topology)
+    if rule is DispatchRule.ASCEND_MOD and twice.size:
+        layer, rank, expert = twice[0]
+        raise ConfigError(
+            f"dispatch rule {rule.value}: layer {layer}: rank {rank} holds expert {expert} twice, "
+            "expected once: the engine's map has one place for it"
+        )
+
+
+def sources_of(topology: Topology, rule: DispatchRule, starts: FloatArray) -> Sources:
+    """Source ranks as the kernels read them, for parts of tokens [R]."""
+    return Sources(
+        starts,
+        topology.node_of_rank.astype(np.int64),
+        topology.rank_of_slot.astype(np.int64),
+        rule is DispatchRule.SGLANG_STATIC,
+    )
+
+
+def words_for(held: IntArray, placement: Placement, rule: DispatchRule) -> NDArray[np.uint32]:
+    """[W] what Python's ``random.Random(42)`` would draw, enough for any replicas of these slots.
+
+    numpy's generator of that kind, seeded with a list, starts in the same state.
+    """
+    if rule is not DispatchRule.SGLANG_STATIC:
+        return np.zeros(0, dtype=np.uint32)
+    num_layers, num_slots = held.shape
+    # Of each expert with replicas at most one draw a rank, and one a replica; a draw takes two
+    # words on average, and four in all never happened to be too few.
+    spare = max(num_slots - placement.num_experts, 0)
+    draws = num_layers * (spare * int(num_slots) + num_slots)
+    generator = np.random.MT19937()
+    state: Any = np.random.RandomState([SGLANG_SEED]).get_state(legacy=False)
+    generator.state = state
+    words: NDArray[np.uint32] = generator.random_raw(1000 + 4 * draws).astype(np.uint32)
+    return words
+
+
+def _starts(tokens_of_rank: ArrayLike | None, topology: Topology) -> FloatArray:
+    if tokens_of_rank is None:
+        parts = topology.alive.astype(np.float64)
+    else:
+        parts = np.array(tokens_of_rank, dtype=np.float64)
+    right = parts.shape == (topology.num_ranks,) and (np.isfinite(parts) & (parts >= 0)).all()
+    if not right or not parts.sum() > 0:
+        raise ConfigError(
+            f"tokens_of_rank is {parts.tolist()}, expected {topology.num_ranks} finite parts, "
+            "0 or more, and one above 0"
+        )
+    normal: FloatArray = parts / parts.sum()
+    return normal

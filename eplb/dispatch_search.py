@@ -1,0 +1,179 @@
+"""The way down under an engine's rule, compiled: changes are judged by what ranks really get.
+
+Trades of experts with one replica leave every draw as it is, and go down until the layer is stuck.
+Then replicas trade or are copied, most promising first: a changed number of draws shifts all draws
+after it, so each such change is carried out, drawn anew and evened out by plain trades, and taken
+back if the layer did not gain.
+
+Layers are done in order, since each one's draws start where those of the layer before end.
+
+Shapes:  L MoE layers, T windows, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb.dispatch_changes import (
+    NEAR,
+    PLAIN,
+    ROUNDING,
+    WIDE,
+    Change,
+    Terms,
+    moves_added,
+    promising,
+)
+from eplb.dispatch_draw import START, Sources, Words
+from eplb.dispatch_layer import Dispatched, add_load, new_dispatched, retrace, score_of_time
+from eplb.jit import jit
+from eplb.kernels import ZERO, BoolArray, FloatArray, IntArray
+
+TRIES = 96  # changes of replicas tried in a layer
+
+
+@jit
+def settle(
+    work: FloatArray,
+    weight: FloatArray,
+    held: IntArray,
+    base: IntArray,
+    slowness: FloatArray,
+    zone_of_expert: IntArray,
+    zone: IntArray,
+    sources: Sources,
+    words: Words,
+    terms: Terms,
+) -> None:
+    """Improve ``held`` [L, S] in place.
+
+    Args:
+        work: [L, E, T] in fair ranks' loads.
+        weight: [T].
+        held: experts by slot, -1 for empty.
+        base: [L, S] what serves; no layers when moves are free.
+        slowness: [R].
+        zone_of_expert: [L, E] -1 for experts that stay.
+        zone: [R] -1 for ranks that are left alone.
+        sources: where tokens start, and the engine's rule.
+        words: of the draws.
+        terms: when to stop.
+    """
+    num_layers, num_experts, num_windows = work.shape
+    num_slots, num_ranks = held.shape[1], len(slowness)
+    thrifty = len(base) > 0
+    home = np.zeros((num_ranks if thrifty else 0, num_experts), dtype=np.bool_)
+    most = num_slots - num_experts + 1
+    at, moves = START, ZERO
+    for number in range(num_layers if thrifty else 0):
+        moves += _find_home(home, held[number], base[number], sources.rank)
+    for number in range(num_layers):
+        if thrifty:
+            _find_home(home, held[number], base[number], sources.rank)
+        layer = new_dispatched(
+            work[number],
+            weight,
+            slowness,
+            zone_of_expert[number],
+            zone,
+            home,
+            sources.rank,
+            held[number],
+            np.zeros((num_experts, most), dtype=np.int64),
+            np.zeros(num_experts, dtype=np.int64),
+            np.zeros((num_experts, num_ranks + 1), dtype=np.int64),
+            np.zeros((num_experts, most)),
+            np.zeros((num_ranks, num_windows)),
+        )
+        end = retrace(layer, sources, words, at)
+        moves, end = _down(layer, sources, words, (at, end), terms, number, moves)
+        at = end
+
+
+@jit
+def _find_home(home: BoolArray, held: IntArray, base: IntArray, rank: IntArray) -> int:
+    """Fill in where the base has each expert, and count those that ``held`` has elsewhere."""
+    home[:] = False
+    for slot in range(len(base)):
+        if base[slot] >= 0:
+            home[rank[slot], base[slot]] = True
+    moves = 0
+    for slot in range(len(held)):
+        moves += held[slot] >= 0 and not home[rank[slot], held[slot]]
+    return moves
+
+
+@jit
+def _down(
+    layer: Dispatched,
+    sources: Sources,
+    words: Words,
+    span: tuple[int, int],
+    terms: Terms,
+    number: int,
+    moves: int,
+) -> tuple[int, int]:
+    """Change a layer while it gains; moves made in all, and the word that follows its draws."""
+    at, end = span
+    trial = np.zeros(layer.time.shape)
+    best = layer.held.copy()
+    moves = _trade_plainly(layer, sources, terms, number, moves, trial)
+    best[:] = layer.held
+    score = score_of_time(layer, layer.time)
+    left, reach = TRIES, NEAR
+    while left > 0 and score > terms.target[number]:
+        found, changes, _ = promising(layer, sources, terms, score, moves, reach, trial)
+        gained = False
+        for place in range(min(found, left)):
+            left -= 1
+            change = (changes[place, 0], changes[place, 1], changes[place, 2] == 1)
+            then = moves + moves_added(layer, change)
+            carry_out(layer, change)
+            end = retrace(layer, sources, words, at)
+            then = _trade_plainly(layer, sources, terms, number, then, trial)
+            now = score_of_time(layer, layer.time)
+            if now < score - ROUNDING - terms.min_gain * max(then - moves, 0):
+                score, moves, gained = now, then, True
+                best[:] = layer.held
+                break
+            layer.held[:] = best
+            end = retrace(layer, sources, words, at)
+        if not gained and reach == WIDE:
+            break
+        reach = NEAR if gained else WIDE
+    return moves, end
+
+
+@jit
+def _trade_plainly(
+    layer: Dispatched, sources: Sources, terms: Terms, number: int, moves: int, trial: FloatArray
+) -> int:
+    """Trade experts with one replica while that gains; moves made in all."""
+    for _ in range(2 * len(layer.held)):
+        score = score_of_time(layer, layer.time)
+        if score <= terms.target[number]:
+            break
+        found, changes, _ = promising(layer, sources, terms, score, moves, PLAIN, trial)
+        if found == 0:
+            break
+        change = (changes[0, 0], changes[0, 1], False)
+        moves += moves_added(layer, change)
+        one, other = changes[0, 0], changes[0, 1]
+        mine, theirs = layer.held[one], layer.held[other]
+        for part in range(2):
+            add_load(layer, layer.time, mine if part == 0 else theirs, -1.0)
+        carry_out(layer, change)
+        layer.slots[mine, 0], layer.slots[theirs, 0] = other, one
+        for part in range(2):
+            add_load(layer, layer.time, mine if part == 0 else theirs, 1.0)
+    return moves
+
+
+@jit
+def carry_out(layer: Dispatched, change: Change) -> None:
+    """Let two slots trade, or the second take a copy of what the first holds."""
+    one, other, copies = change
+    mine, theirs = layer.held[one], layer.held[other]
+    layer.held[other] = mine
+    if not copies:
+        layer.held[one] = theirs

@@ -1,0 +1,97 @@
+"""What a plan will gain on windows that it was not fitted to, estimated before it is taken.
+
+Two witnesses. The record of earlier plans says what part of a promise is kept. Cross-fitting says
+it of this plan: the windows that neither what serves nor the plan may have been fitted to are cut
+into runs; for each run the search plans on all other windows, at the same price, and is judged on
+the run. Both are weighed by how sure they are, and doubt is held against the plan.
+
+Shapes:  T windows, L MoE layers, U unseen windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.balance import imbalance
+from eplb.incremental import incremental
+from eplb.kernels import BoolArray, FloatArray
+from eplb.load import LoadHistory
+from eplb.placement import Placement
+from eplb.problem import Problem
+
+FEWEST = 3  # windows, to plan on some of them and judge on others
+FOLDS = 4
+SAMPLED = 16  # layers, at most, that are planned again
+PRIOR_WINDOWS = 4  # unseen windows with which the record is believed by half
+PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, as a part of it
+CAUTION = 0.5  # standard deviations that are taken off at first
+LOOKS = 16  # windows after which another one is: who looks often enough sees a gain by chance
+MOST_CAUTION = 3.0
+
+
+def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> tuple[float, bool]:
+    """Part of the promised gain that may be counted on, and whether unseen windows vouch for it.
+
+    Args:
+        problem: with a current placement, which can serve.
+        promised: [L] gain in imbalance on the problem's windows.
+        changed: [L] layers that the plan changes.
+    """
+    gain = float(promised.mean())
+    unseen = problem.num_unseen
+    if gain <= 0 or not unseen:
+        return 0.0, False
+    part = problem.record.kept * unseen / (unseen + PRIOR_WINDOWS)
+    doubt = PRIOR_DOUBT * part
+    seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
+    if len(seen) > 1:
+        # Few runs tell little of how much they scatter.
+        spread = seen.std(ddof=1) / len(seen) ** 0.5 * (len(seen) + 1) / (len(seen) - 1)
+        scale = float(changed.mean()) / gain
+        evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
+        weight = doubt**2 / (error**2 + doubt**2)
+        part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
+    looks = unseen if problem.unseen is None else problem.unseen
+    caution = min(CAUTION + looks / LOOKS, MOST_CAUTION)
+    return part - caution * doubt, len(seen) > 1
+
+
+def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
+    """Gain on each run of unseen windows, mean over some changed layers, by plans without it."""
+    current = problem.current
+    assert current is not None, "there is a placement to compare with"
+    kept = np.flatnonzero(problem.complete)
+    layers = np.flatnonzero(changed)
+    layers = layers[np.linspace(0, len(layers) - 1, min(SAMPLED, len(layers))).astype(int)]
+    only = np.zeros(len(changed), dtype=np.bool_)
+    only[layers] = True
+    work = problem.work[:, layers]
+    before = imbalance(work, _of_layers(current, layers), problem.topology).mean(axis=1)
+    unseen = np.arange(len(kept))[-problem.num_unseen :]
+    gains = []
+    for run in np.array_split(unseen, min(FOLDS, len(unseen))):
+        others = _windows(problem.history, np.delete(kept, run))
+        part = replace(problem, history=others, scenarios=None)
+        held = incremental(part, current, only).held.astype(np.int32)
+        found = Placement(held, problem.num_experts)
+        after = imbalance(work[run], _of_layers(found, layers), problem.topology).mean()
+        gains.append(float(before[run].mean() - after))
+    return np.array(gains)
+
+
+def _windows(history: LoadHistory, kept: NDArray[np.intp]) -> LoadHistory:
+    return LoadHistory(
+        history.tokens[kept],
+        history.first_step[kept],
+        history.last_step[kept],
+        history.phase,
+        tuple(history.missing_ranks[place] for place in kept),
+    )
+
+
+def _of_layers(placement: Placement, layers: NDArray[np.intp]) -> Placement:
+    held, share = placement.slot_to_expert[layers], placement.slot_share[layers]
+    return Placement(held, placement.num_experts, placement.generation, share)

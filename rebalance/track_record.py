@@ -1,0 +1,92 @@
+"""What the controller's plans promised and gave, from placements, windows and events of the store.
+
+A plan that was committed is judged once enough windows have come under its placement. The sums are
+an event, so that a controller that is started again goes on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eplb.gate import Decision
+from eplb.outcome import Plan
+from eplb.placement import Placement
+from eplb.record import ENOUGH, Promise, Record
+from eplb.topology import Topology
+from telemetry.store import Event, LoadStore
+from telemetry.windows import Window
+
+KIND = "promise"  # of the event
+LOOKED_AT = 1000  # events at a time
+
+
+class TrackRecord:
+    """Judges each MOVE once it has served, and keeps the sums.
+
+    New shares alone are a new generation, but leave the experts where they were.
+    """
+
+    def __init__(self, store: LoadStore) -> None:
+        self._store = store
+        self.record = _latest(store)
+        self._open: Promise | None = None
+        self._serving: Placement | None = None
+        self._generations: set[int] = set()  # with the experts where they are now
+
+    def unseen(self, windows: Sequence[Window], committed: Placement) -> int:
+        """How many of the latest windows came since the experts are where they are."""
+        before = self._serving
+        if before is None or not np.array_equal(before.slot_to_expert, committed.slot_to_expert):
+            self._generations = set()
+        self._generations.add(committed.generation)
+        self._serving = committed
+        others = (not window.generations <= self._generations for window in reversed(windows))
+        return next((count for count, other in enumerate(others) if other), len(windows))
+
+    def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
+        """Hold a plan to what it promises; only the latest one can be judged."""
+        if proposal.decision is Decision.MOVE:
+            self._open = Promise(base, target, proposal.before - proposal.after)
+
+    def judge(self, windows: Sequence[Window], committed: Placement, topology: Topology) -> None:
+        """Judge the open promise by the windows that came under it, once they are enough."""
+        promise, count = self._open, self.unseen(windows, committed)
+        if promise is None or committed.generation < promise.target.generation:
+            return
+        if not np.array_equal(committed.slot_to_expert, promise.target.slot_to_expert):
+            self._open = None  # dropped half-way, or another placement came
+            return
+        if count < ENOUGH:
+            return
+        given = promise.given(np.stack([window.tokens for window in windows[-count:]]), topology)
+        self.record = self.record.with_plan(promise.gain, given)
+        self._open = None
+        self._store.add_event(
+            KIND,
+            {
+                "generation": promise.target.generation,
+                "promised": round(promise.gain, 6),
+                "given": round(given, 6),
+                "record": [self.record.promised, self.record.given],
+            },
+        )
+
+
+def _latest(store: LoadStore) -> Record:
+    newest = _newest_event(store)
+    if newest is None:
+        return Record()
+    promised, given = newest.detail["record"]
+    return Record(float(promised), float(given))
+
+
+def _newest_event(store: LoadStore) -> Event | None:
+    """The latest event of this kind; events are read from the oldest."""
+    newest, after = None, 0
+    while events := store.events(after=after, limit=LOOKED_AT):
+        for event in events:
+            newest = event if event.kind == KIND else newest
+        after = events[-1].id
+    return newest

@@ -1,0 +1,209 @@
+"""FlashLB: replicas for risk rather than for the mean, and a fresh table relabelled to what serves.
+
+From windows each expert has a mean, a variance, and covariances with the others; what a load may
+come to is mean + z * deviation, z being the upper quartile of a normal draw.
+
+1. **Replica counts, in groups of heat.** Experts are sorted by risk and cut into groups. For each
+   group but the last it is tried how many of the spare slots it gets: what a greedy count over all
+   remaining experts gives it, or up to eight more or fewer; each try is placed and scored on the
+   windows, and the best stays.
+2. **Placement.** Experts by falling load of a replica, each to the rank whose risk with it would be
+   least; covariances make experts that rise together avoid one another. Never twice on a rank.
+3. **Relabelling.** Ranks of the new table are matched to those that serve so that most experts stay
+   (an assignment problem), and experts that stay keep their slot.
+
+A layer whose placement would leave a slot empty keeps its old one. Ranks are taken to be alike.
+
+Published as a vllm-ascend policy (vllm-project/vllm-ascend, ``policy_flashlb.py``) and in
+vllm-project/vllm pull request 37656. This is written anew from that behaviour, its quirks included:
+a window of all loads is counted with one token more, and so is every expert in the score.
+
+Shapes:  T windows, L MoE layers, E experts, R ranks, C slots of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from eplb.jit import jit
+from eplb.placement import Placement
+from eplb.policies import contiguous_policy
+from eplb.problem import Problem
+from simulations.peers.tables import placement_of, table_of
+
+Z = NormalDist().inv_cdf(0.75)
+DEPTH, WIDTH = 4, 8  # groups of heat, and how far from the greedy count each is tried
+MOST_SAMPLES = 64  # windows; more are added up in even parts
+
+Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What the windows tell of one layer's experts."""
+
+    windows: NDArray[np.float64]  # [T, E]
+    mean: NDArray[np.float64]  # [E]
+    deviation: NDArray[np.float64]  # [E]
+    covariance: NDArray[np.float64]  # [E, E]
+
+    @property
+    def risk(self) -> NDArray[np.float64]:
+        """[E] what an expert's load may come to."""
+        return self.mean + Z * self.deviation
+
+
+def flashlb(problem: Problem) -> Placement:
+    """Plan each layer afresh on the windows, relabelled to what serves.
+
+    Raises:
+        PlacementError: ranks of different sizes, which FlashLB does not know.
+    """
+    current = problem.current if problem.current is not None else contiguous_policy(problem)
+    tables = table_of(current, problem.topology)
+    planned = [
+        plan_layer(samples(problem.history.tokens[:, layer]), table)
+        for layer, table in enumerate(tables)
+    ]
+    return placement_of(np.array(planned), current)
+
+
+def samples(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[T, E] windows of one layer as it looks at them."""
+    windows = tokens.astype(np.float64) + 1
+    if len(windows) <= MOST_SAMPLES:
+        return windows
+    size = len(windows) // MOST_SAMPLES
+    latest = windows[-size * MOST_SAMPLES :].reshape(MOST_SAMPLES, size, -1)
+    together: NDArray[np.float64] = latest.sum(axis=1)
+    return together
+
+
+def plan_layer(windows: NDArray[np.float64], serving: Table) -> Table:
+    """[R, C] the new table of a layer; ``serving`` where one slot would stay empty."""
+    moments = moments_of(windows)
+    shape = (len(serving), serving.shape[1])
+    count = replica_counts(moments, shape)
+    table = placed(moments.mean, moments.covariance, count, shape, Z)
+    return serving if (table < 0).any() else relabelled(serving, table)
+
+
+def moments_of(windows: NDArray[np.float64]) -> Moments:
+    """Means, deviations and covariances; a single window has no spread."""
+    mean = windows.mean(axis=0)
+    off = windows - mean
+    covariance = off.T @ off / max(len(windows) - 1, 1)
+    return Moments(windows, mean, np.sqrt(np.diag(covariance)), covariance)
+
+
+def replica_counts(moments: Moments, shape: tuple[int, int]) -> NDArray[np.int64]:
+    """[E] replicas, found group by group from the hottest."""
+    num_experts = len(moments.mean)
+    spare = shape[0] * shape[1] - num_experts
+    order = np.argsort(-moments.risk)
+    size = -(-num_experts // DEPTH)
+    count = np.zeros(num_experts, dtype=np.int64)
+    for group in range(DEPTH - 1):
+        here, after = order[group * size : (group + 1) * size], order[(group + 1) * size :]
+        ladder, ladder_after = (greedy_counts(moments.risk[part], spare) for part in (here, after))
+        together = greedy_counts(moments.risk[order[group * size :]], spare)[spare]
+        first = int((together[: len(here)] - 1).sum())
+        best, best_score = first, np.inf
+        for given in _around(first, spare):
+            trial = count.copy()
+            trial[here], trial[after] = ladder[given], ladder_after[spare - given]
+            table = placed(moments.mean, moments.covariance, trial, shape, Z)
+            score = mean_imbalance(moments.windows, trial, table)
+            if score < best_score:
+                best, best_score = given, score
+        count[here] = ladder[best]
+        spare -= best
+        count[after] = ladder_after[spare]
+        if not spare:
+            break
+    return count
+
+
+def _around(first: int, most: int) -> list[int]:
+    """The numbers to try, nearest first, the lower before the higher."""
+    tried = [first]
+    for step in range(1, min(WIDTH, max(first, most - first)) + 1):
+        tried += [given for given in (first - step, first + step) if 0 <= given <= most]
+    return tried
+
+
+@jit
+def greedy_counts(risk: NDArray[np.float64], spare: int) -> NDArray[np.int64]:
+    """[spare + 1, E] replicas after each spare slot was given to whoever's replicas bear most."""
+    ladder = np.ones((spare + 1, len(risk)), dtype=np.int64)
+    for given in range(spare):
+        ladder[given + 1] = ladder[given]
+        ladder[given + 1, np.argmax(risk / ladder[given])] += 1
+    return ladder
+
+
+@jit
+def placed(
+    mean: NDArray[np.float64],
+    covariance: NDArray[np.float64],
+    count: NDArray[np.int64],
+    shape: tuple[int, int],
+    z: float,
+) -> Table:
+    """[R, C] experts by falling load, each to the rank that it makes least risky."""
+    num_ranks, num_slots = shape
+    table = np.full((num_ranks, num_slots), -1)
+    used = np.zeros(num_ranks, dtype=np.int64)
+    load, variance = np.zeros(num_ranks), np.zeros(num_ranks)
+    for expert in np.argsort(-mean / count):
+        for _ in range(count[expert]):
+            best, best_risk, best_variance = -1, np.inf, 0.0
+            for rank in range(num_ranks):
+                held = table[rank, : used[rank]]
+                if used[rank] == num_slots or (held == expert).any():
+                    continue
+                spread = variance[rank] + covariance[expert, expert] / count[expert] ** 2
+                for other in held:
+                    spread += 2 * covariance[expert, other] / count[expert] / count[other]
+                risk = load[rank] + mean[expert] / count[expert] + z * np.sqrt(max(spread, 0.0))
+                if risk < best_risk:
+                    best, best_risk, best_variance = rank, risk, spread
+            if best < 0:
+                continue
+            table[best, used[best]] = expert
+            used[best] += 1
+            load[best] += mean[expert] / count[expert]
+            variance[best] = best_variance
+    return table
+
+
+@jit
+def mean_imbalance(windows: NDArray[np.float64], count: NDArray[np.int64], table: Table) -> float:
+    """Busiest over mean rank load, mean over windows; an empty slot bears the last expert's."""
+    total = 0.0
+    for window in windows:
+        busiest = summed = 0.0
+        for rank in table:
+            load = 0.0
+            for expert in rank:
+                load += window[expert] / count[expert]
+            summed += load
+            busiest = max(busiest, load)
+        total += (busiest * len(table) + 0.01) / (summed + 0.01)
+    return total / len(windows)
+
+
+def relabelled(serving: Table, table: Table) -> Table:
+    """``table`` with its ranks in the order that keeps most experts where they are."""
+    kept = np.array([[np.isin(new, old).sum() for new in table] for old in serving])
+    result = np.empty_like(table)
+    for old, new in zip(*linear_sum_assignment(-kept), strict=True):
+        stays = np.isin(serving[old], table[new])
+        result[old, stays] = serving[old, stays]
+        result[old, ~stays] = table[new][~np.isin(table[new], serving[old])]
+    return result

@@ -1,0 +1,32 @@
+"""Placements as engines that know only ranks of equal size hold them: a table [L, R, C]."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import PlacementError
+from eplb.placement import Placement
+from eplb.topology import Topology
+
+
+def table_of(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[L, R, C] the expert in each slot, or -1.
+
+    Raises:
+        PlacementError: ranks that are dead or of different sizes.
+    """
+    size = topology.slots_of_rank
+    if not topology.alive.all() or (size != size[0]).any():
+        raise PlacementError(
+            f"ranks have {size.tolist()} slots, {int((~topology.alive).sum())} are dead, "
+            "expected live ranks of one size: this planner knows no others"
+        )
+    held: NDArray[np.int64] = placement.slot_to_expert.astype(np.int64)
+    return held.reshape(placement.num_layers, topology.num_ranks, int(size[0]))
+
+
+def placement_of(table: NDArray[np.int64], current: Placement) -> Placement:
+    """The placement that a table says, as the next after ``current``."""
+    held = table.reshape(len(table), -1).astype(np.int32)
+    return Placement(held, current.num_experts, current.generation + 1)

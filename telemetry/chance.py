@@ -1,0 +1,167 @@
+"""What neighbouring windows differ by when nothing changes, and how far chance takes that.
+
+The evidence G of two windows is a sum over all layers and experts. All layers see the same tokens,
+and a mix of few domains varies in few directions, so the parts of that sum rise and fall together:
+it scatters far more than independent parts would, while its mean is the same. How far is learnt
+twice from the windows, and the larger answer counts: from the scatter of G over the pairs, and from
+the products of their differences. Differences of pairs that share no window are independent draws,
+so the square of their product has the mean that half the variance of G has; T windows give T**2 / 2
+such products, where they give T values of G.
+
+Windows that share requests are alike, and windows further apart are not: such a load wanders, and
+neighbours alone tell too little of how far. So neighbouring pairs of windows, taken together, are
+looked at as well; chance alone makes no difference between the two.
+
+    counts of T windows -> pairs_of -> without_changes -> noise_of -> limit: what G passes by chance
+
+Shapes:  T windows, P = T - 1 pairs of neighbours, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
+PAIRS_PER_FACT = 1.5
+MOST_CHANGES = 4  # one pair in so many may be a change
+SPANS = (
+    1,
+    2,
+)  # windows taken together; 4 as well found one switch of recorded text 2 windows later
+LEAST_PAIRS = 4  # that share no window, for a span above 1 to tell anything
+
+Counts = NDArray[np.int64] | NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What G of two neighbouring windows is when nothing changes."""
+
+    mean: float
+    freedom: float  # effective degrees of freedom: what its scatter tells
+    facts: float  # independent pairs that this was learnt from
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Neighbouring spans of windows and how they differ."""
+
+    span: int  # windows on either side
+    index: NDArray[np.int64]  # [P] of the first window of each
+    evidence: NDArray[np.float64]  # [P] G
+    product: NDArray[np.float64]  # [P, P] of their differences, in units of independent draws
+    freedom: float  # mean of G if all parts were independent draws
+
+    def only(self, kept: NDArray[np.intp]) -> Pairs:
+        """These pairs, in their order."""
+        kept = np.sort(kept)
+        product = self.product[np.ix_(kept, kept)]
+        return Pairs(self.span, self.index[kept], self.evidence[kept], product, self.freedom)
+
+
+def pairs_of(tokens: NDArray[np.int64], span: int = 1) -> Pairs:
+    """Compare each span of the windows [T, L, E] with the one that follows it."""
+    before = np.concatenate([np.zeros_like(tokens[:1]), tokens.cumsum(axis=0)])
+    together = before[span:] - before[:-span]
+    first, second = together[:-span], together[span:]
+    used = (tokens.sum(axis=0) > 0).sum(axis=1)  # [L]; an expert that is never used varies never
+    freedom = float(np.maximum(used - 1, 0).sum())
+    difference = _differences(first, second)
+    evidence = evidence_of(first, second).sum(axis=1)
+    return Pairs(span, np.arange(len(evidence)), evidence, difference @ difference.T, freedom)
+
+
+def limit_at(tokens: NDArray[np.int64], split: int, chance: float) -> float:
+    """What the evidence for a change at window ``split`` passes by chance, as other pairs tell."""
+    limits, splits = [], np.array([split])
+    for span in SPANS:
+        if 2 * span > len(tokens):
+            break
+        pairs = pairs_of(tokens, span)
+        if not pairs.freedom:
+            return math.inf
+        # Pairs that straddle a change would take it for noise.
+        ends = pairs.index[:, None] + 2 * span
+        clear = np.flatnonzero(((ends <= splits) | (pairs.index[:, None] >= splits)).all(axis=1))
+        if span > 1 and len(clear) < LEAST_PAIRS * span:
+            break
+        steady = without_changes(pairs.only(clear), chance)
+        limits.append(limit(noise_of(steady), chance))
+        others = np.setdiff1d(pairs.index[clear], steady.index)
+        splits = np.concatenate([splits, others + span])
+    return max(limits)
+
+
+def evidence_of(first: Counts, second: Counts) -> NDArray[np.float64]:
+    """[..., L] log-likelihood ratio G of two profiles against one, of counts [..., L, E]."""
+    apart = x_log_x(first) + x_log_x(second) - x_log_x(first + second)
+    a, b = first.sum(axis=-1), second.sum(axis=-1)
+    found: NDArray[np.float64] = 2 * (apart.sum(axis=-1) - x_log_x(a) - x_log_x(b) + x_log_x(a + b))
+    return found
+
+
+def without_changes(pairs: Pairs, chance: float) -> Pairs:
+    """Leave out pairs that are changes themselves: they would hide all others among noise.
+
+    As many as still stand out from the rest, up to a fourth; taken together, because two changes
+    would excuse one another (Rosner's generalised test for outliers, 1983).
+    """
+    order = np.argsort(pairs.evidence, kind="stable")
+    for num_out in range(len(order) // MOST_CHANGES, 0, -1):
+        rest = pairs.only(order[:-num_out])
+        if pairs.evidence[order[-num_out]] > limit(noise_of(rest), chance):
+            return rest
+    return pairs
+
+
+def noise_of(pairs: Pairs) -> Noise:
+    """Learn from pairs that hold no change; never less noise than independent draws have."""
+    mean = max(float(pairs.evidence.mean()), pairs.freedom)
+    variance = 2 * mean**2 / pairs.freedom
+    if len(pairs.index) > 1:
+        variance = max(variance, float(pairs.evidence.var(ddof=1)))
+    is_apart = np.abs(pairs.index[:, None] - pairs.index) >= 2 * pairs.span
+    if is_apart.any():
+        variance = max(variance, 2 * float(np.square(pairs.product[is_apart]).mean()))
+    # Satterthwaite's match of a scaled chi-square.
+    num_facts = len(pairs.index) / (PAIRS_PER_FACT * pairs.span)
+    return Noise(mean, 2 * mean**2 / variance, num_facts)
+
+
+def limit(noise: Noise, chance: float) -> float:
+    """What G of one pair passes with that chance: the quantile of a scaled F distribution.
+
+    Source: Paulson's approximation (1942), built on Wilson and Hilferty's cube root.
+    """
+    z = NormalDist().inv_cdf(1 - chance)
+    a, b = 2 / (9 * noise.freedom), 2 / (9 * noise.freedom * noise.facts)
+    square, linear = (1 - b) ** 2 - z * z * b, (1 - a) * (1 - b)
+    if square <= 0:  # so little is known of the noise that nothing can be told from it
+        return math.inf
+    root = (linear + math.sqrt(linear**2 - square * ((1 - a) ** 2 - z * z * a))) / square
+    return noise.mean * root**3
+
+
+def x_log_x(values: Counts) -> NDArray[np.float64]:
+    """0 where a value is 0."""
+    logarithm: NDArray[np.float64] = np.log(np.where(values > 0, values, 1.0))
+    return np.multiply(values, logarithm, dtype=np.float64)
+
+
+def _differences(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[P, L * E] shares of counts [P, L, E] subtracted, over what independent draws make of that.
+
+    The squares of a row sum to Pearson's statistic, which G is nearly equal to.
+    """
+    a, b = (np.maximum(one.sum(axis=2, keepdims=True), 1) for one in (first, second))
+    pooled = (first + second) / (a + b)
+    variance = pooled * (1 / a + 1 / b)
+    scaled: NDArray[np.float64] = (first / a - second / b) / np.sqrt(
+        np.where(variance > 0, variance, 1.0)
+    )
+    return scaled.reshape(len(scaled), -1)

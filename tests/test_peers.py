@@ -1,0 +1,46 @@
+"""What other engines do, as policies: registered by name, and on loads small enough to check."""
+
+from __future__ import annotations
+
+import pytest
+
+from eplb import Topology, plan
+from eplb.errors import ConfigError
+from eplb.load import LoadHistory
+from eplb.policies import POLICIES, greedy_policy, register
+from eplb.problem import Problem
+from simulations.peers import PEERS, register_peers
+from simulations.peers.replans import moving_average
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+# The first window heats expert 0, the last one expert 3.
+SWITCHED = LoadHistory([[[70, 10, 10, 10]], [[70, 10, 10, 10]], [[10, 10, 10, 70]]])
+
+
+def test_peers_registered_are_planned_with_by_name() -> None:
+    register_peers()
+    register_peers()
+
+    found = plan(SWITCHED, TWO_RANKS, policy="greedy_on_last")
+
+    assert found.policy == "greedy_on_last"
+    assert set(PEERS) <= set(POLICIES)
+
+
+def test_policy_table_name_of_another_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy 'greedy' is registered already"):
+        register("greedy", lambda problem: greedy_policy(problem))
+
+
+def test_greedy_on_last_window_forgets_the_windows_before() -> None:
+    problem = Problem(SWITCHED, TWO_RANKS)
+
+    replicas = {name: policy(problem).replica_count[0].tolist() for name, policy in PEERS.items()}
+
+    assert replicas["greedy_on_last"][3] == 2
+    assert replicas["greedy_on_sum"][0] == 2
+
+
+def test_moving_average_weighs_a_window_by_its_age() -> None:
+    # 0.36 of the first window, 0.24 of the second, 0.4 of the last.
+    assert moving_average(SWITCHED)[0].round(6).tolist() == [46.0, 10.0, 10.0, 34.0]

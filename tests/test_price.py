@@ -1,0 +1,194 @@
+"""The price of a move: one currency for the search and the gate, at any number of slots a rank."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import numpy as np
+import pytest
+
+from eplb import (
+    Budget,
+    CostModel,
+    Decision,
+    LoadHistory,
+    Placement,
+    Problem,
+    Record,
+    Topology,
+    plan,
+)
+from eplb.errors import ConfigError
+from eplb.expectation import expected_part
+from eplb.gate import Outlook, decide
+from eplb.timing import dead_zone
+from simulations.replay import Scenario, replay
+from simulations.workloads import generate, workload_named
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+SINGLE = Placement(np.array([[0, 1, 2, -1]]), 3)
+HOT_FIRST = np.array([[6_000_000, 2_000_000, 2_000_000]])
+SHAPES = [(144, 2), (72, 4), (32, 9), (8, 40)]
+
+
+def skewed(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return (np.random.default_rng(seed).gamma(1.5, size=shape) * 10_000).astype(np.int64) + 1
+
+
+def steady(seed: int, windows: int, layers: int = 4, experts: int = 32) -> np.ndarray:
+    """Windows of requests of one text, each with a profile of its own."""
+    rng = np.random.default_rng(seed)
+    profile = rng.gamma(1.5, size=(layers, experts))
+    requests = rng.gamma(profile * 2.0, size=(windows, 16, layers, experts)) + 1e-9
+    requests /= requests.sum(axis=-1, keepdims=True)
+    return rng.multinomial(512, requests).sum(axis=1)
+
+
+@pytest.mark.parametrize(("ranks", "slots"), SHAPES)
+def test_a_price_is_the_same_seconds_at_any_slots_a_rank(ranks: int, slots: int) -> None:
+    topology = Topology.uniform(1, ranks, slots)
+    cost = CostModel(pay_back_s=10.0, expert_part=0.5, seconds_per_expert=0.01)
+    problem = Problem(
+        LoadHistory(np.ones((1, 4, 64))), topology, cost=cost, record=Record(1e9, 1e9)
+    )
+
+    # One layer of four gains d: 10 s x 0.5 x d / 4. One rank of them all stands still for 0.01 s.
+    saved = cost.saved_seconds(float(problem.price[0]) / 4)
+
+    assert saved == pytest.approx(0.01 / ranks)
+
+
+def test_a_layer_with_little_load_pays_more_for_a_move() -> None:
+    load = np.array([[[300, 100], [30, 10], [0, 0]]])
+    price = Problem(LoadHistory(load), Topology.uniform(1, 2, 2)).price
+
+    assert price[1] == pytest.approx(10 * price[0])
+    assert price[2] == inf
+
+
+def test_an_unknown_model_is_charged_for_a_nominal_expert() -> None:
+    cost = CostModel(bytes_per_s=1e9)
+
+    assert cost.move_seconds(2_000_000_000) == pytest.approx(2.0)
+    assert cost.move_seconds(0) == pytest.approx(0.0173, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["pay_back_s", "seconds_per_expert", "seconds_per_rebalance"])
+@pytest.mark.parametrize("value", [-1.0, nan])
+def test_a_price_that_is_no_amount_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"cost: {name} is {value}, expected 0 or more"):
+        CostModel(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("expert_part", 0.0), ("bytes_per_s", 0.0)])
+def test_a_price_that_divides_by_nothing_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"cost: {name} is 0.0"):
+        CostModel(**{name: value})
+
+
+def test_the_pay_back_dial_decides_between_keep_and_move() -> None:
+    never, at_once = CostModel(pay_back_s=0.0), CostModel(pay_back_s=1e9)
+
+    kept = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=never)
+    taken = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=at_once)
+
+    assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
+
+
+def test_the_gate_counts_what_is_expected_and_not_what_is_promised() -> None:
+    cost = CostModel(pay_back_s=10.0, expert_part=0.5, seconds_per_rebalance=0.1)
+    sure = Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9)
+
+    assert decide(sure, cost)[0] is Decision.MOVE  # 10 s x 0.5 x 0.4 = 2 s for 1 s
+    decision, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9, expected=0.4), cost)
+    assert decision is Decision.KEEP
+    assert "40% is expected to last: saves 0.8 s in 10 s, costs 1 s" in reason
+
+
+def test_a_placement_without_unseen_windows_is_kept() -> None:
+    load = np.repeat(HOT_FIRST[None], 4, axis=0)
+
+    assert plan(load, TWO_RANKS, current=SINGLE).decision is Decision.MOVE
+    assert plan(load, TWO_RANKS, current=SINGLE, unseen=0).decision is Decision.KEEP
+
+
+def test_a_promise_that_unseen_windows_confirm_is_believed_more() -> None:
+    ranks = Topology.uniform(1, 4, 9)
+    same = Problem(LoadHistory(np.repeat(skewed(1, (1, 2, 32)), 8, axis=0)), ranks)
+    drawn = Problem(LoadHistory(skewed(1, (8, 2, 32))), ranks)
+    parts = []
+    for problem in (same, drawn):
+        current = plan(problem.history.tokens[:1], ranks, policy="contiguous").base
+        found = plan(problem.history, ranks, current=current)
+        promised = found.before_per_layer - found.after_per_layer
+        parts.append(expected_part(found.problem, promised, np.array([True, True]))[0])
+
+    assert parts[0] > 0.5 > parts[1]
+
+
+def test_a_record_of_broken_promises_raises_the_price() -> None:
+    broken = Record().with_plan(1.0, 0.0)
+    kept = Record().with_plan(1.0, 1.0)
+    history = LoadHistory(np.ones((1, 1, 4)))
+
+    assert broken.kept < Record().kept == 0.5 < kept.kept
+    dear, cheap = (Problem(history, TWO_RANKS, record=one).price for one in (broken, kept))
+    assert dear[0] > 5 * cheap[0]
+
+
+@pytest.mark.parametrize("sums", [(nan, 0.0), (-1.0, 0.0), (1.0, inf)])
+def test_a_record_that_is_no_sum_is_refused(sums: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="expected finite sums"):
+        Record(*sums)
+
+
+def test_small_batches_are_in_the_dead_zone_and_large_ones_are_not() -> None:
+    few, many = HOT_FIRST // 100_000, HOT_FIRST
+    cost = CostModel(dead_zone=True, pay_back_s=300.0)
+
+    kept = plan(few, TWO_RANKS, current=SINGLE, cost=cost)
+    taken = plan(many, TWO_RANKS, current=SINGLE, cost=cost)
+
+    # 20 and 60 tokens take the same time: weights are what is read.
+    assert "dead zone" in kept.reason or "sampling noise" in kept.reason
+    assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
+
+
+def test_the_dead_zone_ends_where_the_curve_rises() -> None:
+    flat_to_100 = ((1.0, 10.0), (100.0, 10.0), (1000.0, 100.0))
+    cost = CostModel(curve=flat_to_100, seconds_per_rebalance=0.0)
+    slots = Topology.uniform(1, 2, 2)
+
+    small = Problem(LoadHistory(np.full((1, 1, 4), 50)), slots, cost=cost)
+    large = Problem(LoadHistory(np.full((1, 1, 4), 500)), slots, cost=cost)
+
+    assert dead_zone(small) == pytest.approx(2.0, abs=0.02)
+    assert dead_zone(large) == pytest.approx(1.0, abs=0.02)
+
+
+def test_steady_traffic_moves_nothing_once_it_has_settled() -> None:
+    found = replay(Scenario(LoadHistory(steady(3, 96)), Topology.uniform(1, 8, 5)), "auto")
+
+    assert found.moves > 0
+    assert sum(one.moves for one in found.rebalances if one.window >= 32) == 0
+
+
+def test_a_time_limit_below_one_step_is_said_in_the_reason() -> None:
+    limited = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, budget=Budget(time_ms=1e-6))
+
+    assert limited.num_moves <= 1
+    assert "time_ms is 1e-06" in limited.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
+def test_the_default_is_near_greedy_at_a_fourth_of_its_moves(profile: str) -> None:
+    history = generate(workload_named(f"generated:{profile}"), seed=0)
+    topology = Topology.uniform(4, 8, 9)
+    always = CostModel(pay_back_s=1e9)
+
+    ours = replay(Scenario(history, topology), "auto")
+    greedy = replay(Scenario(history, topology, cost=always), "greedy")
+
+    assert ours.per_window.mean() <= greedy.per_window.mean() + 0.03
+    assert ours.moves <= 0.25 * greedy.moves
