@@ -54,9 +54,13 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
         evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
         weight = doubt**2 / (error**2 + doubt**2)
         part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    looks = unseen if problem.unseen is None else problem.unseen
-    caution = min(CAUTION + looks / LOOKS, MOST_CAUTION)
-    return part - caution * doubt, len(seen) > 1
+    is_judged, caution = len(seen) > 1, CAUTION
+    if is_judged:
+        looks = unseen if problem.unseen is None else problem.unseen
+        caution = min(caution + looks / LOOKS, MOST_CAUTION)
+    # Else the record alone speaks, and says the same at every look: more looks find nothing by
+    # chance, and a placement that has served for long must not keep every gain away.
+    return part - caution * doubt, is_judged
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:

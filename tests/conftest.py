@@ -64,11 +64,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     # As numba's own cache does: a file that was written again is compiled again.
     sources = sorted(path for name in ("eplb", "runtime") for path in (ROOT / name).rglob("*.py"))
     stamp = [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sources]
-    if config.cache is None or config.cache.get("eplb/compiled", None) != stamp:
+    cache = getattr(config, "cache", None)  # none with ``-p no:cacheprovider``
+    if cache is None or cache.get("eplb/compiled", None) != stamp:
         program = [sys.executable, str(ROOT / "tests" / "compiled_kernels.py")]
         subprocess.run(program, check=True, timeout=COMPILE_DEADLINE_S)
-        if config.cache is not None:
-            config.cache.set("eplb/compiled", stamp)
+        if cache is not None:
+            cache.set("eplb/compiled", stamp)
 
 
 def _run_rank(rank: int, size: int, port: Path, function: RankFunction, pipe: Connection) -> None:
