@@ -44,7 +44,9 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     unseen = problem.num_unseen
     if gain <= 0 or not unseen:
         return 0.0, False
-    part = problem.record.kept * unseen / (unseen + PRIOR_WINDOWS)
+    # One window from a caller who keeps no account of windows is the load itself, and no sample.
+    is_summary = problem.unseen is None and problem.history.num_windows == 1
+    part = problem.record.kept * (1.0 if is_summary else unseen / (unseen + PRIOR_WINDOWS))
     doubt = PRIOR_DOUBT * part
     seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
     if len(seen) > 1:

@@ -136,6 +136,20 @@ def test_a_large_gain_on_too_few_windows_to_judge_is_taken_however_long_one_has_
     assert found.decision is Decision.MOVE, found.reason
 
 
+def test_one_window_without_an_account_of_windows_is_the_load_itself() -> None:
+    ranks = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=9)
+    draw = np.random.default_rng(0)
+    load = np.rint(draw.lognormal(0, 1, (1, 8, 256)) * 10_000)
+    drifted = np.rint(load * draw.lognormal(0, 0.2, load.shape))
+    current = plan(load, ranks).target
+
+    found = plan(drifted, ranks, current=current)
+
+    assert found.decision is Decision.MOVE, found.reason
+    assert found.after < 1.05 < found.before
+    assert found.num_moves < 0.12 * current.slot_to_expert.size
+
+
 def test_a_record_of_broken_promises_raises_the_price() -> None:
     broken = Record().with_plan(1.0, 0.0)
     kept = Record().with_plan(1.0, 1.0)
