@@ -1,7 +1,7 @@
 """What a request must be before a handler runs.
 
-``Guard`` needs neither the store nor a thread and looks before the body is read: the host is a
-loopback name, the body is small, and not too many requests are under way. ``check_request`` knows
+``Guard`` needs neither the store nor a thread: the host is a loopback name, the body is small and
+whole, and not too many requests are under way. ``check_request`` knows
 the route: query parameters are known ones, and what changes state is JSON and not sent by a page
 of another site. A page can send JSON to another origin only after a preflight, which fails here.
 """
@@ -34,44 +34,59 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refused = self._refusal(scope["path"], Headers(scope=scope))
-        if refused is not None:
-            status, detail = refused
-            headers = {"Retry-After": "1"} if status == 503 else None
-            await problem(status, detail, headers)(scope, receive, send)
+        if refused := self._refusal(Headers(scope=scope)):
+            await problem(*refused)(scope, receive, send)
+            return
+        # Before it counts as under way: half-sent bodies take no place from whole requests.
+        body = await whole_body(receive)
+        if body is None:
+            return
+        if len(body) > MAX_BODY_BYTES:
+            detail = f"more than {MAX_BODY_BYTES} bytes of body, expected fewer"
+            await problem(413, detail)(scope, receive, send)
             return
         takes_thread = scope["path"] not in PROBES
+        if takes_thread and self._under_way >= MAX_UNDER_WAY:
+            detail = f"{self._under_way} requests are under way, expected fewer"
+            await problem(503, detail, {"Retry-After": "1"})(scope, receive, send)
+            return
         self._under_way += takes_thread
         try:
-            await self._app(scope, limited(receive), send)
+            await self._app(scope, replayed(body, receive), send)
         finally:
             self._under_way -= takes_thread
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+    def _refusal(self, headers: Headers) -> tuple[int, str] | None:
         if (host := _name_of(headers.get("host", ""))) not in LOOPBACK_NAMES:
             known = ", ".join(sorted(LOOPBACK_NAMES))
             return 400, f"the host is {host[:100]!r}, expected one of: {known}"
         length = headers.get("content-length", "0")  # h11 has checked that these are digits
         if int(length[:20]) > MAX_BODY_BYTES:
             return 413, f"a body of {length[:20]} bytes, expected at most {MAX_BODY_BYTES}"
-        if path not in PROBES and self._under_way >= MAX_UNDER_WAY:
-            return 503, f"{self._under_way} requests are under way, expected fewer"
         return None
 
 
-def limited(receive: Receive) -> Receive:
-    """Count the bytes of a body that comes without a length, and refuse one that is too large."""
-    received = 0
-
-    async def receive_counted() -> Message:
-        nonlocal received
+async def whole_body(receive: Receive) -> bytes | None:
+    """Read a body, up to the first chunk past the limit; None: the client has gone."""
+    body = b""
+    while len(body) <= MAX_BODY_BYTES:
         message = await receive()
-        received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise HTTPException(413, f"more than {MAX_BODY_BYTES} bytes of body, expected fewer")
-        return message
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return body
 
-    return receive_counted
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Give a body that was read already, then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
 
 
 async def check_request(request: Request) -> None:

@@ -79,6 +79,7 @@ def outcome_of(folder: Path, attack: Callable[[FaultyDemo], str]) -> Outcome:
 
 def hang(title: str) -> Callable[[Path], Outcome]:
     def attack(demo: FaultyDemo) -> str:
+        moves_again(demo)  # at its start a process is given longer than when it has had a turn
         stopped = time.monotonic()
         strike(demo, title, signal.SIGSTOP)
         words = "killed by SIGKILL; it is started again"
