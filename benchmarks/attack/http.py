@@ -168,11 +168,13 @@ def half_sent(folder: Path) -> Outcome:
     """A rank is killed while 1,200 requests are half sent; again without them, to compare."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     took = [serves_again(folder / str(count), count) for count in (0, HALF_SENT)]
-    (quiet_s, _), (loud_s, delays) = took
-    p99_ms = sorted(delays)[int(len(delays) * 0.99)] * 1e3
-    held = loud_s < min(SERVE_AGAIN_S, 2 * quiet_s + 5.0) and p99_ms <= 100
+    (quiet_s, quiet), (loud_s, loud) = took
+    quiet_ms, loud_ms = (sorted(one)[int(len(one) * 0.99)] * 1e3 for one in (quiet, loud))
+    # Ranks that start again take every core of a small machine, with and without the requests.
+    is_late = loud_ms > max(100.0, 1.5 * quiet_ms)
     figures = f"serves again after {quiet_s:.1f} s without, {loud_s:.1f} s with"
-    return Outcome(held, f"{figures}; livez p99 {p99_ms:.0f} ms of {len(delays)}")
+    figures += f"; livez p99 {quiet_ms:.0f} ms without, {loud_ms:.0f} ms with"
+    return Outcome(loud_s < min(SERVE_AGAIN_S, 2 * quiet_s + 5.0) and not is_late, figures)
 
 
 def serves_again(folder: Path, count: int) -> tuple[float, list[float]]:
@@ -267,6 +269,8 @@ def schemathesis(folder: Path) -> Outcome:
         command = [str(BIN / "schemathesis"), "run", f"{running.url}/api/v1/openapi.json"]
         command += ["--checks", "all", "--continue-on-failure", "--max-time", "45"]
         command += ["--max-examples", "5", "--generation-database", "none", "--no-color"]
+        # Not ready is a 503, as documented; tests/test_http_schema.py has one that is ready.
+        command += ["--exclude-path", "/readyz"]
         command += ["--max-response-time", "30"]  # a request to rebalance waits 10 s for its plan
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=85)
     lines = [line.strip() for line in done.stdout.splitlines()]
