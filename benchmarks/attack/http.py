@@ -271,7 +271,12 @@ def schemathesis(folder: Path) -> Outcome:
         command += ["--max-examples", "5", "--generation-database", "none", "--no-color"]
         # Not ready is a 503, as documented; tests/test_http_schema.py has one that is ready.
         command += ["--exclude-path", "/readyz"]
-        command += ["--max-response-time", "30", "--request-timeout", "30"]  # a request to rebalance waits 10 s for its plan
+        command += [
+            "--max-response-time",
+            "30",
+            "--request-timeout",
+            "30",
+        ]  # a request to rebalance waits 10 s for its plan
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=85)
     lines = [line.strip() for line in done.stdout.splitlines()]
     words = ("generated", "ST1", "ST2", "ST3", "ST4", "- GET", "- POST", "curl")
