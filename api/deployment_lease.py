@@ -1,7 +1,7 @@
 """One deployment of a name in a store: the lease that its parent process holds while it runs.
 
-A second start is refused with who holds it. Whether that process still lives is told by the lease
-alone (``telemetry/lease_watch.py``): it is renewed at a third of its time to live, so a refusal
+A second start is refused; the error names the holder. The lease alone shows whether the holder is
+alive (``telemetry/lease_watch.py``): it is renewed at a third of its time to live, so a refusal
 comes within that time; after a death a start on the same host goes on at once, and on another host
 after one time to live.
 """
@@ -26,7 +26,7 @@ class DeploymentLease:
     """The hold of one parent on its deployment. ``take`` it before anything is written.
 
     Args:
-        joins: to run beside another on purpose: then both write, and nobody is refused.
+        joins: to run beside another on purpose: both write, and neither is refused.
     """
 
     def __init__(self, store: LoadStore, ttl_s: float, *, joins: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""``eplb pause`` and ``eplb resume``: turn the kill switch, and see who is there to obey it."""
+"""``eplb pause`` and ``eplb resume``: write the kill switch, count ranks that report after it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from api.store_place import open_existing
 from eplb.records import topology_from_dict
 from telemetry.store import Control, LoadStore, RunInfo
 
-HEARD_S = 3.0  # ranks report every 0.25 s; a busy machine is slower
+REPORTS_DEADLINE_S = 3.0  # ranks report every 0.25 s; a busy machine is slower
 _LOOK_S = 0.05
 
 
 def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -> tuple[str, bool]:
-    """Turn the switch; return what was done in words, and whether any rank was heard from since.
+    """Write the switch; return a sentence that states the change, and whether a rank has reported.
 
-    A rank counts that reports after the switch was written: who writes to another store, or to a
-    log that was removed, is not seen here and does not obey.
+    A rank counts if it reports after the switch was written. A rank that writes to another store,
+    or to a log that was removed, does not report here and does not read the switch.
 
     Raises:
         EplbError: there is no such deployment, or the store cannot be used.
@@ -29,22 +29,22 @@ def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -
         assert info is not None, "a deployment that never ran is refused"
         before = store.control()
         store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
-        heard, expected = _heard_from(store, info)
+        reported, expected = _reported(store, info)
     was, now = ("on" if on else "off" for on in (before.movement, movement))
-    ranks = f"{heard} of {expected} ranks" if expected else f"{heard} ranks"
-    words = f"{deployment}: movement {now} (was {was}); heard from {ranks} of run {info.run} since"
-    return words, heard > 0
+    ranks = f"{reported} of {expected} ranks" if expected else f"{reported} ranks"
+    change = f"{deployment}: movement {now} (was {was})"
+    return f"{change}; {ranks} of run {info.run} reported since", reported > 0
 
 
-def _heard_from(store: LoadStore, info: RunInfo) -> tuple[int, int]:
-    """Wait for reports of all ranks; how many came in time, of how many."""
+def _reported(store: LoadStore, info: RunInfo) -> tuple[int, int]:
+    """Wait for reports of all ranks; the number that came in time, and the number expected."""
     known = {state.rank: state for state in store.rank_states(info.run)}
     expected = topology_from_dict(dict(info.topology)).num_ranks if info.topology else 0
-    deadline = time.monotonic() + HEARD_S
+    deadline = time.monotonic() + REPORTS_DEADLINE_S
     while True:
         states = store.rank_states(info.run)
-        heard = sum(known.get(state.rank) != state for state in states)
+        reported = sum(known.get(state.rank) != state for state in states)
         is_over = time.monotonic() >= deadline
-        if is_over or (heard and heard == max(expected, len(states))):
-            return heard, expected
+        if is_over or (reported and reported == max(expected, len(states))):
+            return reported, expected
         Event().wait(_LOOK_S)

@@ -54,7 +54,7 @@ def settle(
         base: [L, S] what serves; no layers when moves are free.
         slowness: [R].
         zone_of_expert: [L, E] -1 for experts that stay.
-        zone: [R] -1 for ranks that are left alone.
+        zone: [R] -1 for ranks that are not changed.
         sources: where tokens start, and the engine's rule.
         words: of the draws.
         terms: when to stop.

@@ -114,7 +114,7 @@ class Outlook:
     expected: float = 1.0  # part of the gain that is expected on windows that were not planned on
     in_time: float = 1.0  # part of the gain that is time at this batch, by the curve
     dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
-    of: str = "imbalance"  # what the figures are, in words
+    of: str = "imbalance"  # name of the figures
 
 
 def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:

@@ -100,7 +100,7 @@ def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
 
 
 def _good_enough(problem: Problem) -> FloatArray:
-    """[L] balance that is left alone: below the noise a search would only fit what it sees."""
+    """[L] imbalance at which a layer is not searched: below the noise it would fit noise."""
     enough: FloatArray = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
     return enough
 

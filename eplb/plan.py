@@ -149,7 +149,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
 
 
 def _cut_short(problem: Problem) -> str:
-    """What a limit of time that allows no step of the search makes of a plan, in words."""
+    """The note in ``plan.reason`` where ``time_ms`` allows no step of the search; else empty."""
     limit = problem.budget.time_ms
     windows = int(problem.complete.sum())
     least = step_ms(problem.topology, windows, is_fresh=problem.current is None)

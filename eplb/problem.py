@@ -41,7 +41,7 @@ class Budget:
 
     max_moves: int | None = None  # weights moved, over all layers
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
-    target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is left alone
+    target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is not changed
     time_ms: float | None = None  # of searching; None: while it gains, 800 at most; inf: no end
     num_threads: int = 1  # that share the layers of a search; the plan is the same with any number
 

@@ -130,7 +130,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path
         status, output, errors = run("pause", "--store", str(path))
 
         assert status == 1
-        assert "movement off (was on); heard from 0 ranks" in output
+        assert "movement off (was on); 0 ranks of run" in output
         assert "eplb: no rank reports to this store" in errors
         assert not store.control().movement
 
@@ -164,7 +164,7 @@ def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(tmp_path: Pa
 
         with reporting(store):
             status, output, _ = run("pause", "--store", str(path), "--reason", "too hot")
-        said = f"demo: movement off (was on); heard from 1 ranks of run {RUN.run} since\n"
+        said = f"demo: movement off (was on); 1 ranks of run {RUN.run} reported since\n"
         assert (status, output) == (0, said)
         assert store.control() == Control(movement=False, observe=True)
         assert store.events()[-1].detail["reason"] == "too hot"

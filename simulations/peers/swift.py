@@ -9,7 +9,7 @@ The first copy of every expert stays where it is; all other slots are chosen ane
    not exchanged with yet, where that takes off at least 1 % of a fair rank's load.
 
 A layer takes its new table if its busiest rank is then less busy, and experts that stay keep their
-slots. A layer within 1 % of perfect balance is left alone.
+slots. A layer within 1 % of perfect balance is not changed.
 
 Published as a vllm-ascend policy (vllm-project/vllm-ascend, ``policy_swift_balancer.py``, its
 redundancy over all ranks). Written anew from that behaviour, with two quirks that decide plans: a
@@ -32,7 +32,7 @@ from eplb.problem import Problem
 from simulations.peers.tables import placement_of, table_of
 
 MOST_SWAPS = 100
-GOOD_ENOUGH = 1.01  # imbalance of a layer that is left alone
+GOOD_ENOUGH = 1.01  # imbalance of a layer that is not changed
 LEAST_GAIN = 0.01  # of a fair rank's load, for a swap
 
 Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
