@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import resource
 import socket
+from collections import defaultdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,8 +25,6 @@ MAX_CONNECTIONS = 256
 PART_OF_DESCRIPTORS = 4  # connections take a quarter of them at most
 PART_OF_ADDRESS = 2  # one client address takes half of the connections at most
 
-_numbers = itertools.count()
-
 
 def connection_limit() -> int:
     """Give the most connections at a time; the processes of a deployment need descriptors too."""
@@ -35,13 +34,58 @@ def connection_limit() -> int:
     return max(PART_OF_ADDRESS, min(MAX_CONNECTIONS, soft // PART_OF_DESCRIPTORS))
 
 
+class OpenConnections:
+    """A server's open connections by client address, oldest first.
+
+    A thousand connections may be accepted in one turn of the event loop, so none of them may cost
+    a look at all others.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: defaultdict[str, dict[BoundedConnection, None]] = defaultdict(dict)
+        self._all: dict[BoundedConnection, None] = {}
+
+    def add(self, new: BoundedConnection) -> BoundedConnection | None:
+        """Count a connection, and give the one that must be closed in its favour, if any."""
+        near = self._by_address[new.address]
+        near[new] = self._all[new] = None
+        limit = connection_limit()
+        if len(near) > limit // PART_OF_ADDRESS:
+            crowd = near
+        elif len(self._all) > limit:
+            crowd = self._all
+        else:
+            return None
+        return next((one for one in crowd if not one.is_served()), new)
+
+    def discard(self, old: BoundedConnection) -> None:
+        """Count a connection no longer."""
+        self._all.pop(old, None)
+        near = self._by_address[old.address]
+        near.pop(old, None)
+        if not near:
+            del self._by_address[old.address]
+
+
+_open_connections: WeakKeyDictionary[Any, OpenConnections] = WeakKeyDictionary()  # by server
+
+
 class BoundedConnection(H11Protocol):
     """One connection of uvicorn's, with a deadline for its request and a place among the others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
-        self._number = next(_numbers)
+        self._others = _open_connections.setdefault(self.server_state, OpenConnections())
+
+    @property
+    def address(self) -> str:
+        """The client's."""
+        return self.client[0] if self.client else ""
+
+    def is_served(self) -> bool:
+        """Say whether a whole request has come, so that a handler may be at work for it."""
+        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request; where there are too many connections, close one."""
@@ -50,20 +94,15 @@ class BoundedConnection(H11Protocol):
             transport.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_ANSWER_MS
             )
-        limit = connection_limit()
-        alive = [one for one in self.connections if not one.transport.is_closing()]
-        near = [one for one in alive if self._address(one) == self._address(self)]
-        if len(alive) > limit or len(near) > limit // PART_OF_ADDRESS:
-            crowd = near if len(near) > limit // PART_OF_ADDRESS else alive
-            waiting = [
-                one for one in crowd if isinstance(one, BoundedConnection) and not one._is_served()
-            ]
-            min(waiting, key=lambda one: one._number).transport.abort()
+        if closed := self._others.add(self):
+            self._others.discard(closed)
+            closed.transport.abort()
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the deadline."""
         super().connection_lost(exc)
+        self._others.discard(self)
         self._stop_deadline()
 
     def handle_events(self) -> None:
@@ -75,13 +114,6 @@ class BoundedConnection(H11Protocol):
             self._start_deadline()
         else:
             self._stop_deadline()
-
-    def _is_served(self) -> bool:
-        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
-
-    @staticmethod
-    def _address(one: Any) -> str:
-        return one.client[0] if one.client else ""
 
     def _start_deadline(self) -> None:
         if self._deadline is None:

@@ -42,6 +42,7 @@ class HttpService:
             app,
             http=BoundedConnection,
             ws="none",
+            proxy_headers=False,  # a client must not name its own address
             backlog=ACCEPTED_AT_ONCE,
             log_config=None,  # its loggers are the process's: escaped, and limited in number
             log_level="warning",

@@ -111,9 +111,11 @@ def test_replicas_and_packing_equal_the_slow_reference(data: st.DataObject) -> N
     assert [[expert for expert in mine if expert >= 0] for mine in held] == slow
 
 
-@pytest.mark.xfail(reason="the search passes over a copy onto the second busiest rank", strict=True)
+# ``best_copy`` bounds a copy's gain by the rank that takes it, even where that rank gets less busy,
+# as rank 1 does here (1.078 -> 1.066); ``gain_of_change`` counts ranks that get busier alone.
+@pytest.mark.xfail(reason="best_copy counts a rank that a copy makes less busy", strict=True)
 def test_a_copy_onto_a_rank_that_gives_up_more_than_it_gets_is_found() -> None:
-    check_each_step(seed=4471, copies=COPIES_ALWAYS)  # the one of 0..1,500, and 4,471, that fails
+    check_each_step(seed=4471, copies=COPIES_ALWAYS)
 
 
 # The same examples at every run: about one seed in 1,500 is like the case above.

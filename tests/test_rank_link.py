@@ -366,7 +366,8 @@ def be_a_rank(
 
     def served() -> Served:
         if how is not None and next(looks) == 1:
-            os.kill(os.getpid(), how)
+            # The thread itself: a stop of the process may strike a thread after this one has sent.
+            signal.pthread_kill(threading.get_ident(), how)
         return Served(np.array([[EMPTY, 0]], dtype=np.int32), 0, is_open=True)
 
     with closing(RankLinkServer(settings, rank, GROUP, bank, served)):
