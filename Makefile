@@ -19,7 +19,7 @@ test-slow: $(VENV)/.dev
 # With the GPU host's own Python and torch, and the deep_ep that is installed there: no environment
 # is made, and neither web nor solver libraries are needed.
 test-gpu:
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
 		-W "ignore::pytest.PytestUnknownMarkWarning" -ra -q tests/gpu $(ARGS)
 
 check: $(VENV)/.dev
@@ -28,16 +28,16 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/thread.py
-	$(BIN)/python benchmarks/death.py
-	$(BIN)/python benchmarks/migrate.py
-	$(BIN)/python benchmarks/preload.py
-	$(BIN)/python benchmarks/rank_link.py
-	$(BIN)/python benchmarks/demo.py
-	$(BIN)/python benchmarks/telemetry_costs.py
-	$(BIN)/python benchmarks/telemetry_redis.py --seconds 20
-	$(BIN)/python benchmarks/telemetry_disk.py
+	$(BIN)/python -m benchmarks.planner.plan
+	$(BIN)/python -m benchmarks.ranks.thread
+	$(BIN)/python -m benchmarks.ranks.death
+	$(BIN)/python -m benchmarks.migration.migrate
+	$(BIN)/python -m benchmarks.migration.preload
+	$(BIN)/python -m benchmarks.migration.rank_link
+	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m benchmarks.telemetry.costs
+	$(BIN)/python -m benchmarks.telemetry.redis --seconds 20
+	$(BIN)/python -m benchmarks.telemetry.disk
 
 # torch first and alone: a CPU build of the pinned version is as good as any other.
 $(VENV)/.all: pyproject.toml constraints.txt

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the command line."""
     ending = signal.getsignal(signal.SIGINT)
     leave_on_signals()
-    from api.cli import main as run_command
+    from api.cli.main import main as run_command
 
     if ending is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from api.demo_settings import CUDA_DEFAULTS, DemoSettings
+from api.demo.settings import CUDA_DEFAULTS, DemoSettings
 from eplb.errors import ConfigError
 
 ENV_PREFIX = "EPLB_"

@@ -1,6 +1,6 @@
 """The whole journey, measured: ``eplb demo`` with several seeds, one row each.
 
-    python benchmarks/demo.py [--seconds 60] [--seeds 1,2,3]
+    python -m benchmarks.demo [--seconds 60] [--seeds 1,2,3]
 
 Prints one table; a row that misses a target is marked. Figures are those of ``--json``.
 """
@@ -39,7 +39,7 @@ def run_demo(seed: int, seconds: float, folder: Path) -> dict[str, Any]:
     path = folder / f"{seed}.json"
     subprocess.run(
         [
-            *(sys.executable, "-m", "api.cli", "demo", "--view", "off", "--port", "0"),
+            *(sys.executable, "-m", "api.cli.main", "demo", "--view", "off", "--port", "0"),
             *("--seed", str(seed), "--seconds", str(seconds)),
             *("--state-dir", str(folder / f"state-{seed}"), "--json", str(path)),
         ],

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from eplb.core.placement import Placement
 from eplb.errors import EplbError
-from eplb.migration import Migration
-from eplb.placement import Placement
+from eplb.migration.build import Migration
 from telemetry.store import LoadStore
 
 CLOSE_DEADLINE_S = 15.0  # a store of SQLite lets a writer wait for 10 s

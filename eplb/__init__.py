@@ -3,31 +3,31 @@
 Pure functions over arrays and frozen dataclasses: no torch, no clock, no environment, no I/O.
 """
 
-from eplb.balance import balancedness, imbalance, lower_bound, rank_load
-from eplb.constraints import Constraints
-from eplb.deepseek import rebalance_experts
-from eplb.dispatch import DispatchRule, effective_shares
-from eplb.explain import explain, explain_layer
-from eplb.explanation import Explanation, LayerExplanation
-from eplb.gate import CostModel, Decision
-from eplb.load import LoadHistory, LoadSample
-from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
-from eplb.model import ModelShape, preset
-from eplb.outcome import Plan
-from eplb.placement import EMPTY, Placement
-from eplb.plan import plan
-from eplb.policies import POLICIES
-from eplb.problem import Budget, Problem
-from eplb.record import Promise, Record
-from eplb.redundancy import (
+from eplb.core.constraints import Constraints
+from eplb.core.load import LoadHistory, LoadSample
+from eplb.core.model import ModelShape, preset
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Budget, Problem
+from eplb.core.scenarios import Scenarios
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel, Decision
+from eplb.decision.outcome import Plan
+from eplb.decision.promises import Promise, Record
+from eplb.decision.redundancy import (
     RedundancyLevel,
     allocate_redundancy,
     redundancy_price,
     slots_per_layer,
 )
-from eplb.resplit import resplit
-from eplb.topology import Topology
-from eplb.windows import Scenarios
+from eplb.deepseek import rebalance_experts
+from eplb.dispatch.rules import DispatchRule, effective_shares
+from eplb.explanation.explainer import explain, explain_layer
+from eplb.explanation.figures import Explanation, LayerExplanation
+from eplb.measure.balance import balancedness, imbalance, lower_bound, rank_load
+from eplb.migration.build import Migration, Move, Pace, Source, Transaction, build_migration
+from eplb.planner import plan
+from eplb.policies.table import POLICIES
+from eplb.shares.resplitting import resplit
 
 __version__ = "0.1.0"
 

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import on_host
+from eplb.core.arrays import on_host
+from eplb.core.load import as_history
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.greedy import greedy
-from eplb.load import as_history
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
+from eplb.policies.greedy import greedy
 
 Array = TypeVar("Array")  # a numpy array, or a torch tensor, which is never imported here
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eplb.allowance import Offer, moves_per_layer, within_budget
-from eplb.constraints import Constraints
-from eplb.dispatch import DispatchRule
-from eplb.dispatched import rule_in_words, settled
-from eplb.frontier import Curve
-from eplb.gate import CostModel, Decision
-from eplb.greedy import frame_of, step_ms
-from eplb.incremental import repaired
-from eplb.kernels import BoolArray
-from eplb.legal import complaints_of, unfit_layers
-from eplb.load import LoadHistory, as_history
-from eplb.model import ModelShape
-from eplb.options import (
+from eplb.core.constraints import Constraints
+from eplb.core.kernels import BoolArray
+from eplb.core.load import LoadHistory, as_history
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.problem import Budget, Objective, Problem
+from eplb.core.scenarios import Scenarios, as_scenarios
+from eplb.core.topology import Topology
+from eplb.decision.allowance import Offer, moves_per_layer, within_budget
+from eplb.decision.alternatives import (
     Option,
     choose,
     no_worse_than,
@@ -30,14 +27,17 @@ from eplb.options import (
     with_shares,
     without_losses,
 )
-from eplb.outcome import Plan, lost_tokens
-from eplb.placement import Placement
-from eplb.policies import contiguous_policy, propose
-from eplb.problem import Budget, Objective, Problem
-from eplb.record import Record
-from eplb.topology import Topology
-from eplb.traffic import nearer
-from eplb.windows import Scenarios, as_scenarios
+from eplb.decision.gate import CostModel, Decision
+from eplb.decision.outcome import Plan, lost_tokens
+from eplb.decision.promises import Record
+from eplb.dispatch.plans import rule_in_words, settled
+from eplb.dispatch.rules import DispatchRule
+from eplb.policies.frontier import Curve
+from eplb.policies.greedy import frame_of, step_ms
+from eplb.policies.incremental import repaired
+from eplb.policies.legality import complaints_of, unfit_layers
+from eplb.policies.table import contiguous_policy, propose
+from eplb.shares.traffic import nearer
 
 __all__ = ["Plan", "plan", "plan_for"]
 
@@ -72,7 +72,7 @@ def plan(
         current: what serves now; without it the plan is fresh and moves from contiguous.
         budget: limits on moves and thinking; layers whose current placement cannot serve are
             exempt from the limit on moves.
-        policy: one of ``eplb.policies.POLICIES``.
+        policy: one of ``eplb.policies.table.POLICIES``.
         objective: "tokens" evens tokens out; "time" the time that the curve in ``cost`` says they
             take, a window being as many steps as the history says, one for plain arrays.
         constraints: what every plan must keep to.

@@ -18,25 +18,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from eplb.core.placement import Placement
 from eplb.errors import RankError
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
-from rebalance import phases
-from rebalance.core import make_core
-from rebalance.parts import AgentSettings, Links, RankParts, StepFigures
-from rebalance.rank_link_door import open_door
-from rebalance.rank_link_server import RankLinkServer
-from rebalance.read_ahead import ReadAhead
-from rebalance.recovery import WORDS_DEADLINE_S
-from rebalance.report import rank_state
-from rebalance.scrub_turns import ScrubTurns
-from rebalance.scrubber import Scrubber
-from rebalance.survival import Survival
-from rebalance.swapper import Swapper
-from rebalance.update import WeightUpdate
-from rebalance.voter import Exchange
-from rebalance.voting import Voting
+from eplb.migration.build import Migration
+from eplb.migration.recovery import LastWords, Recovery
+from rebalance.protocol import phases
+from rebalance.protocol.voter import Exchange
+from rebalance.rank.core import make_core
+from rebalance.rank.parts import AgentSettings, Links, RankParts, StepFigures
+from rebalance.rank.read_ahead import ReadAhead
+from rebalance.rank.report import rank_state
+from rebalance.rank.verdicts import Voting
+from rebalance.recovery.rank import Survival
+from rebalance.recovery.survivors import WORDS_DEADLINE_S
+from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.scrubber import Scrubber
+from rebalance.swap.swapper import Swapper
+from rebalance.swap.weight_update import WeightUpdate
+from rebalance.transport.ranks.served import open_door
+from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
 
@@ -232,7 +232,7 @@ class RankAgent:
             self._door.close()
         self._core.links.votes.close()
 
-    # -- after a death (rebalance.recovery)
+    # -- after a death (rebalance.recovery.survivors)
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone."""

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eplb.bounded_json import decode_json
+from eplb.core.bounded_json import decode_json
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from eplb.model import ModelShape
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-# eplb.placement.EMPTY. Not imported: kernels and their tests run on GPU hosts without solvers.
+# eplb.core.placement.EMPTY. Not imported: kernels and their tests run on GPU hosts without solvers.
 EMPTY = -1
 DRAW_BITS = 16  # a draw is in 0..2**16 - 1, and cumulative shares are in units of 2**-16
 WORD = 0xFFFFFFFF

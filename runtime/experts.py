@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from eplb.errors import CheckpointError
-from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
+from runtime.memory.shared import PAGE_BYTES, SharedArena, attach, digest
 from runtime.streams import Completion
 
 SCALE_BLOCK = 128  # rows and columns of a weight that share one FP8 scale

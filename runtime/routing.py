@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.core.placement import EMPTY, Placement
 from eplb.errors import PlacementError
-from eplb.placement import EMPTY, Placement
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 

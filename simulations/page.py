@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb.balance import imbalance_of
 from eplb.errors import ConfigError
+from eplb.measure.balance import imbalance_of
 from simulations.replay import Replay, Scenario
 from simulations.report import write_whole
 

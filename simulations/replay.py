@@ -17,19 +17,19 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance_of, rank_load
+from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.problem import Budget
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel, Decision
+from eplb.decision.promises import ENOUGH, Promise, Record
 from eplb.errors import ConfigError, HistoryError
-from eplb.gate import CostModel, Decision
-from eplb.load import LoadHistory
-from eplb.model import ModelShape
-from eplb.noise import sampling_noise
-from eplb.placement import Placement
-from eplb.plan import Plan, plan
-from eplb.policies import policy_named
-from eplb.problem import Budget
-from eplb.record import ENOUGH, Promise, Record
-from eplb.topology import Topology
-from telemetry.drift import planning_history
+from eplb.measure.balance import imbalance_of, rank_load
+from eplb.measure.noise import sampling_noise
+from eplb.planner import Plan, plan
+from eplb.policies.table import policy_named
+from telemetry.drift.detector import planning_history
 
 
 @dataclass(frozen=True)

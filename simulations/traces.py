@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadHistory, as_history
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory, as_history
 from simulations.npz import read_arrays
 
 Layout = Literal["layers-first", "tokens-first"]

@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError
-from eplb.load import LoadHistory
 
 PREFIX = "generated:"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from eplb.errors import ConfigError
-from telemetry import redis_address
-from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
-from telemetry.memory import MemoryStore
-from telemetry.redis_store import RedisStore
-from telemetry.sqlite import SqliteStore
+from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.store import LoadStore
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.redis.connection import address as redis_address
+from telemetry.stores.redis.store import RedisStore
+from telemetry.stores.sqlite.store import SqliteStore
 
 __all__ = ["file_of", "open_store"]
 
@@ -30,7 +30,7 @@ def open_store(
 
     Args:
         url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
-            a file, or a Redis URL as in ``telemetry/redis_address.py``.
+            a file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
         deployment: whose samples and placements it is to speak for.
         sample_version: in which samples are written. Until every reader of the store is up to
             date, its writers keep to the version before.

@@ -9,12 +9,12 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from eplb.candidates import Candidates
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
 from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, TaskState
 
 OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
@@ -176,7 +176,7 @@ def next_lease(
 
     Args:
         latest: the last lease that was given out, be it run out or given up.
-        is_over: tells of the latest lease (``telemetry/lease_watch.py``).
+        is_over: tells of the latest lease (``telemetry/stores/lease_watch.py``).
     """
     if not holder or not ttl_s > 0:
         raise ConfigError(

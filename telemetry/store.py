@@ -2,8 +2,8 @@
 
 Nobody talks to anybody but through a LoadStore. Ranks append samples and report their state; the
 controller folds samples, publishes a migration and watches; the ranks commit the placement that
-they serve after the swap. ``telemetry/memory.py`` is the shipped fake, ``telemetry/sqlite.py`` the
-embedded default; one contract test runs over every store.
+they serve after the swap. ``telemetry/stores/memory.py`` is the shipped fake,
+``telemetry/stores/sqlite/store.py`` the embedded default; one contract test runs over every store.
 
 Placements and migrations are compare-and-set: whoever decided on an old generation is refused.
 There is one controller, the holder of the lease: whoever held it before is refused too.
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from eplb.candidates import Candidates
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
-from telemetry.rollup import Rollup
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
+from telemetry.retention.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
@@ -34,8 +34,8 @@ class RunInfo:
 
     run: str
     time: float  # seconds since the epoch
-    model: Details  # eplb.records.model_to_dict
-    topology: Details  # eplb.records.topology_to_dict
+    model: Details  # eplb.migration.serialisation.model_to_dict
+    topology: Details  # eplb.migration.serialisation.topology_to_dict
     window_steps: int
     window_seconds: float = 0.0  # 0: windows are of steps
 
@@ -199,7 +199,7 @@ class LoadStore(Protocol):
 
         Renewing keeps the token as long as nobody else held the lease in between, be it run out or
         not. Whoever takes it over gets a greater token. Two processes must not share a name.
-        ``telemetry/lease_watch.py`` says when another's lease is over.
+        ``telemetry/stores/lease_watch.py`` says when another's lease is over.
 
         Raises:
             ConfigError: a holder without a name, or a time to live that is not positive.

@@ -26,20 +26,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from repository import ROOT
 
-from api.processes import preload_modules
-from eplb.model import ModelShape
+from api.processes.children import preload_modules
+from eplb.core.model import ModelShape
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
-from telemetry.memory import MemoryStore
-from telemetry.redis_address import RedisAddress
-from telemetry.redis_process import RedisClusterProcesses, RedisProcess
-from telemetry.redis_store import RedisStore
-from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.redis.connection.address import RedisAddress
+from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.store import RedisStore
+from telemetry.stores.sqlite.store import SqliteStore
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS_DEADLINE_S = 60.0
 COMPILE_DEADLINE_S = 1800.0  # 92 s of CPU in a fresh clone; after that 3 s
 DEMO_DEADLINE_S = 90.0  # a start takes 5 s on two free cores, and much longer on busy ones
@@ -51,7 +51,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
 # Children that tests start have these imported already: a second for each of them.
-preload_modules("api.processes", "pytest")
+preload_modules("api.processes.children", "pytest")
 
 RankFunction = Callable[..., Any]
 
@@ -66,7 +66,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     stamp = [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sources]
     cache = getattr(config, "cache", None)  # none with ``-p no:cacheprovider``
     if cache is None or cache.get("eplb/compiled", None) != stamp:
-        program = [sys.executable, str(ROOT / "tests" / "compiled_kernels.py")]
+        program = [sys.executable, str(ROOT / "tests" / "support" / "compiled_kernels.py")]
         subprocess.run(program, check=True, timeout=COMPILE_DEADLINE_S)
         if cache is not None:
             cache.set("eplb/compiled", stamp)

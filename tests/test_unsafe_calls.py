@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-HOME = Path(__file__).parents[1]
 PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "api", "simulations")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 OBJECT_COLLECTIVES = {
@@ -44,9 +43,9 @@ def unsafe(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: str) -> None:
-    sources = sorted((HOME / folder).rglob("*.py"))
+    sources = sorted((ROOT / folder).rglob("*.py"))
     found = [
-        f"{source.relative_to(HOME)}:{line}: {name}"
+        f"{source.relative_to(ROOT)}:{line}: {name}"
         for source in sources
         for line, name in unsafe(source.read_text())
     ]
@@ -58,8 +57,8 @@ def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: 
 @pytest.mark.parametrize("folder", ["benchmarks", "tests"])
 def test_what_forms_ranks_outside_the_packages_uses_no_object_collective(folder: str) -> None:
     found = [
-        f"{source.relative_to(HOME)}:{line}: {name}"
-        for source in sorted((HOME / folder).rglob("*.py"))
+        f"{source.relative_to(ROOT)}:{line}: {name}"
+        for source in sorted((ROOT / folder).rglob("*.py"))
         for line, name in unsafe(source.read_text())
         if name in OBJECT_COLLECTIVES
     ]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-HOME = Path(__file__).parents[1]
 PACKAGES = {"eplb", "runtime", "telemetry", "rebalance", "api", "simulations"}
 DEADLINE_S = 300.0
 
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE_S)]
 def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Names of the files in a wheel built as an installer builds it."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", folder, HOME]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", folder, ROOT]
     built = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("eplb-*.whl")
@@ -37,18 +36,18 @@ def test_the_top_level_is_the_six_packages(names: list[str]) -> None:
 
 def test_every_source_file_is_in_the_wheel(names: list[str]) -> None:
     sources = {
-        str(source.relative_to(HOME))
+        str(source.relative_to(ROOT))
         for package in PACKAGES
-        for source in (HOME / package).rglob("*.py")
+        for source in (ROOT / package).rglob("*.py")
     }
 
     assert sources - set(names) == set()
 
 
 def test_the_page_is_in_the_wheel(names: list[str]) -> None:
-    page = {str(file.relative_to(HOME)) for file in (HOME / "api" / "static").iterdir()}
+    page = {str(file.relative_to(ROOT)) for file in (ROOT / "api" / "http" / "static").iterdir()}
 
-    assert "api/static/index.html" in page
+    assert "api/http/static/index.html" in page
     assert page - set(names) == set()
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api.printable import print_error, printable
+from api.terminal.printable import print_error, printable
 from eplb.errors import ConfigError, EplbError
 
 if TYPE_CHECKING:
-    from rebalance.journal import Entry
+    from rebalance.protocol.journal import Entry
 
 BAD_INPUT = 2
 HASH_FROM = 10**12  # numbers above are hashes
@@ -43,7 +43,7 @@ def journal(
 ) -> None:
     """Show what every rank noted, merged by time: plans, votes, swaps, deaths, recoveries."""
     # Imported here: torch takes seconds, and --help needs none of it.
-    from rebalance.journal import JOURNAL_FOLDER, read_journals
+    from rebalance.protocol.journal import JOURNAL_FOLDER, read_journals
 
     try:
         folder = state_dir / JOURNAL_FOLDER

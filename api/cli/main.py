@@ -9,18 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from api.console import lasting_console
+from api.cli.journal import journal
+from api.cli.simulate import simulate
+from api.cli.store_commands import app as store_commands
+from api.cli.store_place import DEFAULT_STORE, StoreUrl
+from api.cli.switches import switch_movement
 from api.entry import interrupt_on_signals, leave, leave_on_signals
-from api.journal import journal
-from api.logs import set_up_logging
-from api.observability import observability
-from api.printable import print_error
-from api.processes import WORKER_MODULES, import_for_children, preload_modules
+from api.metrics.observability import observability
+from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
-from api.simulate import simulate
-from api.store_commands import app as store_commands
-from api.store_place import DEFAULT_STORE, StoreUrl
-from api.switches import switch_movement
+from api.terminal.console import lasting_console
+from api.terminal.logs import set_up_logging
+from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
 
@@ -86,7 +86,7 @@ def demo(
         # children at once.
         preload_modules(*WORKER_MODULES)
         import_for_children()
-        from api.demo import run_demo
+        from api.demo.run import run_demo
 
         interrupt_on_signals()
         summary = run_demo(settings, console)

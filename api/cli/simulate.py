@@ -9,13 +9,13 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from api.printable import print_error
+from api.terminal.printable import print_error
+from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape, preset
+from eplb.core.problem import Budget
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError, EplbError
-from eplb.gate import CostModel
-from eplb.load import LoadHistory
-from eplb.model import ModelShape, preset
-from eplb.problem import Budget
-from eplb.topology import Topology
 from simulations.page import write_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from api.printable import print_error
-from api.store_place import DEFAULT_STORE, StoreUrl, file_at, open_existing
+from api.cli.store_place import DEFAULT_STORE, StoreUrl, file_at, open_existing
+from api.terminal.printable import print_error
 from eplb.errors import ConfigError, EplbError
-from telemetry.rollup import HOUR, MINUTE
-from telemetry.sqlite_backup import backup as copy_store
-from telemetry.sqlite_backup import shrink as shrink_file
+from telemetry.retention.rollup import HOUR, MINUTE
+from telemetry.stores.sqlite.backup import backup as copy_store
+from telemetry.stores.sqlite.backup import shrink as shrink_file
 
 BAD_INPUT = 2
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}

@@ -12,8 +12,8 @@ import typer
 
 from eplb.errors import ConfigError, StoreError
 from telemetry import file_of, open_store
-from telemetry.redis_address import without_password
 from telemetry.store import LoadStore
+from telemetry.stores.redis.connection.address import without_password
 
 DEFAULT_STORE = ".eplb/store.sqlite"
 

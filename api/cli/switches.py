@@ -6,8 +6,8 @@ import time
 from contextlib import closing
 from threading import Event
 
-from api.store_place import open_existing
-from eplb.records import topology_from_dict
+from api.cli.store_place import open_existing
+from eplb.migration.serialisation import topology_from_dict
 from telemetry.store import Control, LoadStore, RunInfo
 
 REPORTS_DEADLINE_S = 3.0  # ranks report every 0.25 s; a busy machine is slower

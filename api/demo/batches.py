@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from api.demo_text import Domain, draw_sequences, mix_at
-from api.worker_plan import WorkerPlan
+from api.demo.text import Domain, draw_sequences, mix_at
+from api.demo.workers.plan import WorkerPlan
 
 
 class Batches:

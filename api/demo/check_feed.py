@@ -6,7 +6,7 @@ import queue
 import threading
 from multiprocessing.connection import Connection
 
-from api.worker_checker import SampledStep
+from api.demo.workers.checker import SampledStep
 
 CLOSE_DEADLINE_S = 20.0
 MAX_WAITING = 4  # sampled steps; more are left out and counted

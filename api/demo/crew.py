@@ -5,7 +5,7 @@ the checker and all ranks               from one start of the ranks to the next:
                                         ``end_ranks``
 
 Ranks serve: the exit of one breaks the group. The others do not, and are supervised
-(``api/supervision.py``): their exits and hangs never end serving.
+(``api/processes/supervision.py``): their exits and hangs never end serving.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from multiprocessing import get_context, resource_sharer
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from api.demo_summary import RankReport, is_right
-from api.processes import Child, refusal
-from api.server import HttpService
-from api.supervision import Kill, Supervised, Supervisor
-from api.worker_checker import CheckedStep
-from api.worker_plan import WorkerPlan
+from api.demo.summary import RankReport, is_right
+from api.demo.workers.checker import CheckedStep
+from api.demo.workers.plan import WorkerPlan
+from api.http.server import HttpService
+from api.processes.children import Child, refusal
+from api.processes.supervision import Kill, Supervised, Supervisor
 from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError, StoreError
-from eplb.recovery import Recovery
+from eplb.migration.recovery import Recovery
 from telemetry.store import LoadStore
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ class Crew:
     # Imported there: torch takes seconds, and every refusal before a start needs none of it.
 
     def _new_host_cache(self, host: int) -> Kill:
-        from api.worker_slab import run_slab
+        from api.demo.workers.host_cache import run_slab
 
         return self._started(Child(name_of_host(host), run_slab, self._plan, host)).kill
 
     def _new_controller(self) -> Kill:
-        from api.worker_controller import run_controller
+        from api.demo.workers.controller import run_controller
 
         return self._started(Child(CONTROLLER, run_controller, self._plan)).kill
 
@@ -128,7 +128,7 @@ class Crew:
 
         New pipes: one whose reader was killed may hold half of a message.
         """
-        from api.worker_checker import run_checker
+        from api.demo.workers.checker import run_checker
 
         pipes = [get_context("forkserver").Pipe(duplex=False) for _ in self._ranks]
         readers = [reader for reader, _ in pipes]
@@ -150,8 +150,8 @@ class Crew:
             BrokenGroup: a rank could not read its weights from its host's cache.
             EplbError: one of them could not start.
         """
-        from api.worker_rank import run_rank
-        from runtime.rendezvous import Rendezvous
+        from api.demo.workers.rank import run_rank
+        from runtime.group.rendezvous import Rendezvous
 
         # Here and not in rank 0, which is as mortal as any other; new for each start, because what
         # ranks of an earlier one have left there would be taken for these ranks' words.

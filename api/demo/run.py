@@ -15,22 +15,22 @@ from typing import Any
 
 from rich.console import Console
 
-from api.app import create_app
-from api.demo_crew import Crew, DeadRank
-from api.demo_settings import DemoSettings
-from api.demo_setup import begin, begin_again, give_up_lease, prepare
-from api.demo_summary import RankReport, render_summary, summarise
-from api.deployment_lease import DeploymentLease
-from api.descriptors import raise_descriptor_limit
-from api.live import LiveView
-from api.monitor import Monitor
-from api.server import HttpService
-from api.state_dir import StateDir
-from api.summary_file import SummaryFile
-from api.supervision import RestartBudget, SupervisionSettings, Supervisor
-from api.worker_plan import DEPLOYMENT, WorkerPlan
+from api.demo.crew import Crew, DeadRank
+from api.demo.settings import DemoSettings
+from api.demo.setup import begin, begin_again, give_up_lease, prepare
+from api.demo.state_dir import StateDir
+from api.demo.summary import RankReport, render_summary, summarise
+from api.demo.summary_file import SummaryFile
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
+from api.http.app import create_app
+from api.http.server import HttpService
+from api.monitor.monitor import Monitor
+from api.processes.deployment_lease import DeploymentLease
+from api.processes.descriptors import raise_descriptor_limit
+from api.processes.supervision import RestartBudget, SupervisionSettings, Supervisor
+from api.terminal.live import LiveView
+from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
-from eplb.placement import Placement
 from telemetry import open_store
 from telemetry.store import LoadStore
 

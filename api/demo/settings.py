@@ -18,8 +18,8 @@ from pydantic import (
     field_validator,
 )
 
-from eplb.gate import CostModel
-from telemetry.codec import READABLE_VERSIONS, SAMPLE_VERSION
+from eplb.decision.gate import CostModel
+from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
 
 HOUR_S, YEAR_S = 3600, 31_536_000
 DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
@@ -62,7 +62,9 @@ class DemoSettings(BaseModel):
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks run")
     precision: Precision = Field("float32", description="of weights; fp8 has block scales")
-    dispatcher: str = Field("auto", description="auto, or one of runtime.selftest.DISPATCHERS")
+    dispatcher: str = Field(
+        "auto", description="auto, or one of runtime.dispatch.selftest.DISPATCHERS"
+    )
     nodes: Whole = Field(2, ge=1, le=256, description="nodes; the ranks of one share a fast fabric")
     ranks: Whole = Field(8, ge=1, le=4096, description="rank processes, a multiple of the nodes")
     layers: Whole = Field(6, ge=1, le=1024, description="MoE layers")

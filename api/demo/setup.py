@@ -12,31 +12,31 @@ from pathlib import Path
 
 import numpy as np
 
-from api.demo_settings import DemoSettings
-from api.demo_text import VOCABULARY, domains_of, standard_domains
-from api.state_dir import StateDir
-from api.worker_plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
+from api.demo.settings import DemoSettings
+from api.demo.state_dir import StateDir
+from api.demo.text import VOCABULARY, domains_of, standard_domains
+from api.demo.workers.plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement, check_fits
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError, StoreError
-from eplb.gate import CostModel
-from eplb.migration import Pace
-from eplb.model import ModelShape
-from eplb.placement import Placement, check_fits
-from eplb.plan import plan as make_plan
-from eplb.policies import policy_named
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.spares import compact
-from eplb.topology import Topology
-from rebalance.controller import ControllerSettings
-from rebalance.controller_lease import new_holder
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.record_file import record_file_beside
-from rebalance.slab import SlabAddress, SlabSettings
+from eplb.migration.build import Pace
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.migration.spares import compact
+from eplb.planner import plan as make_plan
+from eplb.policies.table import policy_named
+from rebalance.controller.lease import new_holder
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.preload.records.record_file import record_file_beside
+from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
-from runtime.moe import NUM_HEADS
+from runtime.model.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
-from telemetry.retention import Retention
-from telemetry.spool_drain import Tempo
+from telemetry.reporter.drain import Tempo
+from telemetry.retention.pruning import Retention
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4

@@ -11,13 +11,13 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
-from api.snapshot import Snapshot, WindowScore
-from api.worker_checker import CheckedStep
-from api.worker_plan import MAX_RELATIVE_ERROR, WorkerPlan
+from api.demo.workers.checker import CheckedStep
+from api.demo.workers.plan import MAX_RELATIVE_ERROR, WorkerPlan
+from api.monitor.snapshot import Snapshot, WindowScore
 
 FINAL_WINDOWS = 5
 
-RankReport = Mapping[str, Any]  # what api.worker_rank tells at its end
+RankReport = Mapping[str, Any]  # what api.demo.workers.rank tells at its end
 
 
 def summarise(

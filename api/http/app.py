@@ -4,8 +4,8 @@
     GET  /api/v1/...  questions         POST, PATCH /api/v1/...  requests
 
 Everything is read from the store and every request is put into it. Who may ask, how much and how
-often is in ``api/guard.py`` and ``api/connections.py``. The two probes take no thread and never
-wait for the store.
+often is in ``api/http/guard.py`` and ``api/http/connections.py``. The two probes take no thread and
+never wait for the store.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
-from api.guard import Guard, check_request
-from api.latest import WAIT_S, LatestAnswer
-from api.metric_rows import Level
-from api.monitor import KEPT_SCORES, KEPT_WINDOWS
-from api.problems import correct_media_types, documented, report_problems
-from api.requests import MAX_ID, ControlRequest, ExplainRequest, ReasonRequest, RebalanceRequest
-from api.schemas import (
+from api.http.guard import Guard, check_request
+from api.http.latest import WAIT_S, LatestAnswer
+from api.http.problems import correct_media_types, documented, report_problems
+from api.http.requests import (
+    MAX_ID,
+    ControlRequest,
+    ExplainRequest,
+    ReasonRequest,
+    RebalanceRequest,
+)
+from api.http.schemas import (
     ControlAnswer,
     EventAnswer,
     Health,
@@ -38,8 +42,10 @@ from api.schemas import (
     State,
     TaskAnswer,
 )
-from api.service import AdminService
-from api.supervision import SupervisionView
+from api.http.service import AdminService
+from api.metrics.rows import Level
+from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
+from api.processes.supervision import SupervisionView
 from eplb import __version__
 from telemetry.store import LoadStore
 

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from api.schemas import Health
-from api.service import Refused
+from api.http.schemas import Health
+from api.http.service import Refused
 
 WAIT_S = 0.25
 

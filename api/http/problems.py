@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from api.schemas import Problem
-from api.service import Refused
+from api.http.schemas import Problem
+from api.http.service import Refused
 from eplb.errors import ConfigError, EplbError
 
 MAX_DETAIL = 500  # characters

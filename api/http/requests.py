@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from eplb.policies import POLICIES
+from eplb.policies.table import POLICIES
 
 MAX_ID = 2**63 - 1  # of tasks, events and generations: the largest integer of every store
 MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from api.connections import BoundedConnection
+from api.http.connections import BoundedConnection
 from eplb.errors import ConfigError
 
 if TYPE_CHECKING:

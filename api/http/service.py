@@ -14,13 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from api.metric_rows import Level
-from api.metrics import Exposition
-from api.monitor import Monitor
-from api.plan_ends import task_answer
-from api.readiness import unready
-from api.requests import ControlRequest, ExplainRequest, RebalanceRequest
-from api.schemas import (
+from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest
+from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
     EventAnswer,
@@ -39,10 +34,15 @@ from api.schemas import (
     TaskAnswer,
     TransactionAnswer,
 )
-from api.snapshot import Snapshot
-from api.supervision import SupervisionView
+from api.metrics.exposition import Exposition
+from api.metrics.rows import Level
+from api.monitor.monitor import Monitor
+from api.monitor.plan_ends import task_answer
+from api.monitor.readiness import unready
+from api.monitor.snapshot import Snapshot
+from api.processes.supervision import SupervisionView
 from eplb.errors import EplbError
-from eplb.policies import policy_named
+from eplb.policies.table import policy_named
 from telemetry.store import CommittedPlacement, Control, LoadStore, Task
 
 PLACEMENTS_SEARCHED = 10_000

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.drift_watch import DriftWatch
-from api.metric_rows import Level, Metric, Scrape, metrics_of
-from api.monitor import KEPT_WINDOWS, Monitor
-from api.tally import BUCKETS_S, Durations
+from api.metrics.rows import Level, Metric, Scrape, metrics_of
+from api.monitor.drift_watch import DriftWatch
+from api.monitor.monitor import KEPT_WINDOWS, Monitor
+from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError
 from telemetry.store import LoadStore
 

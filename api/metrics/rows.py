@@ -14,14 +14,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from api.drift_watch import largest_layer
-from api.snapshot import PHASES, Snapshot
-from api.supervision import ProcessState
-from api.tally import Durations
+from api.monitor.drift_watch import largest_layer
+from api.monitor.snapshot import PHASES, Snapshot
+from api.monitor.tally import Durations
+from api.processes.supervision import ProcessState
 from eplb import __version__
-from eplb.migration import Migration
-from telemetry.drift import Drift
-from telemetry.windows import Window
+from eplb.migration.build import Migration
+from telemetry.drift.detector import Drift
+from telemetry.windows.step_windows import Window
 
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from api.snapshot import Snapshot
-from eplb.load import LoadHistory
-from telemetry.drift import Drift, drift
+from api.monitor.snapshot import Snapshot
+from eplb.core.load import LoadHistory
+from telemetry.drift.detector import Drift, drift
 from telemetry.store import Event
-from telemetry.windows import Window, history
+from telemetry.windows.step_windows import Window, history
 
 COMPARED_WINDOWS = 4  # the latest ones
 PLANNED_WINDOWS = 4  # what a plan looked at, when its event does not tell

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from api.snapshot import (
+from api.monitor.snapshot import (
     Decision,
     RankView,
     RebalanceMark,
@@ -33,14 +33,14 @@ from api.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
-from api.supervision import SupervisionView
-from api.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
-from eplb.load import LoadSample
-from eplb.records import model_from_dict, topology_from_dict
-from telemetry.intake import Intake
-from telemetry.run_windows import folder_of
+from api.monitor.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
+from api.processes.supervision import SupervisionView
+from eplb.core.load import LoadSample
+from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.store import Event, LoadStore, RankState, RunInfo
-from telemetry.windows import Window
+from telemetry.windows.intake import Intake
+from telemetry.windows.run_windows import folder_of
+from telemetry.windows.step_windows import Window
 
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from api.schemas import PlanEnd, TaskAnswer
+from api.http.schemas import PlanEnd, TaskAnswer
 from telemetry.rules import EVENT_OF_OUTCOME
 from telemetry.store import Event, LoadStore, Outcome, Task
 

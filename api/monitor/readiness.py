@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from api.snapshot import Snapshot
-from api.supervision import ProcessState
+from api.monitor.snapshot import Snapshot
+from api.processes.supervision import ProcessState
 
 
 def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> str | None:

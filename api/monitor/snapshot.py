@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from api.supervision import SupervisionView
-from api.tally import Durations
-from eplb.balance import imbalance_of
-from eplb.migration import Migration
-from eplb.topology import Topology
+from api.monitor.tally import Durations
+from api.processes.supervision import SupervisionView
+from eplb.core.topology import Topology
+from eplb.measure.balance import imbalance_of
+from eplb.migration.build import Migration
 from telemetry.store import Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a rank at work

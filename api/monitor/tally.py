@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.load import LoadSample
+from eplb.core.load import LoadSample
 from telemetry.store import Event, RankState
 
 OUTCOME_OF_EVENT = {"commit": "committed", "abort": "aborted", "reject": "rejected"}
@@ -24,7 +24,8 @@ TRIGGERS = ("load", "request")  # the controller's own, after a window; asked fo
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
-# What the controller makes of samples that it does not count as load; telemetry.intake.OUTCOMES.
+# What the controller makes of samples that it does not count as load;
+# telemetry.windows.intake.OUTCOMES.
 LEFT_OUT = ("repeated", "late", "future", "stale", "malformed", "unreadable")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from api.descriptors import raise_descriptor_limit
-from api.logs import set_up_logging
-from api.supervision import TURN_S
+from api.processes.descriptors import raise_descriptor_limit
+from api.processes.supervision import TURN_S
+from api.terminal.logs import set_up_logging
 from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
@@ -30,10 +30,10 @@ STOP_DEADLINE_S = 10.0
 TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
 
 WORKER_MODULES = (  # of the demo's children
-    "api.worker_rank",
-    "api.worker_checker",
-    "api.worker_slab",
-    "api.worker_controller",
+    "api.demo.workers.rank",
+    "api.demo.workers.checker",
+    "api.demo.workers.host_cache",
+    "api.demo.workers.controller",
 )
 
 Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)

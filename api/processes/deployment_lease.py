@@ -1,9 +1,9 @@
 """One deployment of a name in a store: the lease that its parent process holds while it runs.
 
 A second start is refused; the error names the holder. The lease alone shows whether the holder is
-alive (``telemetry/lease_watch.py``): it is renewed at a third of its time to live, so a refusal
-comes within that time; after a death a start on the same host goes on at once, and on another host
-after one time to live.
+alive (``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
+refusal comes within that time; after a death a start on the same host goes on at once, and on
+another host after one time to live.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 import time
 
 from eplb.errors import ConfigError, StoreError
-from rebalance.controller_lease import RENEWALS, ControllerLease
-from telemetry.holder import new_holder, shown
+from rebalance.controller.lease import RENEWALS, ControllerLease
 from telemetry.store import Lease, LoadStore
+from telemetry.stores.holder import new_holder, shown
 
 _ASK_S = 0.2  # while another holds it
 

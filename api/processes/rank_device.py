@@ -11,18 +11,18 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from api.worker_plan import WorkerPlan
+from api.demo.workers.plan import WorkerPlan
 from eplb.errors import ConfigError
-from rebalance.choice import KnownRecords, choose_transport
-from rebalance.links import Peers, RankMemory, SharedPeers
-from rebalance.stage_settings import StageSettings
-from rebalance.transport import WeightTransport
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.choice import KnownRecords, choose_transport
+from rebalance.transport.interface import WeightTransport
+from rebalance.transport.processes import Peers, RankMemory, SharedPeers
 from runtime.checkpoint import Weights
-from runtime.compute import Experts, LoopExperts
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher, Dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import Arena, ExpertBank, PlainArena, bank_bytes
-from runtime.moe import Forward, MoEStack
+from runtime.model.compute import Experts, LoopExperts
+from runtime.model.moe import Forward, MoEStack
 
 
 class Model(Protocol):
@@ -135,7 +135,7 @@ class GpuDevice:
         through the host, and says so.
         """
         # Imported here and below: none of it is needed, or there, on a CPU.
-        from runtime.symmetric import SymmetricArena
+        from runtime.memory.symmetric import SymmetricArena
 
         plan = self._plan
         slots = plan.topology.slots_of_rank
@@ -155,7 +155,7 @@ class GpuDevice:
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
         """Pick the first that proves right here: DeepEP for decode, for prefill, all-to-all."""
-        from runtime.selftest import Trial, choose_dispatcher
+        from runtime.dispatch.selftest import Trial, choose_dispatcher
 
         plan = self._plan
         trial = Trial(
@@ -172,7 +172,7 @@ class GpuDevice:
 
     def experts(self, bank: ExpertBank) -> Experts:
         """All slots in one grouped GEMM."""
-        from runtime.compute import GroupedExperts
+        from runtime.model.compute import GroupedExperts
 
         plan = self._plan
         pairs = plan.tokens_per_rank * plan.topology.num_ranks * plan.model.top_k
@@ -189,8 +189,8 @@ class GpuDevice:
         return choose_transport(memory, lambda: self._peers(memory, known), known, group)
 
     def _peers(self, memory: RankMemory, known: KnownRecords) -> Peers:
-        from rebalance.gpu_links import SymmetricPeers
-        from runtime.symmetric import SymmetricArena
+        from rebalance.transport.gpus import SymmetricPeers
+        from runtime.memory.symmetric import SymmetricArena
 
         if not isinstance(self._arena, SymmetricArena):
             raise ConfigError(self._unmapped)
@@ -198,8 +198,8 @@ class GpuDevice:
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """The stack as a CUDA graph where the dispatcher's shapes are fixed, else as it is."""
-        from runtime.deepep import DeepEPLowLatency
-        from runtime.graphs import CapturedStack
+        from runtime.dispatch.deepep import DeepEPLowLatency
+        from runtime.model.graphs import CapturedStack
 
         plan = self._plan
         if not isinstance(dispatcher, DeepEPLowLatency) or plan.trace is not None:

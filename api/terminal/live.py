@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.live import Live
 
-from api.demo_settings import View
-from api.monitor import Monitor
-from api.printable import printable
-from api.snapshot import Snapshot, WindowScore
-from api.terminal import render
+from api.demo.settings import View
+from api.monitor.monitor import Monitor
+from api.monitor.snapshot import Snapshot, WindowScore
+from api.terminal.picture import render
+from api.terminal.printable import printable
 from telemetry.store import Event
 
 PERIOD_S = 0.5

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from api.printable import printable
+from api.terminal.printable import printable
 
 MOST = 20
 PERIOD_S = 60.0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from api.printable import printable
-from api.snapshot import Snapshot, WindowScore
+from api.monitor.snapshot import Snapshot, WindowScore
+from api.terminal.printable import printable
 
 PLOT_ROWS = 6
 EIGHTHS = " ▁▂▃▄▅▆▇█"

@@ -280,7 +280,8 @@ def schemathesis(folder: Path) -> Outcome:
         command = [str(BIN / "schemathesis"), "run", f"{running.url}/api/v1/openapi.json"]
         command += ["--checks", "all", "--continue-on-failure", "--max-time", "300"]
         command += ["--max-examples", "5", "--generation-database", "none", "--no-color"]
-        # Not ready is a 503, as documented; tests/test_http_schema.py has one that is ready.
+        # Not ready is a 503, as documented; tests/api/http/test_http_schema.py has one that is
+        # ready.
         command += ["--exclude-path", "/readyz"]
         # A request to rebalance waits 10 s for its plan.
         command += ["--max-response-time", "30", "--request-timeout", "30"]

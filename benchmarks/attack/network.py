@@ -27,20 +27,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks.attack.attack import Attack, Outcome
+from eplb.core.model import ModelShape
 from eplb.errors import EplbError
-from eplb.model import ModelShape
-from eplb.recovery import Recovery
-from rebalance.door import Door, DoorPlate
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import PROTOCOL as HOSTS
-from rebalance.host_link_wire import Wire, greet, reach
-from rebalance.rank_link_wire import PROTOCOL as RANKS
-from rebalance.recovery import rejoin
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.slab_settings import SlabSettings
+from eplb.migration.recovery import Recovery
+from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.wire import PROTOCOL as HOSTS
+from rebalance.network.wire import Wire, greet, reach
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.recovery.survivors import rejoin
+from rebalance.transport.ranks.wire import PROTOCOL as RANKS
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.experts import ExpertSchema
-from runtime.launch import launch
+from runtime.group.launch import launch
 
 FORK = multiprocessing.get_context("fork")  # imports of torch take seconds
 START_DEADLINE_S = 120.0  # of ranks that import torch; 5 s on a free machine

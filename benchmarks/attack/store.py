@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.attack.attack import Attack, Outcome
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
 from telemetry import open_store
-from telemetry.redis_process import RedisProcess
-from telemetry.redis_store import RedisStore
-from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore
+from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.store import RedisStore
+from telemetry.stores.sqlite.store import SqliteStore
 
 EPLB = Path(sys.executable).with_name("eplb")
 HERE = Path(__file__).resolve().parents[2]
@@ -182,7 +182,9 @@ def make_sample(sequence: int) -> LoadSample:
 
 def torn_append(folder: Path) -> Outcome:
     """Cut the append-only file at many places in its last transaction, and start it twice."""
-    logging.getLogger("telemetry.redis_samples").setLevel(logging.ERROR)  # it says each repair
+    logging.getLogger("telemetry.stores.redis.samples").setLevel(
+        logging.ERROR
+    )  # it says each repair
     settings = {"appendonly": "yes", "appendfsync": "always"}
     torn = list[str]()
     with RedisProcess(folder / "redis", settings) as server:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attack.attack import Attack, Outcome
-from benchmarks.faulty_demo import FaultyDemo, TooLate
+from benchmarks.faults.demo_process import FaultyDemo, TooLate
 
 DEADLINE_S = 40.0
 KILLS_OF_CONTROLLER, KILLS = 25, 3

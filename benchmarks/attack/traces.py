@@ -31,8 +31,8 @@ PROBE = """
 import resource, sys
 from pathlib import Path
 from typer.testing import CliRunner
-from api.cli import app
-import api.simulate, simulations.npz
+from api.cli.main import app
+import api.cli.simulate, simulations.npz
 
 def tried(path):
     done = CliRunner().invoke(app, ["simulate", str(path)])

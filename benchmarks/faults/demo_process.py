@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from telemetry import open_store
 from telemetry.store import Event, LoadStore
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANKS, NODES = 4, 2
 SERVING = {"rank 0", "rank 1", "rank 2", "rank 3", "controller", "preload process"}
 SETTINGS: Mapping[str, Any] = {
@@ -73,7 +73,7 @@ class FaultyDemo:
         given = {"state_dir": self.state_dir, "json_path": self.json_path, "seed": self._seed}
         given |= self._settings
         path = self.state_dir / "store.sqlite"
-        command = [sys.executable, "-m", "api.cli", "demo", "--serve"]
+        command = [sys.executable, "-m", "api.cli.main", "demo", "--serve"]
         command += ["--resume"] * path.exists()
         command += ["--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md")]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]

@@ -1,4 +1,4 @@
-"""The kinds of faults that ``benchmarks/faults.py`` draws from, each injected from outside."""
+"""The kinds of faults that ``benchmarks/faults/live.py`` draws from, each injected from outside."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from faulty_demo import NODES, RANKS, FaultyDemo, memory_files
-
+from benchmarks.faults.demo_process import NODES, RANKS, FaultyDemo, memory_files
 from telemetry.store import Control
 
 DEADLINE_S = 90.0  # for what a fault needs to be there, and for an end that it brings

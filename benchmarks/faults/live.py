@@ -1,6 +1,6 @@
 """Random live faults over four ranks that serve and rebalance all the time. Right afterwards?
 
-    python benchmarks/faults.py [--seed 1] [--first 0] [--count 200] [--log faults.jsonl]
+    python -m benchmarks.faults.live [--seed 1] [--first 0] [--count 200] [--log faults.jsonl]
 
 Fault number N of a seed is always the same draw, so that a run may be done in parts into one log:
 ``--first 100 --count 100``. After each fault every rank must step again and a rebalance must be
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fault_kinds import INJECT, Fault
-from faulty_demo import RANKS, Ended, FaultyDemo, TooLate, shared_memory_names
 
+from benchmarks.faults.demo_process import RANKS, Ended, FaultyDemo, TooLate, shared_memory_names
+from benchmarks.faults.kinds import INJECT, Fault
 from telemetry.store import Control
 
 DEADLINE_S = 90.0  # for tokens and a rebalance after a fault

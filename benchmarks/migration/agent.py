@@ -12,20 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from big_rank import BigRank, Shapes, first_slots
-from publishing import Publisher
-
-from eplb.migration import Migration, Pace, Source, build_migration
-from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
+from benchmarks.migration.big_rank import BigRank, Shapes, first_slots
+from benchmarks.publishing import Publisher
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.build import Migration, Pace, Source, build_migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.stage_settings import StageSettings
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.stage.settings import StageSettings
 from runtime.counters import SlotCounter
 from runtime.routing import RoutingTable
 from telemetry import open_store
-from telemetry.reporter import Reporter
+from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore, RunInfo
 
 DEPLOYMENT = "bench"

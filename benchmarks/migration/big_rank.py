@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance.digests import agree_on_digests
-from rebalance.gloo_votes import GlooVotes
-from rebalance.links import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
-from rebalance.slab import Digest
-from rebalance.transport import Record
-from rebalance.wanted import IsWanted, always
-from runtime.agreement import gathered
+from rebalance.preload.cache.server import Digest
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.threads.cancellation import IsWanted, always
+from rebalance.transport.interface import Record
+from rebalance.transport.processes import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
+from runtime.group.agreement import gathered
 from runtime.streams import Completion
 
 DEADLINE_S = 120.0
@@ -147,7 +147,8 @@ def build(
 ) -> BigRank:
     """Reserve a rank's memory, fill it, agree on digests, and map the peers' memory.
 
-    Called by every rank of a group that ``runtime.launch`` has joined; each waits for all others.
+    Called by every rank of a group that ``runtime.group.launch`` has joined; each waits for all
+    others.
 
     Args:
         held: [L, S] experts of all slots at the start; None: those of ``first_slots``.
@@ -168,7 +169,7 @@ def build(
     shape = (shapes.schema, shapes.model.num_layers, slots)
     arena: Any = None
     if from_cuda:
-        from runtime.symmetric import SymmetricArena
+        from runtime.memory.symmetric import SymmetricArena
 
         num_bytes = bank_bytes(*shape, shapes.staging_experts)
         arena = SymmetricArena(num_bytes, group, device)
@@ -182,7 +183,7 @@ def build(
     handles = gathered(bank.handle, control)
     peers: Peers
     if from_cuda:
-        from rebalance.gpu_links import SymmetricPeers
+        from rebalance.transport.gpus import SymmetricPeers
 
         peers = SymmetricPeers(rank, topology, bank, arena)
     else:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from big_rank import BigRank, Shapes, build
-from migrate_agent import MOVES, agent_of, publisher_of, rotated
-from migrate_stage import PinnedSlab
 from numpy.typing import NDArray
-from rows import Row
 
-from eplb.model import ModelShape
-from rebalance.parts import StepFigures
+from benchmarks.migration.agent import MOVES, agent_of, publisher_of, rotated
+from benchmarks.migration.big_rank import BigRank, Shapes, build
+from benchmarks.migration.stage import PinnedSlab
+from benchmarks.rows import Row
+from eplb.core.model import ModelShape
+from rebalance.rank.parts import StepFigures
 from runtime.counters import SlotCounter
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
@@ -113,10 +113,10 @@ def decode_step(
     big: BigRank,
 ) -> tuple[Callable[[int], None], RoutingTable, SlotCounter]:
     """A captured graph of all resident layers, and its parts."""
-    from runtime.compute import GroupedExperts
-    from runtime.deepep import DeepEPLowLatency, DeepEPShape
-    from runtime.graphs import CapturedStack
-    from runtime.moe import MoELayer, MoEStack
+    from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
+    from runtime.model.compute import GroupedExperts
+    from runtime.model.graphs import CapturedStack
+    from runtime.model.moe import MoELayer, MoEStack
 
     model, device = big.shapes.model, big.device
     group = dist.group.WORLD

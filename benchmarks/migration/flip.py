@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from big_rank import seconds
-from rows import Row
 
-from eplb.placement import Placement
+from benchmarks.migration.big_rank import seconds
+from benchmarks.rows import Row
+from eplb.core.placement import Placement
 from runtime.routing import RoutingTable
 
 NUM_FLIPS = 220

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from eplb.model import ModelShape
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.hosts.settings import HostLinkSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import SharedArena
+from runtime.memory.shared import SharedArena
 
 DEADLINE_S = 600.0
 PORT = 23719

@@ -1,7 +1,8 @@
 """Moving experts, measured: each phase against the plain copy, and what decode steps feel of it.
 
-    python3 benchmarks/migrate.py --device cuda [--only stage,slab,flip,whole,disk,decode-copy]
-    python benchmarks/migrate.py                 # the same on CPU ranks, small
+    python3 -m benchmarks.migration.migrate --device cuda [--only
+    stage,slab,flip,whole,disk,decode-copy] python -m benchmarks.migration.migrate                 #
+    the same on CPU ranks, small
 
 On GPUs it needs four of one host and deep_ep. Shapes are DeepSeek-V3's, made-up weights; a decode
 step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; one table.
@@ -25,18 +26,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import preload
-from big_rank import Shapes, v3
-from migrate_agent import begin_store
-from migrate_decode import measure_decode
-from migrate_flip import measure_flip
-from migrate_stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_slab
-from migrate_whole import measure_whole
-from rows import Row, keep, show
 
-from eplb.migration import Source
-from eplb.model import ModelShape
-from rebalance.stage_settings import SERVING_BYTES_PER_SECOND
-from runtime.launch import launch
+from benchmarks.migration.agent import begin_store
+from benchmarks.migration.big_rank import Shapes, v3
+from benchmarks.migration.decode import measure_decode
+from benchmarks.migration.flip import measure_flip
+from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_slab
+from benchmarks.migration.whole import measure_whole
+from benchmarks.rows import Row, keep, show
+from eplb.core.model import ModelShape
+from eplb.migration.build import Source
+from rebalance.stage.settings import SERVING_BYTES_PER_SECOND
+from runtime.group.launch import launch
 
 DECODE_DEADLINE_S = 200.0
 STEP_S = 0.03  # of a whole rebalance

@@ -1,6 +1,6 @@
 """Phase one, preload, measured: disk -> host memory against plain reads of the same file.
 
-    python benchmarks/preload.py FOLDER [--records 24] [--runs 5] [--readers 4]
+    python -m benchmarks.migration.preload FOLDER [--records 24] [--runs 5] [--readers 4]
 
 Writes a checkpoint of DeepSeek-V3's experts (7168 x 2048, FP8: 44 MB) and its record file under
 FOLDER, 2.2 GB with 24 records, and removes both. Every run reads cold: past the page cache, which
@@ -26,17 +26,23 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from loopback import OtherHost, hold_everything, plain_rate, process, send_plainly
 from safetensors.torch import save_file
 
-from eplb.model import ModelShape
-from rebalance.host_link_settings import SERVING_BYTES_PER_SECOND
-from rebalance.preload import make_all
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
-from rebalance.slab_settings import NUM_READERS
+from benchmarks.migration.loopback import (
+    OtherHost,
+    hold_everything,
+    plain_rate,
+    process,
+    send_plainly,
+)
+from eplb.core.model import ModelShape
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.settings import NUM_READERS
+from rebalance.preload.hosts.settings import SERVING_BYTES_PER_SECOND
+from rebalance.preload.loader import make_all
 from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name
 from runtime.experts import ExpertSchema
-from runtime.memory import SharedArena, digest
+from runtime.memory.shared import SharedArena, digest
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 DEADLINE_S = 600.0

@@ -1,6 +1,6 @@
 """A rank's live slots over loopback TCP, measured against a plain copy of as many bytes.
 
-    python benchmarks/rank_link.py [--runs 7] [--records 8]
+    python -m benchmarks.migration.rank_link [--runs 7] [--records 8]
 
 The rank that is asked is a process of its own, and so is the plain sender. Both ways take turns in
 one run, over one stream each, into memory that was used before. Records are DeepSeek-V3's experts
@@ -23,13 +23,13 @@ from statistics import median
 
 import numpy as np
 import torch
-from loopback import DEADLINE_S, plain_rate, process, send_plainly
 
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_server import RankLinkServer, Served
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import GroupName, Part
-from rebalance.stage_settings import MIB, StageSettings
+from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
+from rebalance.stage.settings import MIB, StageSettings
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import GroupName, Part
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)

@@ -18,24 +18,33 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from big_rank import DEADLINE_S, BigRank, NoSlab, Shapes, build, fill, is_cuda, seconds
-from preload import write_experts
-from rows import Row
 
-from eplb.migration import Move, Source
-from eplb.placement import EMPTY
-from rebalance.lanes import Pull
-from rebalance.phases import RankPhase
-from rebalance.slab import Digest, HostSlab, SlabAddress, SlabReader, SlabSettings
-from rebalance.sources import Sources
-from rebalance.stage_settings import StageSettings
-from rebalance.staging import Stager
-from rebalance.transport import Record
-from rebalance.waiting import PhaseBox, drive
-from rebalance.wanted import IsWanted, always
+from benchmarks.migration.big_rank import (
+    DEADLINE_S,
+    BigRank,
+    NoSlab,
+    Shapes,
+    build,
+    fill,
+    is_cuda,
+    seconds,
+)
+from benchmarks.migration.preload import write_experts
+from benchmarks.rows import Row
+from eplb.core.placement import EMPTY
+from eplb.migration.build import Move, Source
+from rebalance.preload.cache.server import Digest, HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.protocol.phases import RankPhase
+from rebalance.stage.lanes import Pull
+from rebalance.stage.settings import StageSettings
+from rebalance.stage.sources import Sources
+from rebalance.stage.stager import Stager
+from rebalance.threads.cancellation import IsWanted, always
+from rebalance.threads.waiting import PhaseBox, drive
+from rebalance.transport.interface import Record
 from runtime.checkpoint import Checkpoint
-from runtime.launch import launch
-from runtime.memory import digest
+from runtime.group.launch import launch
+from runtime.memory.shared import digest
 
 NUM_STAGED = 16
 REPEATS = 8

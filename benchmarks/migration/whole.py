@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from big_rank import BigRank, Shapes, build, wait_for
-from migrate_agent import Clockwork, agent_of, publisher_of
-from publishing import Publisher
-from rows import Row
 
+from benchmarks.migration.agent import Clockwork, agent_of, publisher_of
+from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
+from benchmarks.publishing import Publisher
+from benchmarks.rows import Row
 from rebalance.agent import RankAgent
 from runtime.counters import SlotCounter
 from runtime.routing import RoutingTable

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from eplb import Topology
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TUNED_ON = ("gpqa_main", "mmlu_dev")  # the benchmarks of gpt-oss; the others are judged on
 HALVES = ("tune", "judge")
 GPT, LITE = "gpt-oss-20b", "V2-Lite"

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, imbalance
-from eplb.allowance import moves_per_layer
-from eplb.load import LoadHistory, LoadSample
-from eplb.model import ModelShape
-from eplb.policies import contiguous_policy, policy_named
-from eplb.problem import Problem
-from eplb.records import model_to_dict, topology_to_dict
-from rebalance.controller import Controller, ControllerSettings
-from telemetry.memory import MemoryStore
+from eplb.core.load import LoadHistory, LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.problem import Problem
+from eplb.decision.allowance import moves_per_layer
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.policies.table import contiguous_policy, policy_named
+from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry.store import RunInfo
+from telemetry.stores.memory import MemoryStore
 
 MOST_HISTORY = 16  # windows that a compared policy sees
 WINDOW_SECONDS = 60.0

@@ -1,6 +1,6 @@
 """The planner over time: recorded routing, window by window, as the controller runs it.
 
-    python benchmarks/over_time.py [--half tune|judge] [--quick] [--only TEXT] [--json FILE]
+    python -m benchmarks.over_time.run [--half tune|judge] [--quick] [--only TEXT] [--json FILE]
 
 Two tables, each with its targets. The first replays every stream of ``over_time_loads.py`` under
 the controller with its defaults, and under policies that plan again after every window; all are
@@ -29,21 +29,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from over_time_loads import DATA, GPT, HALVES, LITE, RANKS, STEADY, Case, cases, stream
-from over_time_replay import (
+from rich.console import Console
+
+from benchmarks.over_time.loads import DATA, GPT, HALVES, LITE, RANKS, STEADY, Case, cases, stream
+from benchmarks.over_time.replay import (
     Replayed,
     realised,
     replay_controller,
     replay_nothing,
     replay_policy,
 )
-from over_time_tables import NOTHING, OURS, Day, Figures, merged, show, show_days, show_targets
-from rich.console import Console
-
-from eplb.load import LoadHistory
-from rebalance.controller import ControllerSettings
+from benchmarks.over_time.tables import (
+    NOTHING,
+    OURS,
+    Day,
+    Figures,
+    merged,
+    show,
+    show_days,
+    show_targets,
+)
+from eplb.core.load import LoadHistory
+from rebalance.controller.loop import ControllerSettings
 from simulations.peers import PEERS, register_peers
-from telemetry.drift import LOOK_BACK, last_change
+from telemetry.drift.detector import LOOK_BACK, last_change
 
 TOP_K = {GPT: 4, LITE: 6}
 MOST_WINDOWS, QUICK_WINDOWS = 96, 40

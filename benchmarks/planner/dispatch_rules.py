@@ -1,6 +1,6 @@
 """What plans are worth under an engine's dispatch rule, and what redundancy is worth at all.
 
-    python benchmarks/dispatch_rules.py [--layers 12] [--seed 1]
+    python -m benchmarks.planner.dispatch_rules [--layers 12] [--seed 1]
 
 *none* is one slot for each expert in order, *booked* and *unaware* the published balancer's
 algorithm (replicate the hottest, pack heaviest first; for vllm-ascend this project's greedy, which
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from plan import numpy_greedy
 
+from benchmarks.planner.plan import numpy_greedy
 from eplb import (
     DispatchRule,
     Placement,

@@ -1,6 +1,6 @@
 """What a plan costs and what the effort brings: one table of rows with their targets.
 
-    python benchmarks/effort.py [--runs 9] [--unlimited] [--half judged]
+    python -m benchmarks.planner.effort [--runs 9] [--unlimited] [--half judged]
 
 Times are of the calling thread's own work. Other programs slow a thread down all the same, so the
 column "idle" divides by how much slower than ``--idle-ms`` the greedy plan of 58 x 256 experts was
@@ -24,16 +24,16 @@ from time import perf_counter, thread_time
 from typing import TypeVar
 
 import numpy as np
-from heldout import DATA, Tokens, history_of, windows
 from numpy.typing import NDArray
-from plan import Case
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner.heldout import DATA, Tokens, history_of, windows
+from benchmarks.planner.plan import Case
 from eplb import Budget, Placement, Topology, imbalance, plan
 from eplb.deepseek import rebalance_experts
-from eplb.plan import Plan
+from eplb.planner import Plan
 
 V3 = Case(58, 256, 288, 32)
 LARGE = (

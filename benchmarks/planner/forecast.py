@@ -1,6 +1,6 @@
 """How well the next window can be forecast, on recorded load: the skill of each way.
 
-    python benchmarks/forecast.py [--seeds 3] [--most 32]
+    python -m benchmarks.planner.forecast [--seeds 3] [--most 32]
 
 Skill is the part of persistence's error that a forecaster saves: 0 is no better than "as the last
 window", below 0 is worse. It is told of the distance between shares (Jensen-Shannon), of the tokens
@@ -32,10 +32,10 @@ from rich.table import Table
 
 from eplb import LoadHistory, Topology
 from simulations import Scenario, Workload, generate, load_trace, replay
-from telemetry.backtest import choose_forecaster
-from telemetry.drift import last_change
+from telemetry.drift.detector import last_change
+from telemetry.forecast.backtest import choose_forecaster
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 WINDOW_TOKENS = 65_536
 A_DAY = 144  # windows of ten minutes
 GPT_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=5)

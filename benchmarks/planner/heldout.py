@@ -1,6 +1,6 @@
 """What a plan is worth on the next window: recorded routing, planned on the past, judged after it.
 
-    python benchmarks/heldout.py [--tests 4] [--seeds 2]
+    python -m benchmarks.planner.heldout [--tests 4] [--seeds 2]
 
 A plan sees up to 16 windows and is judged on the one that follows, for several such windows. The
 order of tokens decides how much windows differ, so both ends are shown: requests one after
@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eplb import Placement, Topology, imbalance, plan
-from eplb.noise import sampling_noise
-from eplb.resplit import resplit
+from eplb.measure.noise import sampling_noise
+from eplb.shares.resplitting import resplit
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 MOST_HISTORY = 16
 TOKENS_PER_WINDOW = (1024, 4096, 16384)
 ORDERS = ("recorded", "shuffled", "mixed")

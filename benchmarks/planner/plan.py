@@ -1,6 +1,6 @@
 """Planning time and balance on loads sized after real models: one table, fixed seeds.
 
-    python benchmarks/plan.py [--runs 7]
+    python -m benchmarks.planner.plan [--runs 7]
 
 "ms" is all of ``eplb.plan``: its checks, figures and gate. "ratio" is that over the plain numpy
 greedy on the same load in the same run: the same idea without compiled loops and without the rule
@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eplb import Budget, Constraints, ModelShape, Placement, Topology, imbalance, plan
-from eplb.legal import why_it_cannot_serve
-from eplb.plan import Plan
+from eplb.planner import Plan
+from eplb.policies.legality import why_it_cannot_serve
 
 Load = NDArray[np.int64]
 DEADLINE_S = 300.0

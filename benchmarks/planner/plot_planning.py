@@ -1,6 +1,6 @@
 """Moves against balance when the traffic changes: the table, and docs/moves.svg drawn from it.
 
-    python benchmarks/plot_planning.py
+    python -m benchmarks.planner.plot_planning
 
 DeepSeek-V2-Lite (26 layers, 64 experts) on 8 ranks x 9 slots serves intent classification; then
 the traffic turns to summaries. Each planner sees four windows of 1,024 tokens of them, gets a
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from eplb import Budget, CostModel, Placement, Topology, imbalance, plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=9)
 NUM_EXPERTS, WINDOW, SEEN = 64, 1024, 4

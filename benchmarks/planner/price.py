@@ -1,6 +1,6 @@
 """Whether the default price is right at any number of slots a rank: net seconds over a grid.
 
-    python benchmarks/price.py [--windows 24] [--seed 5]
+    python -m benchmarks.planner.price [--windows 24] [--seed 5]
 
 Generated load that drifts, 6 layers of 256 experts; one rank group for each shape. The planner runs
 with pay-back times around the default. Net seconds: what the windows take, each of ``WINDOW_S`` at
@@ -15,7 +15,7 @@ import argparse
 import numpy as np
 
 from eplb import CostModel, Topology
-from eplb.load import LoadHistory
+from eplb.core.load import LoadHistory
 from simulations.replay import Replay, Scenario, replay
 from simulations.workloads import Workload, generate
 

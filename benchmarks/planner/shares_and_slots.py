@@ -1,11 +1,11 @@
 """How fast new shares are found, and what redundancy by benefit saves: two tables, fixed seeds.
 
-    python benchmarks/shares_and_slots.py
+    python -m benchmarks.planner.shares_and_slots
 
 "kernel" finds the best shares; "whole" is all of ``resplit``, with its checks and a placement.
 Loads are lognormal(1.0) that drifted by lognormal(0.2) since the placement was planned; windows
 differ by lognormal(0.05). Medians of the calling thread's own time, compilation not counted;
-"ratio" is the whole call over the plain numpy greedy of ``benchmarks/plan.py`` in the same run.
+"ratio" is the whole call over the numpy greedy of ``benchmarks/planner/plan.py`` in the same run.
 
 The second table gives slots to 58 layers of 256 experts on 32 ranks, skewed as recorded ones are:
 gamma profiles of shape 0.7 to 4.8, and in 3 layers one expert that 5 to 50 % of the tokens choose
@@ -18,16 +18,16 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from plan import median_ms, numpy_greedy
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner.plan import median_ms, numpy_greedy
 from eplb import Problem, Topology, imbalance, plan
-from eplb.load import as_history
-from eplb.redundancy import allocate_redundancy, slots_per_layer
-from eplb.resplit import ranks_of, resplit
-from eplb.split import split_layers
+from eplb.core.load import as_history
+from eplb.decision.redundancy import allocate_redundancy, slots_per_layer
+from eplb.shares.resplitting import ranks_of, resplit
+from eplb.shares.solver import split_layers
 
 RUNS = 7
 SIZES = ((58, 256, 32, 9), (60, 384, 32, 13), (10, 1024, 1024, 2), (10, 1024, 1024, 3))

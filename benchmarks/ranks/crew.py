@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from api.processes import Child, import_for_children
+from api.processes.children import Child, import_for_children
 
 POLL_S = 0.5
 GRACE_S = 2.0  # after a first failure, for the others to say what they saw
@@ -24,8 +24,8 @@ class Interrupts:
     """Notes SIGINT and SIGTERM, so that whoever asks can end in order.
 
     In its ``with`` block the processes that are started do not hear SIGTERM themselves (nor SIGINT;
-    ``api.processes`` sees to that): ``timeout`` and service managers send it to the whole group,
-    and ranks that die of it could print nothing.
+    ``api.processes.children`` sees to that): ``timeout`` and service managers send it to the whole
+    group, and ranks that die of it could print nothing.
     """
 
     def __init__(self) -> None:

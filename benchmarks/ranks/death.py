@@ -1,7 +1,7 @@
 """One death: a rank is killed in mid-decode. What do others see, and how soon is all right again?
 
-    python3 benchmarks/death.py --device cuda [--ranks 4] [--unwatched]
-    python benchmarks/death.py --device cpu
+    python3 -m benchmarks.ranks.death --device cuda [--ranks 4] [--unwatched]
+    python -m benchmarks.ranks.death --device cpu
 
 DeepEP v1.2.1 has no masks here, and its kernels wait about 100 s for a dead peer before they trap.
 So nobody may wait for a kernel alone: the lifelines, which are the host's, tell survivors, and the
@@ -24,20 +24,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workers import VOCABULARY, begin_run, plan_of, told
 
-from api.processes import Child, Parent, preload_modules
-from api.worker_build import build_rank
-from api.worker_plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
-from api.worker_slab import run_slab
+from api.demo.workers.build import build_rank
+from api.demo.workers.host_cache import run_slab
+from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
+from api.processes.children import Child, Parent, preload_modules
+from benchmarks.ranks.workers import VOCABULARY, begin_run, plan_of, told
+from eplb.core.topology import Topology
 from eplb.errors import RankError
-from eplb.topology import Topology
 from runtime.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
-from runtime.moe import Forward
-from runtime.reference import ReferenceModel
-from runtime.rendezvous import Rendezvous, reach
-from runtime.selftest import Trial, choose_dispatcher, routing_cases
+from runtime.dispatch.selftest import Trial, choose_dispatcher, routing_cases
+from runtime.group.rendezvous import Rendezvous, reach
+from runtime.model.moe import Forward
+from runtime.model.reference import ReferenceModel
 from runtime.streams import Completion
 
 KILL_AFTER_STEPS = 20
@@ -221,7 +221,7 @@ def main() -> None:
     given = parser.parse_args()
     is_cuda = given.device == "cuda"
     precision = "bfloat16" if is_cuda else "float32"
-    preload_modules("api.worker_rank", "api.worker_slab")
+    preload_modules("api.demo.workers.rank", "api.demo.workers.host_cache")
     # Ranks spin beside the reference, which would wait for the slowest of many threads.
     torch.set_num_threads(min(8, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Times of the GPU kernels at the sizes of DeepSeek-V3: one table, fixed seed.
 
-    PYTHONPATH=. python benchmarks/gpu_kernels.py [--launches 200]
+    PYTHONPATH=. python -m benchmarks.ranks.gpu_kernels [--launches 200]
 
 "launch" is one launch between two events, so a short kernel shows the price of launching too;
 "replay" is a launch's part of a CUDA graph of ten. Weights of 16 slots are larger than the L2

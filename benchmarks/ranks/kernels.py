@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rows import Row
 
-from eplb.placement import Placement
-from eplb.topology import Topology
+from benchmarks.rows import Row
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from runtime.counters import SlotCounter
-from runtime.deepep import DeepEPLowLatency, DeepEPShape
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
+from runtime.dispatch.selftest import Trial, routing_cases
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
-from runtime.selftest import Trial, routing_cases
 
 
 def timed(run: Callable[[], Any], repeats: int = 200, warm_up: int = 20) -> list[float]:

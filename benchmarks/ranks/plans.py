@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from publishing import Publisher
-from workers import random_placement
 
-from api.worker_plan import DEPLOYMENT, WorkerPlan
-from eplb.migration import Migration, Pace, build_migration
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
+from benchmarks.publishing import Publisher
+from benchmarks.ranks.workers import random_placement
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.build import Migration, Pace, build_migration
 from telemetry import open_store
 from telemetry.store import LoadStore
 

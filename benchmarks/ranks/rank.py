@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from publishing import Publisher
-from soak_readings import Level, Progress, Reservoir
-from thread_plans import publisher_of
-from workers import VOCABULARY
 
-from api.processes import Parent
-from api.worker_build import Rank, build_rank
-from api.worker_plan import WorkerPlan
+from api.demo.workers.build import Rank, build_rank
+from api.demo.workers.plan import WorkerPlan
+from api.processes.children import Parent
+from benchmarks.publishing import Publisher
+from benchmarks.ranks.plans import publisher_of
+from benchmarks.ranks.soak_readings import Level, Progress, Reservoir
+from benchmarks.ranks.workers import VOCABULARY
 from eplb.errors import RankError
 from runtime.streams import Completion
 

@@ -17,15 +17,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rows import Row
-from soak_readings import MIB, Level, Progress, progress_line
-from thread_crew import LAST_WORD, Crew, Interrupts
-from thread_rank import FIRST_PERCENT, WARM_UP_STEPS, Decode, Served, run_decode
-from workers import begin_run, plan_of
-
-from api.processes import Child
-from api.worker_slab import run_slab
-from runtime.rendezvous import Rendezvous
+from api.demo.workers.host_cache import run_slab
+from api.processes.children import Child
+from benchmarks.ranks.crew import LAST_WORD, Crew, Interrupts
+from benchmarks.ranks.rank import FIRST_PERCENT, WARM_UP_STEPS, Decode, Served, run_decode
+from benchmarks.ranks.soak_readings import MIB, Level, Progress, progress_line
+from benchmarks.ranks.workers import begin_run, plan_of
+from benchmarks.rows import Row
+from runtime.group.rendezvous import Rendezvous
 
 START_DEADLINE_S = 240.0
 SILENCE_S = 90.0  # of a rank that serves: it speaks every second, and a vote may wait for 30

@@ -1,8 +1,8 @@
 """The steel thread, measured: dispatch, counters, swaps, tables, and decode steps under migrations.
 
-    python3 benchmarks/thread.py --device cuda [--ranks 4] [--steps 10000] [--swap-every 50]
-    python benchmarks/thread.py              # the decode part alone, on CPU ranks
-    python benchmarks/thread.py --seconds 3600 --swap-every 0       # the soak
+    python3 -m benchmarks.ranks.thread --device cuda [--ranks 4] [--steps 10000] [--swap-every 50]
+    python -m benchmarks.ranks.thread              # the decode part alone, on CPU ranks
+    python -m benchmarks.ranks.thread --seconds 3600 --swap-every 0       # the soak
 
 On GPUs it needs that many of one host, and deep_ep. Prints one table; losing rows too. Seeded.
 
@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rows import Row, keep, show
-from thread_crew import Interrupts
-from thread_kernels import measure_dispatch, measure_swap
-from thread_rank import Decode, Length
-from thread_soak import measure_decode
-
-from api.processes import preload_modules
-from runtime.launch import launch
+from api.processes.children import preload_modules
+from benchmarks.ranks.crew import Interrupts
+from benchmarks.ranks.kernels import measure_dispatch, measure_swap
+from benchmarks.ranks.rank import Decode, Length
+from benchmarks.ranks.soak import measure_decode
+from benchmarks.rows import Row, keep, show
+from runtime.group.launch import launch
 
 
 def main() -> None:
@@ -52,7 +51,7 @@ def main() -> None:
         Length(given.steps or (10_000 if is_cuda else 1_000), given.seconds),
         given.swap_every,
     )
-    preload_modules("api.worker_rank", "api.worker_slab")
+    preload_modules("api.demo.workers.rank", "api.demo.workers.host_cache")
     with Interrupts() as interrupts:
         rows += measure_decode(wanted, interrupts, given.progress_every)
         show(rows, max(len(row[0]) for row in rows))

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from api.processes import Child
-from api.worker_plan import DEPLOYMENT, WorkerPlan, schema_of
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from rebalance.controller import ControllerSettings
-from rebalance.slab import SlabAddress
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan, schema_of
+from api.processes.children import Child
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.cache.server import SlabAddress
 from runtime.checkpoint import write_random_checkpoint
 from telemetry import open_store
 from telemetry.store import LoadStore, RunInfo

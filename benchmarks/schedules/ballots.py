@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rebalance.vote import Outcome
+from rebalance.protocol.ballot import Outcome
 
 
 class Violation(AssertionError):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.schedules.ballots import Violation
 from benchmarks.schedules.device import Copy, Step, record_words
 from benchmarks.schedules.wires import Landing, Row
-from eplb.placement import EMPTY
+from eplb.core.placement import EMPTY
 
 if TYPE_CHECKING:
     from benchmarks.schedules.rank import Rank

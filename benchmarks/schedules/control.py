@@ -9,9 +9,9 @@ from benchmarks.schedules.ballots import Violation
 from benchmarks.schedules.device import Step
 from benchmarks.schedules.program import AFTER_A_DEATH, Doing, Program
 from benchmarks.schedules.rank import Life, Rank
-from eplb.migration import Source
-from rebalance.phases import Phase
-from rebalance.transport import HOST, Place
+from eplb.migration.build import Source
+from rebalance.protocol.phases import Phase
+from rebalance.transport.interface import HOST, Place
 from telemetry.store import Control as Switches
 
 if TYPE_CHECKING:

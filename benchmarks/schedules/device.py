@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eplb.placement import Placement
-from runtime.memory import digest
+from eplb.core.placement import Placement
+from runtime.memory.shared import digest
 from runtime.streams import Completion
 
 LANES = 4

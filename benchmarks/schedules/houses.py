@@ -13,10 +13,10 @@ from functools import cache
 
 import numpy as np
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError
-from eplb.migration import Migration, Mode, Pace, build_migration
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.migration.build import Migration, Mode, Pace, build_migration
 
 NUM_HOUSES = 60
 NUM_RANKS = 3

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import rebalance.survival
-from rebalance import phases
-from rebalance.fetcher import Fetcher
-from rebalance.phases import RankPhase, Swap
-from rebalance.ring import StagingRing
-from rebalance.staging import Stager
-from rebalance.swapper import Swapper
-from rebalance.vote import NO_PLAN, Ballot, Verdict
-from rebalance.voter import Voter
+import rebalance.recovery.rank
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
+from rebalance.protocol.phases import RankPhase, Swap
+from rebalance.protocol.voter import Voter
+from rebalance.stage.fetcher import Fetcher
+from rebalance.stage.ring import StagingRing
+from rebalance.stage.stager import Stager
+from rebalance.swap.swapper import Swapper
 from runtime.streams import Completion
 
 DONE = Completion(is_cuda=False)
@@ -117,5 +117,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "adopted early": lambda: _replaced(Swapper, "adopt", adopts_early),
     "skipped when prepared": lambda: _replaced(Voter, "read", skips_when_prepared),
     "not drained": lambda: _replaced(Fetcher, "settle", never_drains),
-    "not rolled forward": lambda: _replaced(rebalance.survival, "missed_verdicts", forgets_forward),
+    "not rolled forward": lambda: _replaced(
+        rebalance.recovery.rank, "missed_verdicts", forgets_forward
+    ),
 }

@@ -12,12 +12,12 @@ from benchmarks.schedules.ballots import Member, Violation
 from benchmarks.schedules.device import RECORD_BYTES, Table, digest_table
 from benchmarks.schedules.houses import House
 from benchmarks.schedules.wires import Store, Transport
-from eplb.load import LoadSample
-from eplb.migration import Migration
+from eplb.core.load import LoadSample
+from eplb.migration.build import Migration
 from rebalance.agent import RankAgent
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.stage_settings import LinkSettings, StageSettings
-from rebalance.watcher import Watcher, Writing
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.watcher import Watcher, Writing
+from rebalance.stage.settings import LinkSettings, StageSettings
 from runtime.counters import SlotCounter
 from telemetry.store import RankState
 

@@ -11,9 +11,9 @@ from benchmarks.schedules.houses import NUM_RANKS
 from benchmarks.schedules.played import PlayedWatcher, StepCounter, World, make_agent
 from benchmarks.schedules.wires import Transport
 from eplb.errors import RankError
-from rebalance.phases import Phase
-from rebalance.recovery import Deadlines, recover
-from rebalance.waiting import WAIT_S, Wait
+from rebalance.protocol.phases import Phase
+from rebalance.recovery.survivors import Deadlines, recover
+from rebalance.threads.waiting import WAIT_S, Wait
 
 
 class Life(Enum):

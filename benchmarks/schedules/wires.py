@@ -11,14 +11,14 @@ import torch
 
 from benchmarks.schedules.ballots import NotYet, Violation
 from benchmarks.schedules.device import RECORD_BYTES, Bank, record_words
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError, StoreError
-from eplb.migration import Source
-from eplb.topology import Topology
-from rebalance.links import ranks_beside
-from rebalance.transport import HOST, Place, Record
-from rebalance.wanted import IsWanted, always
+from eplb.migration.build import Source
+from rebalance.threads.cancellation import IsWanted, always
+from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.processes import ranks_beside
 from runtime.streams import Completion
-from telemetry.memory import MemoryStore
+from telemetry.stores.memory import MemoryStore
 
 Row = tuple[int, int]  # rank, and row in its bank
 

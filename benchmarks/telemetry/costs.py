@@ -1,6 +1,6 @@
 """What telemetry costs, and what it loses when a store goes away: one table, fixed seed.
 
-    python benchmarks/telemetry_costs.py [--seconds 10] [--only WORDS] [--seed 1]
+    python -m benchmarks.telemetry.costs [--seconds 10] [--only WORDS] [--seed 1]
 
 Samples are of 58 layers x 9 slots, as on each of 32 ranks of DeepSeek-V3. Rows:
 
@@ -30,8 +30,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from telemetry_outage import NUM_RANKS, redis_killed, redis_load
-from telemetry_ranks import (
+
+from benchmarks.telemetry.outage import NUM_RANKS, redis_killed, redis_load
+from benchmarks.telemetry.ranks import (
     DEPLOYMENT,
     EXPERTS,
     RUN,
@@ -45,11 +46,10 @@ from telemetry_ranks import (
     told,
     writing,
 )
-
 from telemetry import open_store
-from telemetry.reporter import Reporter
-from telemetry.spool import Spool
-from telemetry.windows import WindowFolder, history
+from telemetry.reporter.reporter import Reporter
+from telemetry.reporter.spool import Spool
+from telemetry.windows.step_windows import WindowFolder, history
 
 DEADLINE_S = 120.0
 

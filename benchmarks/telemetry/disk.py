@@ -1,6 +1,6 @@
 """What a day of load takes on disk, with roll-ups: samples, minutes and hours in a SQLite store.
 
-    python benchmarks/telemetry_disk.py [--hours 24] [--ranks 32] [--slots 9] [--window-s 5]
+    python -m benchmarks.telemetry.disk [--hours 24] [--ranks 32] [--slots 9] [--window-s 5]
 
 DeepSeek-V3's 58 MoE layers of 256 experts on a decode cluster; every rank sends one sample for each
 window. The clock is simulated, and the keeper has its turn once a simulated minute. Each expert's
@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.load import LoadSample
-from eplb.model import PRESETS
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from telemetry.codec import sample_to_bytes
-from telemetry.retention import Keeper
-from telemetry.rollup import HOUR, MINUTE
-from telemetry.rollup_codec import rollup_to_bytes
-from telemetry.sqlite import SqliteStore
+from eplb.core.load import LoadSample
+from eplb.core.model import PRESETS
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry.records.rollup_codec import rollup_to_bytes
+from telemetry.records.sample_codec import sample_to_bytes
+from telemetry.retention.pruning import Keeper
+from telemetry.retention.rollup import HOUR, MINUTE
 from telemetry.store import RunInfo
+from telemetry.stores.sqlite.store import SqliteStore
 
 START = 20_000 * 24 * HOUR  # of the simulated clock
 TOKENS_PER_SECOND = 32 * 128 * 20 * 8  # 32 ranks x 128 requests x 20 steps/s, top-8

@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
-from telemetry_ranks import DEPLOYMENT, RUN, Row, Run, Writing, told, writing
-
+from benchmarks.telemetry.ranks import DEPLOYMENT, RUN, Row, Run, Writing, told, writing
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.redis_process import RedisProcess
-from telemetry.spool_drain import AT_ONCE, Tempo
+from telemetry.reporter.drain import AT_ONCE, Tempo
+from telemetry.stores.redis.connection.process import RedisProcess
 
 DEADLINE_S = 120.0
 NUM_RANKS = 320

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadSample
 from eplb.errors import RankError
-from eplb.load import LoadSample
 from telemetry import open_store
-from telemetry.codec import sample_to_bytes
-from telemetry.reporter import Reporter, ReporterStats
-from telemetry.spool import Spool
-from telemetry.spool_drain import AT_ONCE, Tempo
+from telemetry.records.sample_codec import sample_to_bytes
+from telemetry.reporter.drain import AT_ONCE, Tempo
+from telemetry.reporter.reporter import Reporter, ReporterStats
+from telemetry.reporter.spool import Spool
 from telemetry.store import LoadStore, RankState
 
 LAYERS, SLOTS, EXPERTS = 58, 9, 256

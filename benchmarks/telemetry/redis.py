@@ -1,6 +1,6 @@
 """What the Redis store costs: writers, one append, reading back, memory under retention.
 
-    python benchmarks/telemetry_redis.py [--seconds 60] [--ranks 320] [--appendfsync everysec]
+    python -m benchmarks.telemetry.redis [--seconds 60] [--ranks 320] [--appendfsync everysec]
 
 It starts a server of its own. The ranks are split over a few processes, each rank with a store
 object and a connection of its own, as reporters have them; the CPU time is that of those processes
@@ -24,11 +24,11 @@ from threading import Event
 
 import numpy as np
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from telemetry.redis_process import RedisProcess
-from telemetry.redis_store import RedisStore
-from telemetry.windows import WindowFolder
+from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.store import RedisStore
+from telemetry.windows.step_windows import WindowFolder
 
 LAYERS, EXPERTS, SLOTS_PER_RANK = 58, 256, 9
 RANKS_OF_TOKENS = 32  # each slot's tokens: a window of DeepSeek-V3 on 32 ranks

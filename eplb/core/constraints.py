@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.topology import Topology
 
 # An expert in every layer, or (layer, expert); layers count from 0, whatever the model calls them.
 Which = int | tuple[int, int]

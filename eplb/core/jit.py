@@ -16,8 +16,8 @@ Fields = TypeVar("Fields")
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, cached on disk if it can be; no interpreter lock while it runs.
 
-    No fast math: results must equal those of ``eplb/reference.py`` to the last bit. Division by
-    zero gives infinity as in numpy, since a check of every division is code of its own.
+    No fast math: results must equal those of ``eplb/search/reference.py`` to the last bit. Division
+    by zero gives infinity as in numpy, since a check of every division is code of its own.
     """
     try:
         compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)

@@ -1,6 +1,6 @@
 """What compiled functions are given, and the small ones that many of them need.
 
-``eplb/reference.py`` says slowly what the compiled code does, and tests compare.
+``eplb/search/reference.py`` says slowly what the compiled code does, and tests compare.
 
 A zone is a set of ranks that an expert may live on: one zone for all in global planning, one for
 each node when expert groups stay on a node. A rank of zone -1 is dead and holds nothing.
@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
+from eplb.core.jit import jit
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import UNSET, freeze, on_host, owned, unset
+from eplb.core.arrays import UNSET, freeze, on_host, owned, unset
 from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.core.arrays import UNSET, freeze, owned, unset
 from eplb.errors import ConfigError
 
 

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.core.arrays import UNSET, freeze, owned, unset
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from eplb.topology import Topology
 
 EMPTY = -1  # a slot that holds no expert: a spare, a dead rank's slot, an uneven layer
 SHARE_TOLERANCE = 1e-6  # float64 shares of one expert must sum to 1 within this

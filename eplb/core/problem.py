@@ -12,18 +12,18 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import whole
-from eplb.constraints import Constraints, room_of
-from eplb.dispatch import DispatchRule, refuse_topology
+from eplb.core.arrays import whole
+from eplb.core.constraints import Constraints, room_of
+from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.scenarios import Scenarios
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel
+from eplb.decision.promises import Record
+from eplb.dispatch.rules import DispatchRule, refuse_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.gate import CostModel
-from eplb.hierarchical import keeps_groups
-from eplb.load import LoadHistory
-from eplb.model import ModelShape
-from eplb.placement import Placement
-from eplb.record import Record
-from eplb.topology import Topology
-from eplb.windows import Scenarios
+from eplb.packing.zones import keeps_groups
 
 Objective = Literal["tokens", "time"]
 

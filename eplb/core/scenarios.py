@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import freeze, on_host, owned
+from eplb.core.arrays import freeze, on_host, owned
 from eplb.errors import ConfigError, HistoryError
 
 SURE = 2.0  # standard deviations above chance before windows count as different

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import UNSET, freeze, owned, unset
+from eplb.core.arrays import UNSET, freeze, owned, unset
 from eplb.errors import TopologyError
 
 

@@ -1,7 +1,7 @@
 """How much of a proposed placement the budget allows: whole layers, best gain per move first.
 
 For policies that know nothing of budgets; those that plan step by step spend theirs in
-``eplb/frontier.py``.
+``eplb/policies/frontier.py``.
 
 Shapes:  L MoE layers, S slots.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.frontier import Curve, thinned
-from eplb.placement import EMPTY, Placement
+from eplb.core.placement import EMPTY, Placement
+from eplb.policies.frontier import Curve, thinned
 
 
 class Offer(NamedTuple):

@@ -18,20 +18,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.allowance import moves_per_layer
-from eplb.balance import imbalance
-from eplb.dispatched import as_dispatched
-from eplb.expectation import expected_part
-from eplb.gate import Decision, Outlook, decide
-from eplb.kernels import BoolArray, FloatArray
-from eplb.legal import complaints_of
-from eplb.noise import noise_under
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.resplit import best_shares, share_floor
-from eplb.timing import dead_zone, measured, part_in_time
-from eplb.topology import Topology
-from eplb.traffic import crossing, near_first
+from eplb.core.kernels import BoolArray, FloatArray
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.decision.allowance import moves_per_layer
+from eplb.decision.expectation import expected_part
+from eplb.decision.gate import Decision, Outlook, decide
+from eplb.dispatch.plans import as_dispatched
+from eplb.measure.balance import imbalance
+from eplb.measure.noise import noise_under
+from eplb.policies.legality import complaints_of
+from eplb.policies.objectives import dead_zone, measured, part_in_time
+from eplb.shares.resplitting import best_shares, share_floor
+from eplb.shares.traffic import crossing, near_first
 
 ROUNDING = 1e-9  # a gain below it is none
 SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 def score_of(problem: Problem, placement: Placement) -> FloatArray:
     """[L] what a plan is judged by: imbalance or time, and tokens that cross nodes by their price.
 
-    See ``eplb.timing.measured`` and ``CostModel.node_traffic``.
+    See ``eplb.policies.objectives.measured`` and ``CostModel.node_traffic``.
     """
     score = measured(problem, placement)
     if problem.cost.node_traffic:

@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance
-from eplb.incremental import incremental
-from eplb.kernels import BoolArray, FloatArray
-from eplb.load import LoadHistory
-from eplb.placement import Placement
-from eplb.problem import Problem
+from eplb.core.kernels import BoolArray, FloatArray
+from eplb.core.load import LoadHistory
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.measure.balance import imbalance
+from eplb.policies.incremental import incremental
 
 FEWEST = 3  # windows, to plan on some of them and judge on others
 FOLDS = 4

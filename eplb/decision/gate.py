@@ -3,8 +3,8 @@
 One currency, seconds of serving time. A move costs what its bytes take on the link. A gain saves
 the part of a step that experts take, times the imbalance that it removes, for as long as the
 operator lets a move take to pay back. ``Problem.price`` is the same price for one step of the
-search. Part of what looks like imbalance is chance, which ``eplb/noise.py`` estimates: a gain that
-would lie below it is not one.
+search. Part of what looks like imbalance is chance, which ``eplb/measure/noise.py`` estimates: a
+gain that would lie below it is not one.
 """
 
 from __future__ import annotations

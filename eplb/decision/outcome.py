@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.allowance import moves_per_layer
-from eplb.balance import live_shares
-from eplb.bounds import bound_of
-from eplb.dispatched import booked_and_effective
-from eplb.explanation import Explanation, finite
-from eplb.frontier import Curve
-from eplb.gate import Decision
-from eplb.migration import Move, Source, moves_between
-from eplb.placement import Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
-from eplb.traffic import crossing
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.decision.allowance import moves_per_layer
+from eplb.decision.gate import Decision
+from eplb.dispatch.plans import booked_and_effective
+from eplb.explanation.figures import Explanation, finite
+from eplb.measure.balance import live_shares
+from eplb.measure.lower_bound import bound_of
+from eplb.migration.build import Move, Source, moves_between
+from eplb.policies.frontier import Curve
+from eplb.shares.traffic import crossing
 
 LINKS = ("same_rank", "node", "network", "host")
 
@@ -36,8 +36,8 @@ class Plan:
 
     ``before`` and ``after`` are means over layers of the mean imbalance over the history's
     windows: what the placement would have been then, no promise for the next window. With
-    ``objective="time"`` they are times, see ``eplb.timing.measured``; with a price on tokens that
-    cross nodes that is added, see ``eplb.options.score_of``.
+    ``objective="time"`` they are times, see ``eplb.policies.objectives.measured``; with a price on
+    tokens that cross nodes that is added, see ``eplb.decision.alternatives.score_of``.
     """
 
     problem: Problem
@@ -49,7 +49,9 @@ class Plan:
     reason: str
     curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
     policy: str
-    expected_gain: float = 0.0  # of what is done, on windows to come; see ``eplb/expectation.py``
+    expected_gain: float = (
+        0.0  # of what is done, on windows to come; see ``eplb/decision/expectation.py``
+    )
 
     @property
     def topology(self) -> Topology:
@@ -108,7 +110,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] nothing in these slots costs less, however tokens are split; see ``eplb.bounds``."""
+        """[L] the least cost of any placement; see ``eplb.measure.lower_bound``."""
         return bound_of(self.problem)
 
     @cached_property
@@ -124,7 +126,7 @@ class Plan:
         Raises:
             ConfigError: no such layer or expert.
         """
-        from eplb.explain import explain  # late: it explains plans
+        from eplb.explanation.explainer import explain  # late: it explains plans
 
         return explain(self, layer, expert)
 

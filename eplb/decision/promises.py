@@ -12,10 +12,10 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.measure.balance import imbalance
 
 PRIOR = 0.5  # of a promise that is kept, as long as nothing is on record
 PRIOR_GAIN = 0.1  # imbalance promised that the prior counts as

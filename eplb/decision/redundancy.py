@@ -18,14 +18,14 @@ from math import inf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import whole
-from eplb.balance import imbalance
+from eplb.core.arrays import whole
+from eplb.core.load import LoadHistory, as_history
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError, TopologyError
-from eplb.greedy import refined
-from eplb.load import LoadHistory, as_history
-from eplb.placement import Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
+from eplb.measure.balance import imbalance
+from eplb.policies.greedy import refined
 
 # Slot counts at which a layer's imbalance is measured, denser where they are few. More of them
 # would find more lucky placements, and take them for what a slot brings.

@@ -11,17 +11,17 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from eplb.dispatch_draw import Sources, share_out
-from eplb.dispatch_layer import Dispatched, add_load, on_rank, place_of, spread_of_time
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.dispatch.draws import Sources, share_out
+from eplb.dispatch.layer import Dispatched, add_load, on_rank, place_of, spread_of_time
 
 HOT_RANKS = 3  # busiest ranks whose experts are looked at before a layer counts as stuck
 IN_TURN = 24  # changes of replicas tried before they are looked for anew
 ROUNDING = 1e-9
 SLACK = 0.9  # of a rank's time after a change of replicas: shares may turn out smaller
 # Single experts or replicas off the busiest rank, or any to the idlest one. As in
-# ``eplb/kernels.py``, a plain number would make numba compile once more for it.
+# ``eplb/core/kernels.py``, a plain number would make numba compile once more for it.
 PLAIN = cast(int, np.int64(0))
 NEAR = cast(int, np.int64(1))
 WIDE = cast(int, np.int64(2))

@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray
 
 Words = NDArray[np.uint32]
 START = cast(int, np.int64(0))

@@ -5,9 +5,9 @@ Shapes:  T windows, E experts, S slots, R ranks, M most replicas of an expert.
 
 from __future__ import annotations
 
-from eplb.dispatch_draw import Sources, Words, draw_layer, lay_out, share_out
-from eplb.jit import by_reference, jit
-from eplb.kernels import BoolArray, FloatArray, IntArray
+from eplb.core.jit import by_reference, jit
+from eplb.core.kernels import BoolArray, FloatArray, IntArray
+from eplb.dispatch.draws import Sources, Words, draw_layer, lay_out, share_out
 
 
 class Dispatched:

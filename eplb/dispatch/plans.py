@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.balance import imbalance
-from eplb.demand import demand_of
-from eplb.dispatch import DispatchRule, effective_shares, sources_of, words_for
-from eplb.dispatch_changes import Terms
-from eplb.dispatch_search import settle
-from eplb.greedy import FINEST_GAIN, WINDOWS_GAIN, history_noise, in_place
-from eplb.kernels import FloatArray, IntArray
-from eplb.placement import Placement
-from eplb.problem import Problem
-from eplb.traffic import ground_of, tokens_of_node
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.dispatch.changes import Terms
+from eplb.dispatch.rules import DispatchRule, effective_shares, sources_of, words_for
+from eplb.dispatch.search import settle
+from eplb.measure.balance import imbalance
+from eplb.policies.greedy import FINEST_GAIN, WINDOWS_GAIN, history_noise, in_place
+from eplb.search.demand import demand_of
+from eplb.shares.traffic import ground_of, tokens_of_node
 
 WORTH_SAYING = 0.03  # between booked and effective imbalance
 LARGEST_PRICE = 1e9  # of a move, in imbalance of a layer: none pays

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.dispatch_draw import Sources, choices_of, shares_by_choice
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.core.placement import Placement, duplicate_replicas
+from eplb.core.topology import Topology
+from eplb.dispatch.draws import Sources, choices_of, shares_by_choice
 from eplb.errors import ConfigError
-from eplb.kernels import FloatArray, IntArray
-from eplb.placement import Placement, duplicate_replicas
-from eplb.topology import Topology
 
 SGLANG_SEED = 42  # of SGLang's draws, which start anew with every map
 

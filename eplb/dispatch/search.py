@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.dispatch_changes import (
+from eplb.core.jit import jit
+from eplb.core.kernels import ZERO, BoolArray, FloatArray, IntArray
+from eplb.dispatch.changes import (
     NEAR,
     PLAIN,
     ROUNDING,
@@ -24,10 +26,8 @@ from eplb.dispatch_changes import (
     moves_added,
     promising,
 )
-from eplb.dispatch_draw import START, Sources, Words
-from eplb.dispatch_layer import Dispatched, add_load, new_dispatched, retrace, score_of_time
-from eplb.jit import jit
-from eplb.kernels import ZERO, BoolArray, FloatArray, IntArray
+from eplb.dispatch.draws import START, Sources, Words
+from eplb.dispatch.layer import Dispatched, add_load, new_dispatched, retrace, score_of_time
 
 TRIES = 96  # changes of replicas tried in a layer
 

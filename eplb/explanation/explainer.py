@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance, rank_load
-from eplb.dispatched import as_dispatched
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.outcome import LINKS, Plan, link_of
+from eplb.dispatch.plans import as_dispatched
 from eplb.errors import ConfigError
-from eplb.explanation import Explanation, LayerExplanation, RankLoad
-from eplb.explanation_words import layer_sentences, sentences
-from eplb.migration import Move
-from eplb.outcome import LINKS, Plan, link_of
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.explanation.figures import Explanation, LayerExplanation, RankLoad
+from eplb.explanation.wording import layer_sentences, sentences
+from eplb.measure.balance import imbalance, rank_load
+from eplb.migration.build import Move
 
 
 def explain(plan: Plan, layer: int, expert: int) -> Explanation:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
-from eplb.migration import Move
+from eplb.migration.build import Move
 
 
 @dataclass(frozen=True)

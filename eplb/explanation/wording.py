@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eplb.explanation import Explanation, LayerExplanation, RankLoad
-from eplb.migration import Move, Source
-from eplb.topology import Topology
+from eplb.core.topology import Topology
+from eplb.explanation.figures import Explanation, LayerExplanation, RankLoad
+from eplb.migration.build import Move, Source
 
 MOST_LISTED = 8  # of anything in one sentence; the rest are counted
 EVEN = 0.005  # shares that differ by less are equal

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.kernels import replicate
-from eplb.placement import EMPTY, Placement, by_expert
-from eplb.topology import Topology
+from eplb.core.jit import jit
+from eplb.core.kernels import replicate
+from eplb.core.placement import EMPTY, Placement, by_expert
+from eplb.core.topology import Topology
 
 # Tokens as counted, or weighed by what a token costs at each expert.
 Load = NDArray[np.int64] | NDArray[np.float64]

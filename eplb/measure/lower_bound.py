@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.demand import demand_of, time_of
-from eplb.group_packing import is_exact
-from eplb.hierarchical import zone_bound, zones_for
-from eplb.kernels import Demand, FloatArray, replicate
-from eplb.problem import Problem
-from eplb.traffic import tokens_of_node
+from eplb.core.kernels import Demand, FloatArray, replicate
+from eplb.core.problem import Problem
+from eplb.packing.group_packing import is_exact
+from eplb.packing.zones import zone_bound, zones_for
+from eplb.search.demand import demand_of, time_of
+from eplb.shares.traffic import tokens_of_node
 
 BISECTIONS = 40
 SOME_TOKENS = 40.0  # a replica with more has some in every step: exp(-40) is no figure

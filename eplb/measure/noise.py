@@ -14,9 +14,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import rank_load
-from eplb.placement import Placement
-from eplb.problem import Problem
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.measure.balance import rank_load
 
 FEWEST_WINDOWS = 4  # with fewer, one sudden switch would pass for noise
 

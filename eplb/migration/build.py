@@ -17,12 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from eplb.core.placement import EMPTY, Placement, check_fits
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.moves import Move, Source, moves_between
-from eplb.placement import EMPTY, Placement, check_fits
-from eplb.spares import compact, expand, on_the_way, steps_towards
-from eplb.topology import Topology
-from eplb.transactions import Mode, Pace, Transaction, copies, flips
+from eplb.migration.moves import Move, Source, moves_between
+from eplb.migration.spares import compact, expand, on_the_way, steps_towards
+from eplb.migration.transactions import Mode, Pace, Transaction, copies, flips
 
 __all__ = [
     "Migration",

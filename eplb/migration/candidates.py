@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 
 PER_HOST = 32  # experts: 1.4 GB of DeepSeek-V3's in FP8, under a second of an NVMe disk
 

@@ -12,9 +12,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
 
 
 class Source(IntEnum):

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import StoreError
-from eplb.migration import Migration, Move, Pace, Source, Transaction
-from eplb.model import ModelShape
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.migration.build import Migration, Move, Pace, Source, Transaction
 
 RECORD_VERSION = 1
 DIGEST_BYTES = 16

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
-from eplb.exchanges import Exchange, exchanges, in_turns
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.migration.exchanges import Exchange, exchanges, in_turns
 
 Row = NDArray[np.int32]  # [S] one layer of slot_to_expert
 

@@ -11,11 +11,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
-from eplb.moves import Move, Sourcing, moves_between, rounds_of
-from eplb.placement import EMPTY, Placement
-from eplb.spares import LayerStep, take
-from eplb.topology import Topology
+from eplb.migration.moves import Move, Sourcing, moves_between, rounds_of
+from eplb.migration.spares import LayerStep, take
 
 Mode = Literal["copy", "flip"]
 

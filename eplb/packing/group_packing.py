@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray, replicate
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray, replicate
 
 MOST_PACKINGS = 5000  # more are not all tried
 

@@ -1,7 +1,7 @@
 """Zones: which ranks an expert may live on.
 
 Without expert groups one zone holds every live rank. With them each node is a zone, and a layer's
-groups are packed to nodes (``eplb/group_packing.py``).
+groups are packed to nodes (``eplb/packing/group_packing.py``).
 
 Shapes:  L MoE layers, E experts, G groups, R ranks, N nodes, Z zones.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.group_packing import Nodes, pack_groups
-from eplb.kernels import FloatArray, IntArray, Ranks, replicate
-from eplb.topology import Topology
+from eplb.core.kernels import FloatArray, IntArray, Ranks, replicate
+from eplb.core.topology import Topology
+from eplb.packing.group_packing import Nodes, pack_groups
 
 
 class Zones(NamedTuple):
@@ -79,7 +79,7 @@ def zone_bound(scaled: FloatArray, zones: Zones) -> FloatArray:
     """[L] imbalance that nothing in these zones can beat, for work [L, E] as ``Problem.scaled``.
 
     A zone is as slow as its load, or as its largest replica on its fastest rank; see
-    ``eplb.balance.lower_bound`` for why greedy counts make the largest replica smallest.
+    ``eplb.measure.balance.lower_bound`` for why greedy counts make the largest replica smallest.
     """
     least = np.ones(zones.of_expert.shape, dtype=np.int64)
     count = replicate(scaled, zones.of_expert, zones.num_slots, zones.num_ranks, least)

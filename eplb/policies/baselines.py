@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.greedy import greedy, in_place
-from eplb.load import as_history
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
+from eplb.core.load import as_history
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.policies.greedy import greedy, in_place
 
 
 def round_robin(problem: Problem) -> Placement:

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
 
 WARM, COLD = 1e-2, 1e-5  # loss of imbalance that is taken at first one time in e, and at last
 DEFAULT_STEPS = 200_000  # trades that are tried in a layer: a second for ten layers

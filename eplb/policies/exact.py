@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from eplb import exact_model
-from eplb.arrays import freeze, owned
-from eplb.balance import imbalance
+from eplb.core.arrays import freeze, owned
+from eplb.core.kernels import IntArray
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.exact_model import UNITS, Layer, layer_of, ranks_alike
-from eplb.greedy import in_place, refined
-from eplb.hierarchical import keeps_groups
-from eplb.kernels import IntArray
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
+from eplb.measure.balance import imbalance
+from eplb.packing.zones import keeps_groups
+from eplb.policies import exact_model
+from eplb.policies.exact_model import UNITS, Layer, layer_of, ranks_alike
+from eplb.policies.greedy import in_place, refined
 
 EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order of a real one
 
@@ -64,7 +64,7 @@ def solve_exact(problem: Problem, *, effort: float = EFFORT) -> ExactResult:
     ranks are alike. Expert groups stay on nodes as in the other policies.
 
     Args:
-        problem: small; see ``eplb.exact_model.MOST_CHOICES``.
+        problem: small; see ``eplb.policies.exact_model.MOST_CHOICES``.
         effort: for each layer, in CP-SAT's deterministic seconds. Unlike a clock's they give the
             same placement on every machine.
 

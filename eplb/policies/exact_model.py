@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.kernels import IntArray
+from eplb.core.placement import EMPTY
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.hierarchical import keeps_groups
-from eplb.kernels import IntArray
-from eplb.placement import EMPTY
-from eplb.problem import Problem
-from eplb.topology import Topology
+from eplb.packing.zones import keeps_groups
 
 UNITS = 10**6  # of a fair rank's load: the solver reckons in integers
 # on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray
-from eplb.search import Steps
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.search.local_search import Steps
 
 MOST_POINTS = 100  # of a curve that people look at
 

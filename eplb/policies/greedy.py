@@ -17,7 +17,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.demand import (
+from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, replicate
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.errors import PlacementError
+from eplb.measure.noise import sampling_noise
+from eplb.packing.heaviest_first import pack
+from eplb.packing.zones import Zones, zone_bound, zones_for
+from eplb.search.demand import (
     bonds_of,
     demand_of,
     demand_of_sum,
@@ -26,17 +33,10 @@ from eplb.demand import (
     summed,
     time_of,
 )
-from eplb.descent import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules
-from eplb.enforce import enforce
-from eplb.errors import PlacementError
-from eplb.hierarchical import Zones, zone_bound, zones_for
-from eplb.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, replicate
-from eplb.noise import sampling_noise
-from eplb.packing import pack
-from eplb.problem import Problem
-from eplb.search import Task, improve
-from eplb.shake import NO_SHAKING, Shaking
-from eplb.topology import Topology
+from eplb.search.descent import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules
+from eplb.search.enforce import enforce
+from eplb.search.local_search import Task, improve
+from eplb.search.perturbation import NO_SHAKING, Shaking
 
 GOOD_ENOUGH = 1.0025  # swaps stop here: more costs time, and the next window differs by more
 REFINED = 1.0005

@@ -1,8 +1,8 @@
 """From the placement that serves to a better one, with few moves.
 
 First what must be: experts leave dead ranks, doubles go, every expert gets a slot, constraints are
-kept. Then the local search of ``eplb/search.py`` from there, each layer on its own; at last the
-steps of all layers are bought in order of gain per move, so that any budget buys the most.
+kept. Then the local search of ``eplb/search/local_search.py`` from there, each layer on its own; at
+last the steps of all layers are bought in order of gain per move, so that any budget buys the most.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.demand import demand_of, demand_of_sum, summed
-from eplb.descent import COPIES_ALWAYS
-from eplb.enforce import clean
-from eplb.frontier import Curve, buy, curve_of, frontier_of, worth_their_price
-from eplb.greedy import (
+from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.packing.zones import nodes_of_groups, zones_for
+from eplb.policies.frontier import Curve, buy, curve_of, frontier_of, worth_their_price
+from eplb.policies.greedy import (
     WINDOWS_GAIN,
     Frame,
     enforced,
@@ -28,12 +29,11 @@ from eplb.greedy import (
     refined,
     rules_for,
 )
-from eplb.hierarchical import nodes_of_groups, zones_for
-from eplb.kernels import BoolArray, Demand, FloatArray, IntArray
-from eplb.placement import Placement
-from eplb.problem import Problem
-from eplb.search import Steps, Task, improve
-from eplb.shake import NO_SHAKING
+from eplb.search.demand import demand_of, demand_of_sum, summed
+from eplb.search.descent import COPIES_ALWAYS
+from eplb.search.enforce import clean
+from eplb.search.local_search import Steps, Task, improve
+from eplb.search.perturbation import NO_SHAKING
 
 EXPLORED = 0.25  # of its price, what a step must gain for the search to go on from it
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.demand import full_bonds
+from eplb.core.jit import jit
+from eplb.core.kernels import BoolArray, IntArray
+from eplb.core.placement import Placement, check_fits
+from eplb.core.problem import Problem
 from eplb.errors import PlacementError
-from eplb.greedy import frame_of
-from eplb.hierarchical import nodes_of_groups
-from eplb.jit import jit
-from eplb.kernels import BoolArray, IntArray
-from eplb.placement import Placement, check_fits
-from eplb.problem import Problem
+from eplb.packing.zones import nodes_of_groups
+from eplb.policies.greedy import frame_of
+from eplb.search.demand import full_bonds
 
 
 def unfit_layers(problem: Problem, placement: Placement) -> BoolArray:

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb.balance import imbalance, live_shares, rank_sum, slot_load
-from eplb.demand import demand_of, time_of
-from eplb.descent import COPIES_ALWAYS
-from eplb.dispatched import as_dispatched
-from eplb.greedy import descend, frame_of, packed_by_time, refined, rules_for
-from eplb.incremental import Improved, incremental, score_of
-from eplb.kernels import FloatArray, IntArray
-from eplb.placement import Placement
-from eplb.problem import Problem
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.dispatch.plans import as_dispatched
+from eplb.measure.balance import imbalance, live_shares, rank_sum, slot_load
+from eplb.policies.greedy import descend, frame_of, packed_by_time, refined, rules_for
+from eplb.policies.incremental import Improved, incremental, score_of
+from eplb.search.demand import demand_of, time_of
+from eplb.search.descent import COPIES_ALWAYS
 
 FINEST_GAIN = 1e-4
 MOST_IMBALANCE = 64.0  # that a dead zone is looked for up to

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.kernels import IntArray
-from eplb.problem import Problem
+from eplb.core.jit import jit
+from eplb.core.kernels import IntArray
+from eplb.core.problem import Problem
 
 
 def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) -> IntArray:

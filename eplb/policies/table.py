@@ -13,18 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.kernels import IntArray
+from eplb.core.load import LoadHistory
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.frontier import Curve
-from eplb.greedy import frame_of, greedy, in_place
-from eplb.incremental import repaired
-from eplb.kernels import IntArray
-from eplb.legal import why_it_cannot_serve
-from eplb.load import LoadHistory
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.relabel import with_singles_kept
-from eplb.simple import round_robin, topk_everywhere
-from eplb.timing import best_fresh, best_improved
+from eplb.policies.baselines import round_robin, topk_everywhere
+from eplb.policies.frontier import Curve
+from eplb.policies.greedy import frame_of, greedy, in_place
+from eplb.policies.incremental import repaired
+from eplb.policies.legality import why_it_cannot_serve
+from eplb.policies.objectives import best_fresh, best_improved
+from eplb.policies.relabel import with_singles_kept
 
 Policy = Callable[[Problem], Placement]
 
@@ -95,8 +95,8 @@ def random_policy(problem: Problem) -> Placement:
 
 
 def exact_policy(problem: Problem) -> Placement:
-    """Proved, or with its gap; for small or offline problems (``eplb.exact.solve_exact``)."""
-    from eplb.exact import exact  # late: it brings OR-tools
+    """Proved, or with its gap; for small or offline problems (``solve_exact``)."""
+    from eplb.policies.exact import exact  # late: it brings OR-tools
 
     return exact(problem)
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave, moves_for
-from eplb.jit import by_reference, jit
-from eplb.kernels import FloatArray, IntArray
-from eplb.layer import replica_time
+from eplb.core.jit import by_reference, jit
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.search.constrained import Search, may_leave, moves_for
+from eplb.search.layer import replica_time
 
 # slot, the expert it gets, another slot, the expert that one gets; -1 for no slot and for empty
 Change = tuple[int, int, int, int]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.jit import by_reference, jit
-from eplb.kernels import NONE, ZERO, Bonds, BoolArray, IntArray, Ranks
-from eplb.layer import Layer
+from eplb.core.jit import by_reference, jit
+from eplb.core.kernels import NONE, ZERO, Bonds, BoolArray, IntArray, Ranks
+from eplb.search.layer import Layer
 
 
 class Home:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave, moves_for
-from eplb.changes import FREE, Change, Outline
-from eplb.jit import jit
-from eplb.kernels import NONE, IntArray
-from eplb.layer import Layer, replica_time
+from eplb.core.jit import jit
+from eplb.core.kernels import NONE, IntArray
+from eplb.search.changes import FREE, Change, Outline
+from eplb.search.constrained import Search, may_leave, moves_for
+from eplb.search.layer import Layer, replica_time
 
 
 @jit

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.constraints import pins_of, ready_ranks, spread_of
+from eplb.core.constraints import pins_of, ready_ranks, spread_of
+from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray
+from eplb.core.problem import Problem
+from eplb.core.scenarios import without_noise
 from eplb.errors import ConfigError, PlacementError
-from eplb.hierarchical import Zones
-from eplb.kernels import Bonds, Demand, FloatArray, IntArray
-from eplb.problem import Problem
-from eplb.windows import without_noise
+from eplb.packing.zones import Zones
 
 TAIL = 0.05  # of the score is the mean over the worst windows; more made held-out windows worse
 TAIL_SIZE = 0.125  # which are so many of all

@@ -13,13 +13,13 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from eplb.bonds import Search
-from eplb.changes import Change, best_swap, outline
-from eplb.copies import best_copy, best_drop
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray
-from eplb.layer import Layer, put, restore, trade
-from eplb.score import measure
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray
+from eplb.search.changes import Change, best_swap, outline
+from eplb.search.constrained import Search
+from eplb.search.copies import best_copy, best_drop
+from eplb.search.layer import Layer, put, restore, trade
+from eplb.search.score import measure
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
 PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck

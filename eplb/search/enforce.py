@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.bonds import Search, free_search, may_leave, standing
-from eplb.jit import jit
-from eplb.kernels import NONE, Bonds, BoolArray, Demand, IntArray, Ranks
-from eplb.layer import Layer, open_layer, put, trade
+from eplb.core.jit import jit
+from eplb.core.kernels import NONE, Bonds, BoolArray, Demand, IntArray, Ranks
+from eplb.search.constrained import Search, free_search, may_leave, standing
+from eplb.search.layer import Layer, open_layer, put, trade
 
 LAST_RESORT = 1e9  # more than any rank's time
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.jit import by_reference, jit
-from eplb.kernels import BoolArray, Demand, FloatArray, IntArray, Ranks
+from eplb.core.jit import by_reference, jit
+from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray, Ranks
 
 
 class Layer:
@@ -20,7 +20,9 @@ class Layer:
     rate: FloatArray  # [T]
     extra: FloatArray  # [T]
     weight: FloatArray  # [T]
-    counts: FloatArray  # [T] weight with the worst windows counted more: see ``eplb/score.py``
+    counts: (
+        FloatArray  # [T] weight with the worst windows counted more: see ``eplb/search/score.py``
+    )
     tail: float
     tail_size: float
     curve_tokens: FloatArray  # [P]

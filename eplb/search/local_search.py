@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Home, Search, come_home, empty_home, leave_home, priced_search
-from eplb.descent import PATIENCE, Record, Rules, descend
-from eplb.jit import jit
-from eplb.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
-from eplb.layer import open_layer
-from eplb.score import measure
-from eplb.shake import Shaking, shake_layer
+from eplb.core.jit import jit
+from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
+from eplb.search.constrained import Home, Search, come_home, empty_home, leave_home, priced_search
+from eplb.search.descent import PATIENCE, Record, Rules, descend
+from eplb.search.layer import open_layer
+from eplb.search.perturbation import Shaking, shake_layer
+from eplb.search.score import measure
 
 ROUNDS = 4  # in which the steps are dealt out
 PARTS = 4  # of a round's layers, for each thread: some layers take longer than others

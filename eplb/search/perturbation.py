@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.bonds import Search, may_leave
-from eplb.descent import QUICK, Rules, copy_into, descend
-from eplb.jit import jit
-from eplb.kernels import NONE, FloatArray, IntArray
-from eplb.layer import put, restore, trade
-from eplb.score import measure
+from eplb.core.jit import jit
+from eplb.core.kernels import NONE, FloatArray, IntArray
+from eplb.search.constrained import Search, may_leave
+from eplb.search.descent import QUICK, Rules, copy_into, descend
+from eplb.search.layer import put, restore, trade
+from eplb.search.score import measure
 
 CHANGES = 2  # made at random before each search
 TRIES = 20  # draws for a change that is allowed

@@ -11,9 +11,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.changes import Change
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.search.changes import Change
 
 
 def replicate(work: Sequence[float], num_slots: int, most: int) -> list[int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.jit import jit
-from eplb.layer import Layer
+from eplb.core.jit import jit
+from eplb.search.layer import Layer
 
 
 @jit

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.jit import by_reference, jit
-from eplb.kernels import FloatArray, IntArray, Ranks
+from eplb.core.jit import by_reference, jit
+from eplb.core.kernels import FloatArray, IntArray, Ranks
 
 
 class Split:

@@ -15,19 +15,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.arrays import on_host
-from eplb.balance import rank_load
+from eplb.core.arrays import on_host
+from eplb.core.kernels import FloatArray, Ranks
+from eplb.core.load import LoadHistory, as_history
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem, scale
+from eplb.core.scenarios import Scenarios, as_scenarios
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError
-from eplb.hierarchical import zones_for
-from eplb.kernels import FloatArray, Ranks
-from eplb.load import LoadHistory, as_history
-from eplb.noise import FEWEST_WINDOWS, fluctuation, sampling_noise
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem, scale
-from eplb.shares import floors
-from eplb.split import split_layers
-from eplb.topology import Topology
-from eplb.windows import Scenarios, as_scenarios
+from eplb.measure.balance import rank_load
+from eplb.measure.noise import FEWEST_WINDOWS, fluctuation, sampling_noise
+from eplb.packing.zones import zones_for
+from eplb.shares.layout import floors
+from eplb.shares.solver import split_layers
 
 # Shares fitted to so many windows are trusted half, at most. Measured on recorded routing: shares
 # fitted to 2 to 8 windows and trusted whole made the next window worse by up to 0.04.
@@ -161,7 +161,7 @@ def warranted(
 
     Measured on recorded routing with 16 windows: with the first rule new shares never made the
     mean of the next windows worse, without it by up to 0.0006 where requests are mixed
-    (``benchmarks/heldout.py``).
+    (``benchmarks/planner/heldout.py``).
 
     Args:
         gain: [L] by how much the fitted shares improve the objective on these windows.

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.jit import jit
-from eplb.kernels import FloatArray, IntArray, Ranks
-from eplb.shares import Split, equal_split_of
+from eplb.core.jit import jit
+from eplb.core.kernels import FloatArray, IntArray, Ranks
+from eplb.shares.layout import Split, equal_split_of
 
 # The objective: so much of it is the mean of the worst part of the windows, the rest that of all.
 TAIL_WEIGHT = 0.25

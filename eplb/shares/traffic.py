@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.demand import full_bonds
+from eplb.core.kernels import BoolArray, FloatArray
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.greedy import frame_of, in_place
-from eplb.kernels import BoolArray, FloatArray
-from eplb.placement import EMPTY, Placement
-from eplb.problem import Problem
-from eplb.topology import Topology
-from eplb.traffic_search import Ground, Toll, settle_near
+from eplb.policies.greedy import frame_of, in_place
+from eplb.search.demand import full_bonds
+from eplb.shares.traffic_search import Ground, Toll, settle_near
 
 
 def tokens_of_node(problem: Problem) -> FloatArray:

@@ -1,4 +1,4 @@
-"""The search of ``eplb/traffic.py``, compiled: replicas trade places so that fewer tokens cross.
+"""Compiled search of ``traffic.py``: replicas trade places so that fewer tokens cross nodes.
 
 Pairs of slots on different nodes are looked at in order, and traded where imbalance and crossing
 together gain enough for the moves it takes, until a whole round changes nothing.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.jit import jit
-from eplb.kernels import BoolArray, FloatArray, IntArray, Ranks
+from eplb.core.jit import jit
+from eplb.core.kernels import BoolArray, FloatArray, IntArray, Ranks
 
 ROUNDS = 4  # the first finds nearly all
 ROUNDING = 1e-9  # a gain below it is none

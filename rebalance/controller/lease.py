@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 
 from eplb.errors import FencedOut, StoreError
-from telemetry.holder import new_holder
 from telemetry.store import Lease, LeaseOf, LoadStore
+from telemetry.stores.holder import new_holder
 
 __all__ = ["ControllerLease", "new_holder"]
 

@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eplb.load import Phase
-from eplb.model import ModelShape
-from eplb.records import model_from_dict, topology_from_dict
-from eplb.topology import Topology
-from telemetry.intake import Intake, Outcome
-from telemetry.run_windows import Folder, folder_of
+from eplb.core.load import Phase
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.store import LoadStore, RunInfo
-from telemetry.windows import Window
+from telemetry.windows.intake import Intake, Outcome
+from telemetry.windows.run_windows import Folder, folder_of
+from telemetry.windows.step_windows import Window
 
 TOLD_EVERY_S = 60.0
 # What should not happen; repeated and late samples are what an outage of the store leaves.

@@ -16,25 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eplb.candidates import Candidates, candidates_for
+from eplb.core.load import LoadHistory, Phase
+from eplb.core.placement import Placement
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel, Decision
 from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
-from eplb.explanation import finite
-from eplb.gate import CostModel, Decision
-from eplb.load import LoadHistory, Phase
-from eplb.migration import Migration, Pace, build_migration
-from eplb.placement import Placement
-from eplb.plan import Plan, plan
-from eplb.policies import policy_named
-from eplb.problem import Budget
-from eplb.spares import compact, expand
-from rebalance.arrivals import Arrivals, Group
-from rebalance.controller_lease import ControllerLease, new_holder
-from rebalance.open_plan import OpenPlan
-from rebalance.track_record import TrackRecord
-from telemetry.drift import LOOK_BACK, planning_history
-from telemetry.retention import Keeper, Retention
+from eplb.explanation.figures import finite
+from eplb.migration.build import Migration, Pace, build_migration
+from eplb.migration.candidates import Candidates, candidates_for
+from eplb.migration.spares import compact, expand
+from eplb.planner import Plan, plan
+from eplb.policies.table import policy_named
+from rebalance.controller.lease import ControllerLease, new_holder
+from rebalance.controller.load import Arrivals, Group
+from rebalance.controller.open_migration import OpenPlan
+from rebalance.controller.track_record import TrackRecord
+from telemetry.drift.detector import LOOK_BACK, planning_history
+from telemetry.retention.pruning import Keeper, Retention
 from telemetry.store import LoadStore, Task
-from telemetry.windows import Window, history
+from telemetry.windows.step_windows import Window, history
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from eplb.migration import Migration
+from eplb.migration.build import Migration
 from telemetry.store import LoadStore, Outcome, RankState
 
 SWITCHED_OFF = "movement is switched off"

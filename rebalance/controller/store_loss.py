@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from eplb.placement import Placement
+from eplb.core.placement import Placement
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eplb.gate import Decision
-from eplb.outcome import Plan
-from eplb.placement import Placement
-from eplb.record import ENOUGH, Promise, Record
-from eplb.topology import Topology
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.decision.gate import Decision
+from eplb.decision.outcome import Plan
+from eplb.decision.promises import ENOUGH, Promise, Record
 from telemetry.store import Event, LoadStore
-from telemetry.windows import Window
+from telemetry.windows.step_windows import Window
 
 KIND = "promise"  # of the event
 LOOKED_AT = 1000  # events at a time

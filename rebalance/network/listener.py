@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
-from rebalance.host_link_wire import Message, Wire, welcome
+from rebalance.network.wire import Message, Wire, welcome
 
 MOST_CALLERS = 64  # connections that a door holds open; a further caller is turned away in words
 HANDSHAKE_DEADLINE_S = 5.0

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from eplb.bounded_json import decode_json
+from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
-from rebalance.throttle import TokenBucket
+from rebalance.network.throttle import TokenBucket
 
 PROTOCOL = "eplb-hosts-1"  # of slabs; each kind of door has a name of its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once

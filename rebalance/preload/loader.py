@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from eplb.model import ModelShape
-from rebalance.record_file import RecordFile
-from rebalance.record_origin import RecordOrigin, ShardGuard
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.records.record_file import RecordFile
+from rebalance.preload.records.record_origin import RecordOrigin, ShardGuard
+from rebalance.transport.interface import Record
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import PAGE_BYTES, SharedArena, digest
+from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 CLOSE_DEADLINE_S = 30.0  # to write one record to a busy disk, and the marks
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from eplb.errors import RankError
-from rebalance.lifelines import LOOPBACK, Address, Lifelines, address_towards
-from rebalance.transport import PendingVote
-from rebalance.vote import Outcome
-from runtime.agreement import gathered
+from rebalance.protocol.ballot import Outcome
+from rebalance.protocol.liveness import LOOPBACK, Address, Lifelines, address_towards
+from rebalance.transport.interface import PendingVote
+from runtime.group.agreement import gathered
 
 
 class GlooVotes:

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from eplb.bounded_json import decode_json
-from rebalance.phases import Phase, RankPhase
-from rebalance.vote import Ballot, Verdict
+from eplb.core.bounded_json import decode_json
+from rebalance.protocol.ballot import Ballot, Verdict
+from rebalance.protocol.phases import Phase, RankPhase
 
 JOURNAL_FOLDER = "journal"  # in the state folder
 CLOSE_DEADLINE_S = 5.0

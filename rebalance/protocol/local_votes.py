@@ -1,4 +1,4 @@
-"""Votes within one process: the shipped fake of ``rebalance/gloo_votes.py``."""
+"""Votes within one process: the shipped fake of ``rebalance/protocol/gloo_votes.py``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rebalance.transport import PendingVote, VoteGroup
-from rebalance.vote import Outcome
+from rebalance.protocol.ballot import Outcome
+from rebalance.transport.interface import PendingVote, VoteGroup
 
 
 class LocalVotes:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from eplb.errors import RankError
-from rebalance.vote import NO_PLAN, Ballot, Verdict
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 
 ELSEWHERE = "another rank asked for it"  # all that a verdict tells of an abort's reason
 

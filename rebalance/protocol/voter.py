@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Protocol
 
 from eplb.errors import BrokenGroup
-from rebalance.transport import PendingVote, VoteGroup
-from rebalance.vote import Ballot, Outcome, Verdict
+from rebalance.protocol.ballot import Ballot, Outcome, Verdict
+from rebalance.transport.interface import PendingVote, VoteGroup
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eplb.placement import Placement
-from rebalance.fence import Fence
-from rebalance.journal import Diary
-from rebalance.mover import Mover, MoverParts
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.phases import RankPhase
-from rebalance.sampling import SampleLabel, Sampler
-from rebalance.voter import Voter
-from rebalance.waiting import PhaseBox
-from rebalance.watchdog import Watchdog
-from rebalance.watcher import Listener, Watcher
+from eplb.core.placement import Placement
+from rebalance.protocol.journal import Diary
+from rebalance.protocol.phases import RankPhase
+from rebalance.protocol.voter import Voter
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.sampling import SampleLabel, Sampler
+from rebalance.rank.watcher import Listener, Watcher
+from rebalance.stage.mover import Mover, MoverParts
+from rebalance.swap.weights_fence import Fence
+from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.watchdog import Watchdog
 
 
 @dataclass

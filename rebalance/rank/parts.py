@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from eplb.load import Phase as LoadPhase
-from eplb.topology import Topology
-from rebalance.journal import NoJournal, Notebook
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.stage_settings import StageSettings
-from rebalance.transport import VoteGroup, WeightTransport
-from rebalance.watcher import SampleSink, Watcher
+from eplb.core.load import Phase as LoadPhase
+from eplb.core.topology import Topology
+from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.rank.watcher import SampleSink, Watcher
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.interface import VoteGroup, WeightTransport
+from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.counters import SlotCounter
-from runtime.dispatch import Dispatcher
+from runtime.dispatch.all_to_all import Dispatcher
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 from telemetry.store import LoadStore
@@ -39,7 +39,9 @@ class AgentSettings:
     scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
-    membership: int = 0  # number of this group of ranks (rebalance.recovery.membership_of_start)
+    membership: int = (
+        0  # number of this group of ranks (rebalance.recovery.survivors.membership_of_start)
+    )
     rank_links: RankLinkSettings | None = None  # None: no rank gives its slots over the network
 
     def __post_init__(self) -> None:

@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from eplb.topology import Topology
-from rebalance.core import RankCore
+from eplb.core.topology import Topology
+from rebalance.rank.core import RankCore
 
 
 class ReadAhead:

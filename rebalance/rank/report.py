@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rebalance.core import RankCore
-from rebalance.scrubber import Scrubber
-from rebalance.swapper import Swapper
+from rebalance.rank.core import RankCore
+from rebalance.swap.scrubber import Scrubber
+from rebalance.swap.swapper import Swapper
 from telemetry.store import RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps

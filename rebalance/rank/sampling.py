@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from eplb.core.load import LoadSample, Phase
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError
-from eplb.load import LoadSample, Phase
-from eplb.placement import Placement
-from eplb.topology import Topology
-from rebalance.watcher import SampleSink
+from rebalance.rank.watcher import SampleSink
 from runtime.counters import Cut, SlotCounter
 from runtime.streams import Completion
 

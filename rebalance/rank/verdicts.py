@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rebalance import phases
-from rebalance.core import RankCore
-from rebalance.phases import Phase
-from rebalance.swapper import Swapper
-from rebalance.vote import Ballot, Verdict
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import Ballot, Verdict
+from rebalance.protocol.phases import Phase
+from rebalance.rank.core import RankCore
+from rebalance.swap.swapper import Swapper
 
 
 class Voting:

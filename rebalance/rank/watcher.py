@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from rebalance import phases
-from rebalance.mover import Mover
-from rebalance.store_loss import StoreLoss
-from rebalance.vote import NO_PLAN
-from rebalance.waiting import PhaseBox
-from rebalance.watchdog import Watchdog
+from eplb.migration.build import Migration
+from rebalance.controller.store_loss import StoreLoss
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN
+from rebalance.stage.mover import Mover
+from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleSink(Protocol):
-    """Takes samples off the step path (telemetry.reporter.Reporter)."""
+    """Takes samples off the step path (telemetry.reporter.reporter.Reporter)."""
 
     def offer(self, sample: LoadSample) -> bool:
         """Take a sample; never blocks, never raises. False when one was dropped for it."""

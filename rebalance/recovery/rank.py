@@ -1,21 +1,21 @@
 """A rank agent's part in a recovery: its last words, and what the survivors' record asks of it.
 
-``rebalance/recovery.py`` says what all survivors do, and in which order.
+``rebalance/recovery/survivors.py`` says what all survivors do, and in which order.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from eplb.recovery import LastWords, Recovery
-from rebalance import phases
-from rebalance.core import RankCore
-from rebalance.phases import Phase, RankPhase
-from rebalance.recovery import missed_verdicts
-from rebalance.scrub_turns import ScrubTurns
-from rebalance.swapper import Swapper
-from rebalance.vote import NO_PLAN
-from rebalance.voting import Voting
+from eplb.migration.recovery import LastWords, Recovery
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN
+from rebalance.protocol.phases import Phase, RankPhase
+from rebalance.rank.core import RankCore
+from rebalance.rank.verdicts import Voting
+from rebalance.recovery.survivors import missed_verdicts
+from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.swapper import Swapper
 
 
 class Survival:

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
-from rebalance import phases
-from rebalance.gloo_votes import GlooVotes
-from rebalance.phases import Phase, RankPhase
-from rebalance.transport import PendingVote, VoteGroup
-from rebalance.vote import NO_PLAN, Ballot, Outcome, Verdict
-from runtime.listeners import gloo_listeners_closed
+from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Outcome, Verdict
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.phases import Phase, RankPhase
+from rebalance.transport.interface import PendingVote, VoteGroup
+from runtime.group.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next

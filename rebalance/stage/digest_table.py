@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from eplb.errors import BrokenGroup, MigrationError
-from rebalance.slab import Digest
-from rebalance.transport import PendingVote, Record, VoteGroup
-from rebalance.vote import Outcome
+from rebalance.preload.cache.server import Digest
+from rebalance.protocol.ballot import Outcome
+from rebalance.transport.interface import PendingVote, Record, VoteGroup
 
 _HIGHEST = torch.iinfo(torch.int64).max
 

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Generator
 
 from eplb.errors import MigrationError
-from rebalance import phases
-from rebalance.lanes import Pull
-from rebalance.staging import Stager
-from rebalance.waiting import PhaseBox, Wait, drive
-from rebalance.wanted import IsWanted
-from rebalance.watchdog import Heartbeat
+from rebalance.protocol import phases
+from rebalance.stage.lanes import Pull
+from rebalance.stage.stager import Stager
+from rebalance.threads.cancellation import IsWanted
+from rebalance.threads.waiting import PhaseBox, Wait, drive
+from rebalance.threads.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from eplb.errors import MigrationError
-from rebalance.figures import StageMeter
-from rebalance.stage_settings import StageSettings
-from rebalance.transport import Record, WeightTransport
-from rebalance.wanted import CalledOff, IsWanted
-from rebalance.watchdog import Heartbeat
+from rebalance.stage.figures import StageMeter
+from rebalance.stage.settings import StageSettings
+from rebalance.threads.cancellation import CalledOff, IsWanted
+from rebalance.threads.watchdog import Heartbeat
+from rebalance.transport.interface import Record, WeightTransport
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from eplb.migration import Move
-from rebalance.figures import Link, StageMeter
-from rebalance.stage_settings import BURST_CHUNKS, LinkSettings, StageSettings
-from rebalance.throttle import Hold, TokenBucket
-from rebalance.transport import Place, Record
+from eplb.migration.build import Move
+from rebalance.network.throttle import Hold, TokenBucket
+from rebalance.stage.figures import Link, StageMeter
+from rebalance.stage.settings import BURST_CHUNKS, LinkSettings, StageSettings
+from rebalance.transport.interface import Place, Record
 from runtime.streams import Completion
 
 

@@ -15,23 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError
-from eplb.migration import Migration, Mode, Move, Transaction
-from eplb.topology import Topology
-from rebalance import phases
-from rebalance.fetcher import Fetcher
-from rebalance.figures import StageFigures
-from rebalance.lanes import Pull
-from rebalance.phases import Phase
-from rebalance.ring import StagingRing
-from rebalance.serving import Serving, check_places, readable, serving_after_each
-from rebalance.sources import Sources
-from rebalance.stage_settings import StageSettings
-from rebalance.staging import Stager
-from rebalance.transport import Record, WeightTransport
-from rebalance.waiting import WAIT_S, PhaseBox, Wait, drive
-from rebalance.wanted import CalledOff
-from rebalance.watchdog import Heartbeat
+from eplb.migration.build import Migration, Mode, Move, Transaction
+from rebalance.protocol import phases
+from rebalance.protocol.phases import Phase
+from rebalance.stage.fetcher import Fetcher
+from rebalance.stage.figures import StageFigures
+from rebalance.stage.lanes import Pull
+from rebalance.stage.ring import StagingRing
+from rebalance.stage.settings import StageSettings
+from rebalance.stage.sources import Sources
+from rebalance.stage.stager import Stager
+from rebalance.swap.serving import Serving, check_places, readable, serving_after_each
+from rebalance.threads.cancellation import CalledOff
+from rebalance.threads.waiting import WAIT_S, PhaseBox, Wait, drive
+from rebalance.threads.watchdog import Heartbeat
+from rebalance.transport.interface import Record, WeightTransport
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.lanes import Pull
-from runtime.digests import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
+from rebalance.stage.lanes import Pull
+from runtime.memory.digests import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
 from runtime.streams import Completion
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from eplb.migration import Move
+from eplb.migration.build import Move
 from runtime.streams import Completion
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.migration import Move, Source
-from eplb.topology import Topology
-from rebalance.transport import HOST, Place
+from eplb.core.topology import Topology
+from eplb.migration.build import Move, Source
+from rebalance.transport.interface import HOST, Place
 
 log = logging.getLogger(__name__)
 

@@ -21,19 +21,19 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from eplb.migration import Move
-from rebalance.figures import Link, StageMeter
-from rebalance.host_records import HostRecords
-from rebalance.lanes import Lane, Pull
-from rebalance.proofs import Proofs
-from rebalance.sources import Sources
-from rebalance.stage_settings import StageSettings
-from rebalance.throttle import Hold
-from rebalance.transport import HOST, Place, WeightTransport
-from rebalance.waiting import Wait
-from rebalance.wanted import CalledOff, IsWanted, always
-from rebalance.watchdog import Heartbeat
-from runtime.digests import TOGETHER
+from eplb.migration.build import Move
+from rebalance.network.throttle import Hold
+from rebalance.stage.figures import Link, StageMeter
+from rebalance.stage.host_records import HostRecords
+from rebalance.stage.lanes import Lane, Pull
+from rebalance.stage.proofs import Proofs
+from rebalance.stage.settings import StageSettings
+from rebalance.stage.sources import Sources
+from rebalance.threads.cancellation import CalledOff, IsWanted, always
+from rebalance.threads.waiting import Wait
+from rebalance.threads.watchdog import Heartbeat
+from rebalance.transport.interface import HOST, Place, WeightTransport
+from runtime.memory.digests import TOGETHER
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)

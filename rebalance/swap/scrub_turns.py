@@ -29,15 +29,15 @@ import logging
 import time
 from dataclasses import asdict
 
+from eplb.core.placement import Placement
 from eplb.errors import MigrationError, RankError
-from eplb.placement import Placement
-from rebalance import phases
-from rebalance.core import RankCore
-from rebalance.phases import Phase
-from rebalance.scrubber import Damage, LiveSlot, Loan, Scrubber
-from rebalance.slab import Digest
-from rebalance.swapper import Swapper
-from rebalance.waiting import WAIT_S
+from rebalance.preload.cache.server import Digest
+from rebalance.protocol import phases
+from rebalance.protocol.phases import Phase
+from rebalance.rank.core import RankCore
+from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
+from rebalance.swap.swapper import Swapper
+from rebalance.threads.waiting import WAIT_S
 from runtime.streams import Completion
 
 MAX_REPAIRS = 2  # of one slot; memory that loses its bytes a third time is broken

@@ -1,6 +1,6 @@
 """Finds rotten bytes in a rank's live slots, and the right ones to put there.
 
-It decides nothing about when: ``rebalance/scrub_turns.py`` calls it while nothing moves.
+It decides nothing about when: ``rebalance/swap/scrub_turns.py`` calls it while nothing moves.
 
 Shapes:  L MoE layers, E experts, S slots, C slots of this rank.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eplb.migration import Move, Source
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance.lanes import Pull
-from rebalance.slab import Digest
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.build import Move, Source
+from rebalance.preload.cache.server import Digest
+from rebalance.stage.lanes import Pull
 from runtime.experts import ExpertBank
 
 

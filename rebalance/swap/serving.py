@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.placement import EMPTY, Placement
 from eplb.errors import MigrationError
-from eplb.migration import Migration, Move
-from eplb.placement import EMPTY, Placement
+from eplb.migration.build import Migration, Move
 from runtime.routing import RoutingTable, TableLayers
 
 

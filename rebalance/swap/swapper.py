@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 
-from eplb.migration import Migration, Move
-from eplb.placement import Placement
-from rebalance import phases
-from rebalance.core import RankCore
-from rebalance.parts import StepFigures
-from rebalance.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.scrubber import LiveSlot, Loan
-from rebalance.vote import NO_PLAN
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration, Move
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.rank.core import RankCore
+from rebalance.rank.parts import StepFigures
+from rebalance.swap.scrubber import LiveSlot, Loan
 from runtime.streams import Completion
 
 

@@ -1,6 +1,7 @@
 """Replaces all weights of a rank while it serves: nothing moves until the new ones are agreed on.
 
-The order of the calls, and what goes wrong without the fence, is in ``rebalance/fence.py``.
+The order of the calls, and what goes wrong without the fence, is in
+``rebalance/swap/weights_fence.py``.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from eplb.core.placement import EMPTY
 from eplb.errors import RankError
-from eplb.placement import EMPTY
-from rebalance import phases
-from rebalance.core import RankCore
-from rebalance.digests import agreed_digests, cast_digests
-from rebalance.phases import Phase
-from rebalance.scrub_turns import ScrubTurns
-from rebalance.swapper import Swapper
-from rebalance.vote import NO_PLAN, Verdict
-from rebalance.voting import Voting
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN, Verdict
+from rebalance.protocol.phases import Phase
+from rebalance.rank.core import RankCore
+from rebalance.rank.verdicts import Voting
+from rebalance.stage.digest_table import agreed_digests, cast_digests
+from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.swapper import Swapper
 
 
 class WeightUpdate:

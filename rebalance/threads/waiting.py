@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rebalance.phases import Phase, RankPhase
+from rebalance.protocol.phases import Phase, RankPhase
 from runtime.streams import Completion
 
 WAIT_S = 1.0  # news that got lost would cost this long, not for ever
@@ -82,7 +82,7 @@ class PhaseBox:
             self.changed.notify_all()
 
     def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
-        """Apply a transition of ``rebalance.phases`` and wake whoever waits."""
+        """Apply a transition of ``rebalance.protocol.phases`` and wake whoever waits."""
         with self.changed:
             self.state = transition(self.state, *news)
             self.changed.notify_all()

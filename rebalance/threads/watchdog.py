@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rebalance.phases import Phase, RankPhase
+from rebalance.protocol.phases import Phase, RankPhase
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
-from eplb.migration import Source
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance.links import NoPeers, Peers, PullTransport, RankMemory
-from rebalance.transport import HOST, Place, Record
-from runtime.agreement import first_refusal
-from runtime.memory import digest
+from eplb.migration.build import Source
+from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.processes import NoPeers, Peers, PullTransport, RankMemory
+from runtime.group.agreement import first_refusal
+from runtime.memory.shared import digest
 from runtime.streams import Completion
 
 PROOF_DEADLINE_S = 60.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from eplb.topology import Topology
-from rebalance.links import ranks_beside
-from rebalance.transport import Place
+from eplb.core.topology import Topology
+from rebalance.transport.interface import Place
+from rebalance.transport.processes import ranks_beside
 from runtime.experts import ExpertBank
-from runtime.symmetric import SymmetricArena, SymmetricPeer
+from runtime.memory.symmetric import SymmetricArena, SymmetricPeer
 
 
 class SymmetricPeers:

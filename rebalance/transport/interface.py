@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from eplb.migration import Source
-from rebalance.vote import Outcome
-from rebalance.wanted import IsWanted, always
+from eplb.migration.build import Source
+from rebalance.protocol.ballot import Outcome
+from rebalance.threads.cancellation import IsWanted, always
 from runtime.streams import Completion
 
 Record = tuple[int, int]  # (layer, expert)

@@ -1,4 +1,4 @@
-"""Transport within one process: the shipped fake of ``rebalance/links.py``."""
+"""Transport within one process: the shipped fake of ``rebalance/transport/processes.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration import Source
-from eplb.topology import Topology
-from rebalance.links import out_of_reach, ranks_beside
-from rebalance.transport import Place, Record
-from rebalance.wanted import IsWanted, always
+from eplb.migration.build import Source
+from rebalance.threads.cancellation import IsWanted, always
+from rebalance.transport.interface import Place, Record
+from rebalance.transport.processes import out_of_reach, ranks_beside
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
 

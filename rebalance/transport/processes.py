@@ -1,6 +1,6 @@
 """The transport of ranks that are processes: peers on a host read each other, all read the slab.
 
-Ranks that cannot be read may be asked, where they listen (``rebalance/rank_link_reader.py``).
+Ranks that cannot be read may be asked, where they listen (``rebalance/transport/ranks/client.py``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.topology import Topology
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_wire import Part
-from rebalance.slab import Digest
-from rebalance.transport import HOST, Place, Record
-from rebalance.wanted import IsWanted, always
+from rebalance.preload.cache.server import Digest
+from rebalance.threads.cancellation import IsWanted, always
+from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.wire import Part
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
 

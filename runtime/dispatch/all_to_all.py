@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup
-from eplb.topology import Topology
 from runtime.counters import SlotCounter
 
 

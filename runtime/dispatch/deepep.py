@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.topology import Topology
-from runtime.agreement import gathered
 from runtime.counters import SlotCounter
-from runtime.dispatch import Received, first_sentence
+from runtime.dispatch.all_to_all import Received, first_sentence
+from runtime.group.agreement import gathered
 
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.topology import Topology
-from runtime.agreement import first_refusal
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher, Dispatcher, Received
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher, Received
+from runtime.group.agreement import first_refusal
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
@@ -162,7 +162,7 @@ def _makers(
     trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
 ) -> dict[str, Callable[[], Dispatcher]]:
     # Imported here: the module is about a library that need not be installed.
-    from runtime.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+    from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 
     shape = DeepEPShape(trial.topology, trial.hidden, trial.top_k, max_tokens)
     return {

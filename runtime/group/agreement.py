@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb.bounded_json import decode_json
+from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
 
 MAX_MESSAGE_BYTES = 8192

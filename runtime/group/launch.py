@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from eplb.errors import RankError
-from runtime.listeners import gloo_listeners_closed
-from runtime.rendezvous import Rendezvous, reach
+from runtime.group.listeners import gloo_listeners_closed
+from runtime.group.rendezvous import Rendezvous, reach
 
 RankMain = Callable[..., Any]  # (rank, num_ranks, *args) -> result
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.memory import digest
+from runtime.memory.shared import digest
 from runtime.streams import Completion
 
 TOGETHER = 4  # records of one launch
@@ -87,7 +87,7 @@ class RecordDigests:
         return PendingDigests(records, [Completion(is_cuda=True, stream=self._stream)], place)
 
     def read(self, pending: PendingDigests) -> list[tuple[int, int]]:
-        """The digests in order, as ``runtime.memory.digest`` gives them.
+        """The digests in order, as ``runtime.memory.shared.digest`` gives them.
 
         Once, and once they are complete.
         """

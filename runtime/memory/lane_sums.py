@@ -1,6 +1,7 @@
 """The two sums of a digest on a CPU, compiled: one pass at memory's speed, no interpreter lock.
 
-Imported late, by ``runtime/memory.py``, where numba is installed; its plain sums are the reference.
+Imported late, by ``runtime/memory/shared.py``, where numba is installed; its plain sums are the
+reference.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
+from eplb.core.jit import jit
 
 
 @jit

@@ -129,7 +129,7 @@ def plain_lane_sums(lanes: NDArray[np.int32]) -> tuple[int, int]:
 def _compiled_lane_sums() -> LaneSums:
     """Four times as fast, and readers of a disk do not share the interpreter's lock over it."""
     try:
-        from runtime.lane_sums import lane_sums
+        from runtime.memory.lane_sums import lane_sums
     except ImportError:  # a GPU host's own Python may have no numba
         log.info("numba is not installed: digests on the CPU are worked out by numpy")
         return plain_lane_sums

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError, MigrationError
-from runtime.agreement import first_refusal
 from runtime.experts import ExpertBank
+from runtime.group.agreement import first_refusal
 
 
 class SymmetricArena:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from runtime.dispatch import Received
+from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from eplb.errors import ConfigError
-from runtime.deepep import DeepEPLowLatency
-from runtime.moe import Forward, MoEStack
+from runtime.dispatch.deepep import DeepEPLowLatency
+from runtime.model.moe import Forward, MoEStack
 from runtime.streams import new_stream
 
 WARM_UP_STEPS = 3  # kernels are compiled and buffers made before the capture, not in it

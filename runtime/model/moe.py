@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eplb.model import ModelShape
+from eplb.core.model import ModelShape
 from runtime.checkpoint import Weights, layer_name
-from runtime.compute import Experts, swiglu
-from runtime.dispatch import Dispatcher
+from runtime.dispatch.all_to_all import Dispatcher
+from runtime.model.compute import Experts, swiglu
 from runtime.routing import RoutingTable
 
 NUM_HEADS = 4

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from eplb.model import ModelShape
+from eplb.core.model import ModelShape
 from runtime.checkpoint import Weights, expert_name, layer_name
-from runtime.compute import swiglu
-from runtime.moe import Forward, mix_causally, normalise
+from runtime.model.compute import swiglu
+from runtime.model.moe import Forward, mix_causally, normalise
 
 TIE = 1e-4  # router logits nearer than this are a tie: rounding may choose either expert
 

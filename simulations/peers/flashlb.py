@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from eplb.jit import jit
-from eplb.placement import Placement
-from eplb.policies import contiguous_policy
-from eplb.problem import Problem
+from eplb.core.jit import jit
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.policies.table import contiguous_policy
 from simulations.peers.tables import placement_of, table_of
 
 Z = NormalDist().inv_cdf(0.75)

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.load import LoadHistory, as_history
-from eplb.placement import Placement
-from eplb.policies import greedy_policy
-from eplb.problem import Problem
+from eplb.core.load import LoadHistory, as_history
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.policies.table import greedy_policy
 
 KEPT = 0.6  # of the moving average when a window comes
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.placement import Placement
-from eplb.policies import contiguous_policy
-from eplb.problem import Problem
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem
+from eplb.policies.table import contiguous_policy
 from simulations.peers.tables import placement_of, table_of
 
 MOST_SWAPS = 100

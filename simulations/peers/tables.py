@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from eplb.placement import Placement
-from eplb.topology import Topology
 
 
 def table_of(placement: Placement, topology: Topology) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ divergence in nats, each weighed by its tokens, G is the log-likelihood ratio of
 against "one", and chance alone makes it E - 1 per layer if tokens are independent draws. They are
 not: a window holds whole requests, and all layers see the same tokens. So the floor is measured
 too, on neighbouring windows, and is never taken to be less than that of independent draws; see
-``telemetry/chance.py``.
+``telemetry/drift/chance.py``.
 
     windows -> G of neighbours -> noise     windows before | after a split -> G     G over noise?
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import freeze, owned
+from eplb.core.arrays import freeze, owned
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory
-from eplb.noise import FEWEST_WINDOWS
-from telemetry.chance import (
+from eplb.measure.noise import FEWEST_WINDOWS
+from telemetry.drift.chance import (
     Counts,
     evidence_of,
     limit_at,

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.balance import imbalance
+from eplb.core.load import LoadHistory, as_history
+from eplb.core.topology import Topology
 from eplb.errors import HistoryError
-from eplb.load import LoadHistory, as_history
-from eplb.plan import plan
-from eplb.topology import Topology
-from telemetry.drift import js_divergence, shares_of
-from telemetry.forecast import Forecaster, LastWindow, Shares, candidates
+from eplb.measure.balance import imbalance
+from eplb.planner import plan
+from telemetry.drift.detector import js_divergence, shares_of
+from telemetry.forecast.forecasters import Forecaster, LastWindow, Shares, candidates
 
 FEWEST_JUDGED = 8  # with fewer, the best of ten forecasters is the luckiest
 SURE = 2.0  # standard errors by which persistence must be beaten

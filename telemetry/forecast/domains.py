@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError
-from eplb.load import LoadHistory
-from telemetry.drift import shares_of
+from telemetry.drift.detector import shares_of
 
 ROUNDS = 100
 TINY = 1e-12  # a share that is zero could never grow again

@@ -2,8 +2,8 @@
 
 A forecaster is a frozen value with one pure method: windows in, shares of the next window out. It
 keeps nothing between calls, so it may be tried on any stretch of history; what it has learnt is
-part of it. None is best everywhere: ``telemetry/backtest.py`` measures each on the deployment's
-own history and picks one.
+part of it. None is best everywhere: ``telemetry/forecast/backtest.py`` measures each on the
+deployment's own history and picks one.
 
 Shapes:  T windows, L MoE layers, E experts, D domains.
 """
@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import freeze, owned
+from eplb.core.arrays import freeze, owned
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory
-from telemetry.domains import learn_domains, mix_of
-from telemetry.drift import LOOK_BACK, last_change, shares_of
+from telemetry.drift.detector import LOOK_BACK, last_change, shares_of
+from telemetry.forecast.domains import learn_domains, mix_of
 
 Shares = NDArray[np.float64]  # [L, E], each layer sums to 1
 TINY = 1e-12  # keeps a ratio of two shares finite

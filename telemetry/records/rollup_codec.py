@@ -10,8 +10,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from eplb.errors import StoreError
-from telemetry import packing
-from telemetry.rollup import Rollup
+from telemetry.records import envelope as packing
+from telemetry.retention.rollup import Rollup
 
 ROLLUP_VERSION = 1
 

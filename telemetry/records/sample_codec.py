@@ -17,9 +17,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadSample, Phase
 from eplb.errors import HistoryError, StoreError
-from eplb.load import LoadSample, Phase
-from telemetry import packing
+from telemetry.records import envelope as packing
 
 SAMPLE_VERSION = 2  # what is written unless a writer is told otherwise
 READABLE_VERSIONS = (1, 2)

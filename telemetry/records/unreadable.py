@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TypeVar
 
 from eplb.errors import StoreError
-from telemetry.packing import UnknownVersion
+from telemetry.records.envelope import UnknownVersion
 
 Value = TypeVar("Value")
 Fetch = Callable[[int, int], list[tuple[int, bytes]]]  # (past this cursor, limit) -> records

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
-from eplb.load import LoadSample
-from telemetry.codec import sample_from_bytes
-from telemetry.spool_folder import SpoolFolder
-from telemetry.spool_segment import Place
+from telemetry.records.sample_codec import sample_from_bytes
+from telemetry.reporter.folder import SpoolFolder
+from telemetry.reporter.segment import Place
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Condition
 
+from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
-from eplb.load import LoadSample
-from telemetry.spool import Spool
+from telemetry.reporter.spool import Spool
 from telemetry.store import LoadStore, RankState
 
 FIRST_PAUSE_S = 0.05
@@ -61,7 +61,7 @@ class Drain:
         self._last_error = ""
 
     def state(self, state: RankState) -> None:
-        """Take the rank's newest state. Wakes nobody; see telemetry.reporter."""
+        """Take the rank's newest state. Wakes nobody; see telemetry.reporter.reporter."""
         self._state = state
 
     def has_state(self) -> bool:

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from eplb.errors import ConfigError, StoreError
-from telemetry.spool_segment import HEADER, SUFFIX, Place, Segment, frame_bytes
+from telemetry.reporter.segment import HEADER, SUFFIX, Place, Segment, frame_bytes
 
 MIN_BYTES = 1 << 16
 _NUM_SEGMENTS = 16  # of a full folder: dropping the oldest drops so small a part

@@ -6,8 +6,8 @@
 Two threads move the samples on. The first looks into the inbox, every ``LONGEST_TICK_S`` or more
 often, and puts what it finds on disk, whatever the store does; the second brings it from there to
 the store. A store that is slow, full or gone never slows a step and never fails one: samples wait
-on disk (``telemetry.spool``) and follow when it is back. What finds no room is dropped and counted,
-the oldest first; since the caller numbers the samples, whoever reads them sees the gap.
+on disk (``telemetry.reporter.spool``) and follow when it is back. What finds no room is dropped and
+counted, the oldest first; since the caller numbers the samples, whoever reads them sees the gap.
 
 The step path wakes nobody and waits for nobody: waking a thread is a system call, and the thread
 that wakes up wants the interpreter, or a lock, just when the step does.
@@ -22,11 +22,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 
+from eplb.core.load import LoadSample
 from eplb.errors import RankError
-from eplb.load import LoadSample
-from telemetry.spool import DEFAULT_CAPACITY, Spool
-from telemetry.spool_counts import ReporterStats
-from telemetry.spool_drain import AT_ONCE, Drain, Tempo
+from telemetry.reporter.counts import ReporterStats
+from telemetry.reporter.drain import AT_ONCE, Drain, Tempo
+from telemetry.reporter.spool import DEFAULT_CAPACITY, Spool
 from telemetry.store import LoadStore, RankState
 
 # How often the inbox is looked into: after a look in vain the time doubles, after any other it is

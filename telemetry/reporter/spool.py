@@ -28,12 +28,12 @@ from itertools import islice
 from pathlib import Path
 from threading import Lock
 
+from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
-from eplb.load import LoadSample
-from telemetry.codec import sample_to_bytes
-from telemetry.spool_counts import SpoolCounts, Tally
-from telemetry.spool_disk import SpoolDisk
-from telemetry.spool_segment import Place
+from telemetry.records.sample_codec import sample_to_bytes
+from telemetry.reporter.counts import SpoolCounts, Tally
+from telemetry.reporter.disk import SpoolDisk
+from telemetry.reporter.segment import Place
 
 DEFAULT_BYTES = 64 << 20  # 24,000 samples of 58 layers x 9 slots: three hours at two a second
 DEFAULT_CAPACITY = 256

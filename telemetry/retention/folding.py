@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from eplb.core.load import LoadSample, Phase
 from eplb.errors import EplbError, HistoryError
-from eplb.load import LoadSample, Phase
-from eplb.records import model_from_dict, topology_from_dict
-from telemetry.filling import Filling
-from telemetry.fit import Fit
-from telemetry.rollup import HOUR, MINUTE, Rollup
+from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import RunInfo
-from telemetry.taking import LATE, Taken, take_all
+from telemetry.windows.batch_intake import LATE, Taken, take_all
+from telemetry.windows.filling import Filling
+from telemetry.windows.fit import Fit
 
 _MOST_MINUTES = 64  # filled at once; 58 layers x 256 experts x 320 ranks take 17 MB
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb.errors import ConfigError, HistoryError
-from telemetry.rolling import Minutes, RunShape, hours_of
-from telemetry.rollup import HOUR, MINUTE, Rollup
+from telemetry.retention.folding import Minutes, RunShape, hours_of
+from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore
 
 _PAGE = 2_000  # samples read at a time

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import freeze, owned
-from eplb.load import Phase
+from eplb.core.arrays import freeze, owned
+from eplb.core.load import Phase
 
 MINUTE = 60
 HOUR = 3600

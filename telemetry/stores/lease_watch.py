@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from threading import Lock
 
-from telemetry.holder import is_dead
 from telemetry.store import Lease, LeaseOf
+from telemetry.stores.holder import is_dead
 
 _Mark = tuple[str, int, int]
 

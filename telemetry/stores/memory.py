@@ -11,23 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from threading import Condition
 
-from eplb.candidates import Candidates
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
 from telemetry import rules
-from telemetry.memory_tables import (
-    EventTable,
-    LeaseTable,
-    PlacementTable,
-    RollupTable,
-    SampleTable,
-    TaskTable,
-    as_stored,
-)
-from telemetry.rollup import Rollup
+from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
     Control,
@@ -40,6 +31,15 @@ from telemetry.store import (
     RunInfo,
     Task,
     TaskState,
+)
+from telemetry.stores.memory_tables import (
+    EventTable,
+    LeaseTable,
+    PlacementTable,
+    RollupTable,
+    SampleTable,
+    TaskTable,
+    as_stored,
 )
 
 

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.recovery import Recovery
+from eplb.core.load import LoadSample
+from eplb.migration.build import Migration
+from eplb.migration.recovery import Recovery
 from telemetry import rules
-from telemetry.lease_watch import LeaseWatch
-from telemetry.rollup import Rollup
+from telemetry.retention.rollup import Rollup
 from telemetry.store import CommittedPlacement, Details, Event, Lease, LeaseOf, Task, TaskState
+from telemetry.stores.lease_watch import LeaseWatch
 
 
 def as_stored(details: Details) -> Details:

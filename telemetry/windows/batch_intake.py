@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
+from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
-from eplb.load import LoadSample
-from telemetry.filling import CHUNK, Counts, Filling, Stack, count
-from telemetry.fit import Fit
+from telemetry.windows.filling import CHUNK, Counts, Filling, Stack, count
+from telemetry.windows.fit import Fit
 
 LATE: Literal["late"] = "late"
 REPEATED: Literal["repeated"] = "repeated"

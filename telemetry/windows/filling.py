@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.jit import jit
-from eplb.load import LoadSample, Phase
-from eplb.placement import EMPTY
+from eplb.core.jit import jit
+from eplb.core.load import LoadSample, Phase
+from eplb.core.placement import EMPTY
 
 CHUNK = 1024  # samples that are stacked at a time; 6 MB of 58 layers x 9 slots
 

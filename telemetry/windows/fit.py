@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.jit import jit
+from eplb.core.load import LoadSample
+from eplb.core.placement import EMPTY
 from eplb.errors import HistoryError
-from eplb.jit import jit
-from eplb.load import LoadSample
-from eplb.placement import EMPTY
 
 # Leaves room in int64 to add up 2**23 samples. At 4096 tokens a step it takes five months.
 MOST_TOKENS = 2**40

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Literal, Protocol
 
-from eplb.load import LoadSample
-from telemetry.fit import named
-from telemetry.taking import Taken
+from eplb.core.load import LoadSample
+from telemetry.windows.batch_intake import Taken
+from telemetry.windows.fit import named
 
 Outcome = Literal["accepted", "repeated", "late", "future", "stale", "malformed"]
 OUTCOMES: dict[Outcome, str] = {

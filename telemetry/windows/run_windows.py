@@ -5,11 +5,11 @@ The controller plans on windows and the page shows them; an index must mean the 
 
 from __future__ import annotations
 
-from eplb.model import ModelShape
-from eplb.topology import Topology
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
 from telemetry.store import RunInfo
-from telemetry.timed import TimeFolder
-from telemetry.windows import DEFAULT_KEEP, WindowFolder
+from telemetry.windows.step_windows import DEFAULT_KEEP, WindowFolder
+from telemetry.windows.time_windows import TimeFolder
 
 Folder = WindowFolder | TimeFolder
 

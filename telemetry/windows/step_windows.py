@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.arrays import freeze, owned
+from eplb.core.arrays import freeze, owned
+from eplb.core.load import LoadHistory, LoadSample, Phase
 from eplb.errors import HistoryError
-from eplb.load import LoadHistory, LoadSample, Phase
-from telemetry.filling import Filling
-from telemetry.fit import Fit, named
-from telemetry.taking import LATE, REPEATED, Taken, as_sequence, take_all, take_one
+from telemetry.windows.batch_intake import LATE, REPEATED, Taken, as_sequence, take_all, take_one
+from telemetry.windows.filling import Filling
+from telemetry.windows.fit import Fit, named
 
 DEFAULT_KEEP = 256  # windows; 58 layers x 256 experts x 32 ranks take 34 MB
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
+from eplb.core.load import LoadSample, Phase
 from eplb.errors import HistoryError
-from eplb.load import LoadSample, Phase
-from telemetry.filling import Filling
-from telemetry.fit import Fit, named
-from telemetry.taking import LATE, REPEATED, Taken, as_sequence, take_all, take_one
-from telemetry.windows import DEFAULT_KEEP, Window, common_phase
+from telemetry.windows.batch_intake import LATE, REPEATED, Taken, as_sequence, take_all, take_one
+from telemetry.windows.filling import Filling
+from telemetry.windows.fit import Fit, named
+from telemetry.windows.step_windows import DEFAULT_KEEP, Window, common_phase
 
 
 class TimeFolder:

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from runtime.checkpoint import Checkpoint
-from runtime.compute import GroupedExperts
 from runtime.counters import SlotCounter
-from runtime.deepep import DeepEPLowLatency, DeepEPShape
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
-from runtime.moe import MoELayer, MoEStack
+from runtime.memory.symmetric import SymmetricArena
+from runtime.model.compute import GroupedExperts
+from runtime.model.moe import MoELayer, MoEStack
 from runtime.routing import RoutingTable
-from runtime.symmetric import SymmetricArena
 
 MODEL = ModelShape((0, 1), 32, 6, hidden=2048, intermediate=512)
 SLOTS_PER_RANK, NUM_STAGING, NUM_TOKENS = 10, 2, 64

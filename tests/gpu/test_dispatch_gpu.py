@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.topology import Topology
 from runtime.counters import SlotCounter
-from runtime.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
-from runtime.dispatch import AllToAllDispatcher
-from runtime.launch import launch
-from runtime.selftest import Trial, check_dispatcher, choose_dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+from runtime.dispatch.selftest import Trial, check_dispatcher, choose_dispatcher
+from runtime.group.launch import launch
 
 pytestmark = [
     pytest.mark.gpu,

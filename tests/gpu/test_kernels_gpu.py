@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from runtime.digests import RESULTS_AT_ONCE, RecordDigests
 from runtime.draws import choose_by_draw
+from runtime.memory.digests import RESULTS_AT_ONCE, RecordDigests
 from runtime.streams import Completion
 
 if not torch.cuda.is_available():

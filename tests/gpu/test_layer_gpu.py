@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
-from runtime.compute import GroupedExperts
-from runtime.dispatch import Received
-from runtime.graphs import CapturedStack
-from runtime.launch import launch
-from runtime.memory import digest
-from runtime.reference import ReferenceModel
+from runtime.dispatch.all_to_all import Received
+from runtime.group.launch import launch
+from runtime.memory.shared import digest
+from runtime.memory.symmetric import SymmetricPeer
+from runtime.model.compute import GroupedExperts
+from runtime.model.graphs import CapturedStack
+from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
-from runtime.symmetric import SymmetricPeer
 from tests.gpu.parts import (
     MODEL,
     NUM_TOKENS,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_server import RankLinkServer, Served
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import GroupName, Part
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import GroupName, Part
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
 DEADLINE_S = 30.0

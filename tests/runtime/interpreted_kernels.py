@@ -16,7 +16,7 @@ from runtime.kernels.digest import digest_records
 from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
-from runtime.memory import digest
+from runtime.memory.shared import digest
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 POISON = 77.0

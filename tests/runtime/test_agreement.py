@@ -13,8 +13,13 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import RankError
-from runtime.agreement import MAX_MESSAGE_BYTES, MAX_REFUSAL_CHARACTERS, first_refusal, gathered
-from runtime.rendezvous import Rendezvous, reach
+from runtime.group.agreement import (
+    MAX_MESSAGE_BYTES,
+    MAX_REFUSAL_CHARACTERS,
+    first_refusal,
+    gathered,
+)
+from runtime.group.rendezvous import Rendezvous, reach
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 DEADLINE_S = 20.0

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from eplb.model import ModelShape
 from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name, write_random_checkpoint
 from runtime.experts import ExpertSchema
 

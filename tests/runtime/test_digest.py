@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from runtime.lane_sums import lane_sums
-from runtime.memory import COMPILED_FROM_BYTES, RunningDigest, digest, plain_lane_sums
+from runtime.memory.lane_sums import lane_sums
+from runtime.memory.shared import COMPILED_FROM_BYTES, RunningDigest, digest, plain_lane_sums
 
 HALF = 2**63
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eplb import placement
+from eplb.core import placement
 from runtime.draws import DRAW_BITS, EMPTY, choose_by_draw, reference_draws
 
 INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")

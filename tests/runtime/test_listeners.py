@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import listeners
-from runtime.listeners import gloo_listeners_closed
+from runtime.group import listeners
+from runtime.group.listeners import gloo_listeners_closed
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 STRAYS = 200  # connections to each rank
@@ -86,7 +86,7 @@ def test_listener_that_was_there_before_still_takes_connections() -> None:
 def test_descriptor_limit_is_raised_to_the_hard_limit() -> None:
     code = (
         "import resource\n"
-        "from api.descriptors import raise_descriptor_limit\n"
+        "from api.processes.descriptors import raise_descriptor_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -11,9 +11,9 @@ import math
 import pytest
 import torch
 
-from eplb.model import ModelShape
-from runtime.moe import Forward
-from runtime.reference import ReferenceModel
+from eplb.core.model import ModelShape
+from runtime.model.moe import Forward
+from runtime.model.reference import ReferenceModel
 
 ROOT_2 = math.sqrt(2.0)
 IDS = torch.tensor([[0, 1]])

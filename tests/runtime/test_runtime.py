@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
 from runtime.checkpoint import Checkpoint
-from runtime.compute import LoopExperts
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher, first_sentence
+from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.moe import MoELayer, MoEStack
-from runtime.reference import ReferenceModel
+from runtime.model.compute import LoopExperts
+from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.reference import ReferenceModel
 from runtime.routing import SHARE_ONE, RoutingTable
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.topology import Topology
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher, Received
-from runtime.selftest import Trial, check_dispatcher, choose_dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
+from runtime.dispatch.selftest import Trial, check_dispatcher, choose_dispatcher
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 UNEVEN = Topology(node_of_rank=np.array([0, 0, 0]), slots_of_rank=np.array([3, 2, 4]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from eplb import Topology, plan
+from eplb.core.load import LoadHistory
+from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.load import LoadHistory
-from eplb.policies import POLICIES, greedy_policy, register
-from eplb.problem import Problem
+from eplb.policies.table import POLICIES, greedy_policy, register
 from simulations.peers import PEERS, register_peers
 from simulations.peers.replans import moving_average
 

@@ -22,8 +22,8 @@ import pytest
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, imbalance
-from eplb.load import LoadHistory
-from eplb.problem import Problem
+from eplb.core.load import LoadHistory
+from eplb.core.problem import Problem
 from simulations.peers import PEERS
 
 ORIGINALS = os.environ.get("EPLB_PEER_ORIGINALS", "")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
 from eplb import CostModel, Topology, imbalance
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory
-from eplb.noise import fluctuation, sampling_noise
+from eplb.measure.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
 from simulations.page import write_page
 from simulations.report import summary, write_json
 
-ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
@@ -239,7 +239,7 @@ def test_the_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "api.simulate", *arguments]
+    command = [sys.executable, "-m", "api.cli.simulate", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -279,7 +279,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def test_simulations_leave_torch_out() -> None:
-    code = "import sys, simulations, api.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, simulations, api.cli.simulate; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

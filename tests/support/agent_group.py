@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration, Pace, build_migration
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.journal import NoJournal, Notebook
-from rebalance.local_votes import LocalVotes
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.transport import Record, VoteGroup, WeightTransport
+from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.transport.interface import Record, VoteGroup, WeightTransport
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
-from telemetry.memory import MemoryStore
 from telemetry.store import RankState
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 20.0
 LONGEST_WAIT_S = 0.02  # of a watcher that nobody has news for: so long does it take to close

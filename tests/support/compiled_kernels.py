@@ -1,6 +1,6 @@
 """Calls every compiled kernel once, so that no test pays for compiling inside its time limit.
 
-    python tests/compiled_kernels.py [--check]
+    python tests/support/compiled_kernels.py [--check]
 
 A fresh clone compiles for 20 to 60 s of CPU; afterwards the kernels come from numba's cache on
 disk. ``conftest.py`` runs this before the first test, in one process, before workers start.
@@ -21,7 +21,7 @@ from numba.core.dispatcher import Dispatcher
 import eplb
 import runtime
 from eplb import Constraints, CostModel, ModelShape, Topology
-from runtime.memory import COMPILED_FROM_BYTES, digest
+from runtime.memory.shared import COMPILED_FROM_BYTES, digest
 
 RANKS = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=6)
 MODEL = ModelShape((0, 1), 16, 2, hidden=16, intermediate=8, num_expert_groups=4)

@@ -18,35 +18,35 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from api.rank_device import Device, Model, device_of, to_device
-from api.worker_plan import DEPLOYMENT, WorkerPlan
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
+from api.processes.rank_device import Device, Model, device_of, to_device
+from eplb.core.placement import Placement
 from eplb.errors import RankError, StoreError
-from eplb.placement import Placement
 from rebalance.agent import RankAgent
-from rebalance.choice import KnownRecords
-from rebalance.digests import agree_on_digests
-from rebalance.first_fill import fill_bank
-from rebalance.gloo_votes import GlooVotes
-from rebalance.journal import JOURNAL_FOLDER, Journal
-from rebalance.links import RankMemory, ranks_beside
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_wire import GroupName
-from rebalance.recovery import membership_of_start
-from rebalance.slab import SlabReader
-from rebalance.stage_settings import StageSettings
-from rebalance.transport import WeightTransport
-from runtime.agreement import gathered
+from rebalance.preload.cache.server import SlabReader
+from rebalance.preload.first_fill import fill_bank
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.journal import JOURNAL_FOLDER, Journal
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.recovery.survivors import membership_of_start
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.choice import KnownRecords
+from rebalance.transport.interface import WeightTransport
+from rebalance.transport.processes import RankMemory, ranks_beside
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.wire import GroupName
 from runtime.checkpoint import Checkpoint, Weights, layer_name
 from runtime.counters import SlotCounter
-from runtime.dispatch import AllToAllDispatcher, Dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
-from runtime.listeners import gloo_listeners_closed
-from runtime.moe import MoELayer, MoEStack
-from runtime.rendezvous import reach
+from runtime.group.agreement import gathered
+from runtime.group.listeners import gloo_listeners_closed
+from runtime.group.rendezvous import reach
+from runtime.model.moe import MoELayer, MoEStack
 from runtime.routing import RoutingTable
 from telemetry import open_store
-from telemetry.reporter import Reporter
+from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from api.processes import Parent, Turns
-from api.worker_plan import ROUTE_TIE, WorkerPlan
+from api.demo.workers.plan import ROUTE_TIE, WorkerPlan
+from api.processes.children import Parent, Turns
 from runtime.checkpoint import Checkpoint
-from runtime.moe import Forward
-from runtime.reference import ReferenceModel
+from runtime.model.moe import Forward
+from runtime.model.reference import ReferenceModel
 
 POLL_S = 0.5
 

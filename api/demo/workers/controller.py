@@ -6,12 +6,12 @@ import threading
 
 import numpy as np
 
-from api.processes import Parent, Turns
-from api.worker_plan import DEPLOYMENT, WorkerPlan
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
+from api.processes.children import Parent, Turns
+from eplb.core.topology import Topology
 from eplb.errors import StoreError
-from eplb.plan import plan as make_plan
-from eplb.topology import Topology
-from rebalance.controller import Controller
+from eplb.planner import plan as make_plan
+from rebalance.controller.loop import Controller
 from telemetry import open_store
 
 RETRY_S = 0.5

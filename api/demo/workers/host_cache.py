@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from api.processes import Parent, Turns
-from api.supervision import TURN_S
-from api.worker_plan import WorkerPlan
-from rebalance.slab import HostSlab
+from api.demo.workers.plan import WorkerPlan
+from api.processes.children import Parent, Turns
+from api.processes.supervision import TURN_S
+from rebalance.preload.cache.server import HostSlab
 from runtime.checkpoint import Checkpoint
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from eplb.model import ModelShape
-from eplb.topology import Topology
-from rebalance.controller import ControllerSettings
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.slab import SlabAddress, SlabSettings
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
-from telemetry.codec import SAMPLE_VERSION
-from telemetry.redis_address import without_password
-from telemetry.spool import DEFAULT_BYTES, Spool
-from telemetry.spool_drain import AT_ONCE, Tempo
+from telemetry.records.sample_codec import SAMPLE_VERSION
+from telemetry.reporter.drain import AT_ONCE, Tempo
+from telemetry.reporter.spool import DEFAULT_BYTES, Spool
+from telemetry.stores.redis.connection.address import without_password
 
 DEPLOYMENT = "demo"
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
@@ -60,7 +60,7 @@ class WorkerPlan:
     model: ModelShape
     topology: Topology
     slabs: tuple[SlabAddress, ...]  # one per host
-    rendezvous: str  # handle of a runtime.rendezvous.Rendezvous
+    rendezvous: str  # handle of a runtime.group.rendezvous.Rendezvous
     tokens_per_rank: int
     window_steps: int
     sample_steps: int
@@ -70,7 +70,7 @@ class WorkerPlan:
     staging_experts: int
     device: str  # cpu or cuda
     precision: str  # float32, bfloat16 or fp8
-    dispatcher: str  # a name of runtime.selftest.DISPATCHERS, or auto; on cuda
+    dispatcher: str  # a name of runtime.dispatch.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
     # Of the controller's lease: it is started again only once it is dead, so one name will do.
     holder: str | None = None

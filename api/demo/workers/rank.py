@@ -1,8 +1,8 @@
 """One rank of the demo: a serving process with a rank agent embedded in it.
 
 This is the example to read for whoever embeds the agent in an engine: ``build_rank`` in
-``api/worker_build.py`` puts the parts together, and ``_serve`` is the engine's loop with two added
-calls.
+``api/demo/workers/build.py`` puts the parts together, and ``_serve`` is the engine's loop with two
+added calls.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, MutableSequence
 from statistics import median
 from typing import Any
 
-from api.batches import Batches
-from api.check_feed import CheckFeed
-from api.processes import Parent
-from api.worker_build import START_DEADLINE_S, Rank, build_rank, reach_rendezvous
-from api.worker_checker import SampledStep
-from api.worker_plan import WorkerPlan
+from api.demo.batches import Batches
+from api.demo.check_feed import CheckFeed
+from api.demo.workers.build import START_DEADLINE_S, Rank, build_rank, reach_rendezvous
+from api.demo.workers.checker import SampledStep
+from api.demo.workers.plan import WorkerPlan
+from api.processes.children import Parent
 from eplb.errors import BrokenGroup, EplbError, RankError
 from rebalance.agent import RankAgent
-from rebalance.recovery import end_together, recover, rejoin
-from runtime.moe import Forward
+from rebalance.recovery.survivors import end_together, recover, rejoin
+from runtime.model.moe import Forward
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api.printable import print_error
+from api.terminal.printable import print_error
 
 HERE = Path(__file__).parent
 DASHBOARD, ALERTS = HERE / "dashboard.json", HERE / "alerts.yaml"

@@ -14,10 +14,10 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
-from rebalance.slab_places import Entry, Places, State
-from rebalance.slab_requests import Request, no_room, refusal_of
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
+from rebalance.preload.cache.entries import Entry, Places, State
+from rebalance.preload.cache.requests import Request, no_room, refusal_of
+from rebalance.preload.cache.wire import Digest
+from rebalance.transport.interface import Record
 
 WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
 WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eplb.bounded_json import MAX_JSON_BYTES, decode_json
+from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
-from rebalance.slab_stats import SlabStats
-from rebalance.slab_wire import Digest, SlabAddress, call
-from rebalance.transport import Record
-from rebalance.wanted import LOOK_S, CalledOff, IsWanted, always
-from runtime.memory import attach
+from rebalance.preload.cache.stats import SlabStats
+from rebalance.preload.cache.wire import Digest, SlabAddress, call
+from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
+from rebalance.transport.interface import Record
+from runtime.memory.shared import attach
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")

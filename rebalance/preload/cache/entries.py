@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
+from rebalance.preload.cache.wire import Digest
+from rebalance.transport.interface import Record
 
 
 class State(Enum):

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from eplb.model import ModelShape
-from rebalance.other_hosts import OtherHosts
-from rebalance.preload import Loaded, RecordLoader
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab_settings import SlabSettings
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.hosts.client import OtherHosts
+from rebalance.preload.loader import Loaded, RecordLoader
+from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.transport.interface import Record
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rebalance.slab_places import Entry, Places
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
+from rebalance.preload.cache.entries import Entry, Places
+from rebalance.preload.cache.wire import Digest
+from rebalance.transport.interface import Record
 
 
 @dataclass(eq=False)

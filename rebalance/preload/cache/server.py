@@ -25,22 +25,22 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import EplbError, MigrationError
-from eplb.model import ModelShape
-from rebalance.host_link_server import HostLinkServer
-from rebalance.preload import WriteBehind, Written
-from rebalance.record_sources import RecordSources
-from rebalance.slab_admission import Admission
-from rebalance.slab_cache import WRITER, SlabCache
-from rebalance.slab_places import Entry
-from rebalance.slab_reader import SlabReader
-from rebalance.slab_session import SlabParts, SlabSession
-from rebalance.slab_settings import SlabSettings
-from rebalance.slab_stats import SlabStats
-from rebalance.slab_wire import Digest, SlabAddress, listen
+from rebalance.preload.cache.admission import Admission
+from rebalance.preload.cache.cache import WRITER, SlabCache
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.entries import Entry
+from rebalance.preload.cache.record_sources import RecordSources
+from rebalance.preload.cache.session import SlabParts, SlabSession
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.stats import SlabStats
+from rebalance.preload.cache.wire import Digest, SlabAddress, listen
+from rebalance.preload.hosts.server import HostLinkServer
+from rebalance.preload.loader import WriteBehind, Written
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import PAGE_BYTES, SharedArena
+from runtime.memory.shared import PAGE_BYTES, SharedArena
 
 __all__ = ["Digest", "HostSlab", "SlabAddress", "SlabReader", "SlabSettings", "SlabStats"]
 

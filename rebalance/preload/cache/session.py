@@ -18,14 +18,14 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from eplb.bounded_json import MAX_JSON_BYTES, decode_json
+from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab_cache import SlabCache
-from rebalance.slab_requests import Request
-from rebalance.slab_wire import Digest, welcome
-from rebalance.transport import Record
-from runtime.memory import SharedArena, digest
+from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.requests import Request
+from rebalance.preload.cache.wire import Digest, welcome
+from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.transport.interface import Record
+from runtime.memory.shared import SharedArena, digest
 
 log = logging.getLogger(__name__)
 

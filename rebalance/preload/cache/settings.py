@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from eplb.errors import ConfigError
-from rebalance.host_link_settings import HostLinkSettings
+from rebalance.preload.hosts.settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
 # Disks want more than one request in flight, and each reader also digests: on a host of 64 cores

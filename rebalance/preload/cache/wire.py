@@ -10,7 +10,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from eplb.errors import MigrationError
-from rebalance.slab_admission import peer_of
+from rebalance.preload.cache.admission import peer_of
 
 MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
 Digest = tuple[int, int]

@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import (
+from rebalance.network.wire import (
     CHUNK_BYTES,
     Budget,
     Message,
@@ -33,11 +32,12 @@ from rebalance.host_link_wire import (
     greet,
     reach,
 )
-from rebalance.known_host import KnownHost
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
-from runtime.memory import RunningDigest
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.hosts.known_host import KnownHost
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.transport.interface import Record
+from runtime.memory.shared import RunningDigest
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from rebalance.back_off import BackOff
-from rebalance.host_link_settings import HostAddress
-from rebalance.transport import Record
+from rebalance.network.back_off import BackOff
+from rebalance.preload.hosts.settings import HostAddress
+from rebalance.transport.interface import Record
 
 BOOK_AGE_S = 1.0  # a host's list of what it holds is asked for anew when it is as old as this
 

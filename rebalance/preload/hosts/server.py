@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from eplb.errors import CheckpointError
-from rebalance.door import Door, DoorPlate
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab_requests import Request
-from rebalance.slab_session import SlabParts
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
-from runtime.memory import digest
+from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
+from rebalance.preload.cache.requests import Request
+from rebalance.preload.cache.session import SlabParts
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.transport.interface import Record
+from runtime.memory.shared import digest
 
 log = logging.getLogger(__name__)
 

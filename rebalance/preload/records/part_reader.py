@@ -16,9 +16,9 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from rebalance.direct_io import CHUNK_BYTES, DirectFile
-from rebalance.slab_wire import Digest
-from runtime.memory import PAGE_BYTES, RunningDigest
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.records.direct_io import CHUNK_BYTES, DirectFile
+from runtime.memory.shared import PAGE_BYTES, RunningDigest
 
 NUM_THREADS = max(4, min(16, os.cpu_count() or 1))
 WARN_S, CLOSE_DEADLINE_S = 30.0, 10.0

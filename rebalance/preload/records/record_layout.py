@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from eplb.errors import CheckpointError
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab_wire import Digest
-from rebalance.transport import Record
-from runtime.memory import PAGE_BYTES
+from rebalance.preload.cache.wire import Digest
+from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.transport.interface import Record
+from runtime.memory.shared import PAGE_BYTES
 
 MAGIC = b"EPLBREC1"
 VERSION = 1

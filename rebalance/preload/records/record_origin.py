@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from eplb.model import ModelShape
-from rebalance.transport import Record
+from rebalance.transport.interface import Record
 from runtime.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.back_off import BackOff
-from rebalance.host_link_settings import HostAddress
-from rebalance.host_link_wire import RefusedError, Wire, field, greet, reach
-from rebalance.rank_link_memory import Bounce
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import KEPT_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.network.back_off import BackOff
+from rebalance.network.wire import RefusedError, Wire, field, greet, reach
+from rebalance.preload.hosts.settings import HostAddress
+from rebalance.transport.ranks.memory import Bounce
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, Ask, GroupName, Part
 from runtime.streams import Completion
 
 NUM_BOUNCES = 2  # one is filled while the other is copied to the device

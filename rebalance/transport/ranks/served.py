@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rebalance.core import RankCore
-from rebalance.rank_link_server import RankLinkServer, Served
-from rebalance.rank_link_wire import GroupName
-from rebalance.swapper import Swapper
+from rebalance.rank.core import RankCore
+from rebalance.swap.swapper import Swapper
+from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.transport.ranks.wire import GroupName
 
 
 def open_door(core: RankCore, swapper: Swapper) -> RankLinkServer | None:

@@ -2,8 +2,8 @@
 
 It reads what serves and changes nothing. Neither the step nor the mover knows of it: a caller that
 dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
-read of a mapped peer, too (``rebalance.serving.readable``); here it is refused, besides, where the
-slot does not hold the expert by what serves, and while the weights are being replaced.
+read of a mapped peer, too (``rebalance.swap.serving.readable``); here it is refused, besides, where
+the slot does not hold the expert by what serves, and while the weights are being replaced.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.door import Door, DoorPlate
-from rebalance.host_link_wire import Budget, RefusedError, Wire
-from rebalance.rank_link_memory import Bounce
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import IDLE_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.wire import Budget, RefusedError, Wire
+from rebalance.transport.ranks.memory import Bounce
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, Ask, GroupName, Part
 from runtime.experts import ExpertBank
 
 PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from eplb.errors import ConfigError
-from rebalance.host_link_settings import (
+from rebalance.preload.hosts.settings import (
     SERVING_BYTES_PER_SECOND,
     HostAddress,
     check_address,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from rebalance.host_link_wire import Message, field
+from rebalance.network.wire import Message, field
 
 PROTOCOL = "eplb-ranks-1"
 KEPT_S = 10.0  # a connection that was not used for so long is not used again by who asks

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from eplb.errors import StoreError
 from telemetry import rules
-from telemetry.redis_keys import Keys
-from telemetry.redis_link import RedisLink
-from telemetry.redis_scripts import CHANGE, LOOK
 from telemetry.store import Control, Details, Lease, LeaseOf
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.scripts import CHANGE, LOOK
 
 GAP = 1000
 LEASE_FIELDS: dict[LeaseOf, str] = {"controller": "lease", "deployment": "lease_of_deployment"}

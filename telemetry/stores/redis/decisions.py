@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.records import migration_to_bytes, placement_to_bytes
-from eplb.recovery import Recovery
-from telemetry import redis_rows as rows
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.recovery import Recovery
+from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
 from telemetry import rules
-from telemetry.lease_watch import LeaseWatch
-from telemetry.redis_change import LEASE_FIELDS, Change, Changes, State
-from telemetry.redis_keys import SCHEMA_VERSION, Keys
-from telemetry.redis_link import RedisLink
 from telemetry.store import Control, Lease, LeaseOf, Outcome, RunInfo
+from telemetry.stores.lease_watch import LeaseWatch
+from telemetry.stores.redis import rows
+from telemetry.stores.redis.change import LEASE_FIELDS, Change, Changes, State
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.keys import SCHEMA_VERSION, Keys
 
 KEPT_PLACEMENTS = 1000
 

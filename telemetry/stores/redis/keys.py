@@ -3,7 +3,7 @@
 Redis Cluster hashes what stands in the braces, so all keys of a deployment lie in one slot, on one
 server, where a script may use them together.
 
-    state        HASH    what decisions rest on, and counters: see telemetry/redis_change.py
+    state        HASH    what decisions rest on, and counters: see telemetry/stores/redis/change.py
     runs         HASH    run -> its start; run_order LIST: in which order they began
     ranks:RUN    HASH    rank -> what it last said of itself
     sampled      SET     names of the runs with samples

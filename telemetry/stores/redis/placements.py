@@ -5,12 +5,12 @@ from __future__ import annotations
 from threading import Lock
 
 from eplb.errors import StoreError
-from eplb.migration import Migration
-from eplb.records import migration_from_bytes
-from telemetry import redis_rows as rows
-from telemetry.redis_keys import Keys
-from telemetry.redis_link import RedisLink
+from eplb.migration.build import Migration
+from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
+from telemetry.stores.redis import rows
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.keys import Keys
 
 
 class PlacementReader:

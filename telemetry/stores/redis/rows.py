@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eplb.records import placement_from_bytes
+from eplb.migration.serialisation import placement_from_bytes
 from telemetry.rules import details_from_text, details_to_text
 from telemetry.store import CommittedPlacement, Event, RankState, RunInfo, Task
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from telemetry import redis_rows as rows
-from telemetry.codec import sample_from_bytes, sample_to_bytes
-from telemetry.redis_keys import Keys
-from telemetry.redis_link import RedisLink
-from telemetry.redis_scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES, REPAIR
-from telemetry.rollup import Rollup
-from telemetry.rollup_codec import rollup_from_bytes, rollup_to_bytes
-from telemetry.unreadable import Unreadable
+from telemetry.records.rollup_codec import rollup_from_bytes, rollup_to_bytes
+from telemetry.records.sample_codec import sample_from_bytes, sample_to_bytes
+from telemetry.records.unreadable import Unreadable
+from telemetry.retention.rollup import Rollup
+from telemetry.stores.redis import rows
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES, REPAIR
 
 log = logging.getLogger(__name__)
 

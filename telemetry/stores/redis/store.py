@@ -10,26 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eplb.candidates import Candidates
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
-from telemetry import redis_rows as rows
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
 from telemetry import rules
-from telemetry.codec import SAMPLE_VERSION
-from telemetry.lease_watch import LeaseWatch
-from telemetry.redis_address import RedisAddress, parse_address
-from telemetry.redis_change import Change, Changes, control_of
-from telemetry.redis_decisions import Decisions
-from telemetry.redis_keys import Keys
-from telemetry.redis_link import RedisLink
-from telemetry.redis_placements import PlacementReader
-from telemetry.redis_samples import Samples
-from telemetry.redis_server import Durability, check_server
-from telemetry.redis_tasks import Tasks
-from telemetry.redis_wait import Waiter
-from telemetry.rollup import Rollup
+from telemetry.records.sample_codec import SAMPLE_VERSION
+from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
     Control,
@@ -43,6 +31,18 @@ from telemetry.store import (
     Task,
     TaskState,
 )
+from telemetry.stores.lease_watch import LeaseWatch
+from telemetry.stores.redis import rows
+from telemetry.stores.redis.change import Change, Changes, control_of
+from telemetry.stores.redis.connection.address import RedisAddress, parse_address
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.connection.server import Durability, check_server
+from telemetry.stores.redis.connection.wait import Waiter
+from telemetry.stores.redis.decisions import Decisions
+from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.placements import PlacementReader
+from telemetry.stores.redis.samples import Samples
+from telemetry.stores.redis.tasks import Tasks
 
 
 class RedisStore:
@@ -51,7 +51,8 @@ class RedisStore:
     Args:
         clock: for times in place of the server's, for tests and simulations.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
-        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
+        sample_version: of the records that ``append`` writes; see
+        ``telemetry/records/sample_codec.py``.
 
     Raises:
         ConfigError: the URL or the deployment's name cannot be used.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from telemetry import redis_rows as rows
 from telemetry import rules
-from telemetry.redis_change import Change, Changes, State
-from telemetry.redis_keys import Keys
-from telemetry.redis_link import RedisLink
 from telemetry.store import Details, Task, TaskState
+from telemetry.stores.redis import rows
+from telemetry.stores.redis.change import Change, Changes, State
+from telemetry.stores.redis.connection.link import RedisLink
+from telemetry.stores.redis.keys import Keys
 
 
 class Tasks:

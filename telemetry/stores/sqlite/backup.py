@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 from eplb.errors import StoreError
-from telemetry.sqlite_errors import translated
-from telemetry.sqlite_schema import check
+from telemetry.stores.sqlite.errors import translated
+from telemetry.stores.sqlite.schema import check
 
 _BUSY_S = 10.0
 

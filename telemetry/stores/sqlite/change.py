@@ -10,14 +10,14 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.records import migration_to_bytes, placement_to_bytes
-from eplb.recovery import LastWords, Recovery
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
 from telemetry import rules
-from telemetry import sqlite_rows as rows
-from telemetry.sqlite_file import one
 from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskState
+from telemetry.stores.sqlite import rows
+from telemetry.stores.sqlite.file import one
 
 
 @dataclass

@@ -11,8 +11,8 @@ from threading import Lock
 from typing import Any
 
 from eplb.errors import StoreError
-from telemetry.sqlite_errors import translated
-from telemetry.sqlite_schema import prepare
+from telemetry.stores.sqlite.errors import translated
+from telemetry.stores.sqlite.schema import prepare
 
 
 class SqliteFile:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from threading import Lock
 
-from eplb.migration import Migration
-from eplb.records import migration_from_bytes
-from telemetry.sqlite_file import SqliteFile
-from telemetry.sqlite_rows import PLACEMENT, placement_of
+from eplb.migration.build import Migration
+from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
+from telemetry.stores.sqlite.file import SqliteFile
+from telemetry.stores.sqlite.rows import PLACEMENT, placement_of
 
 _COMMITTED = "SELECT max(generation) FROM placement WHERE deployment = ?"
 _OPEN = "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from eplb.load import LoadSample
-from eplb.records import placement_from_bytes
-from telemetry.codec import sample_to_bytes
-from telemetry.rollup import Rollup
-from telemetry.rollup_codec import rollup_to_bytes
+from eplb.core.load import LoadSample
+from eplb.migration.serialisation import placement_from_bytes
+from telemetry.records.rollup_codec import rollup_to_bytes
+from telemetry.records.sample_codec import sample_to_bytes
+from telemetry.retention.rollup import Rollup
 from telemetry.rules import details_from_text, details_to_text
 from telemetry.store import CommittedPlacement, Event, Lease, RankState, RunInfo, Task
 

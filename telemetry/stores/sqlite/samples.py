@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eplb.load import LoadSample
-from telemetry import sqlite_rows as rows
-from telemetry.codec import sample_from_bytes
-from telemetry.rollup import Rollup
-from telemetry.rollup_codec import rollup_from_bytes
-from telemetry.sqlite_file import SqliteFile
-from telemetry.unreadable import Unreadable
+from eplb.core.load import LoadSample
+from telemetry.records.rollup_codec import rollup_from_bytes
+from telemetry.records.sample_codec import sample_from_bytes
+from telemetry.records.unreadable import Unreadable
+from telemetry.retention.rollup import Rollup
+from telemetry.stores.sqlite import rows
+from telemetry.stores.sqlite.file import SqliteFile
 
 _PRUNED_AT_ONCE = 500  # samples; a few milliseconds
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from eplb.errors import StoreError
-from telemetry.sqlite_errors import is_busy
+from telemetry.stores.sqlite.errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
 SCHEMA_VERSION = 7  # counts up with each change of the tables below

@@ -15,20 +15,14 @@ from pathlib import Path
 from threading import Condition
 from typing import Any
 
-from eplb.candidates import Candidates
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
 from telemetry import rules
-from telemetry import sqlite_rows as rows
-from telemetry.codec import SAMPLE_VERSION
-from telemetry.lease_watch import LeaseWatch
-from telemetry.rollup import Rollup
-from telemetry.sqlite_change import Change
-from telemetry.sqlite_file import SqliteFile, one
-from telemetry.sqlite_placements import PlacementReader
-from telemetry.sqlite_samples import SampleTables
+from telemetry.records.sample_codec import SAMPLE_VERSION
+from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
     Control,
@@ -42,6 +36,12 @@ from telemetry.store import (
     Task,
     TaskState,
 )
+from telemetry.stores.lease_watch import LeaseWatch
+from telemetry.stores.sqlite import rows
+from telemetry.stores.sqlite.change import Change
+from telemetry.stores.sqlite.file import SqliteFile, one
+from telemetry.stores.sqlite.placements import PlacementReader
+from telemetry.stores.sqlite.samples import SampleTables
 
 _POLL_S = 0.02
 
@@ -54,7 +54,8 @@ class SqliteStore:
     Args:
         clock: seconds since the epoch.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
-        sample_version: of the records that ``append`` writes; see ``telemetry/codec.py``.
+        sample_version: of the records that ``append`` writes; see
+        ``telemetry/records/sample_codec.py``.
 
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import app
+from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.redis_process import RedisProcess
 from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.stores.redis.connection.process import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0
@@ -249,7 +249,7 @@ def test_a_store_of_another_program_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_wrong_settings_are_refused_before_torch_is_loaded() -> None:
     script = (
-        "import sys\nfrom api.cli import app\n"
+        "import sys\nfrom api.cli.main import app\n"
         "try:\n    app(['demo', '--ranks', '7'])\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
     )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import app
+from api.cli.main import app
 from benchmarks.attack.traces import hostile_traces, write_hostile_files
 from eplb.errors import CheckpointError
-from rebalance.journal import read_journals
-from rebalance.record_layout import _PREFIX, MAGIC, _read_header
+from rebalance.preload.records.record_layout import _PREFIX, MAGIC, _read_header
+from rebalance.protocol.journal import read_journals
 from runtime.checkpoint import INDEX_FILE, Checkpoint
-from runtime.memory import PAGE_BYTES
+from runtime.memory.shared import PAGE_BYTES
 from simulations import load_trace
 
 

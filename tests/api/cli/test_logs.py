@@ -7,15 +7,15 @@ import sys
 import pytest
 from rich.console import Console
 
-from api.live import LiveView
-from api.logs import MOST, PERIOD_S, EscapingFormatter, RepeatLimit
-from api.monitor import Monitor
-from api.printable import printable
-from api.terminal import render
+from api.monitor.monitor import Monitor
+from api.terminal.live import LiveView
+from api.terminal.logs import MOST, PERIOD_S, EscapingFormatter, RepeatLimit
+from api.terminal.picture import render
+from api.terminal.printable import printable
 from eplb import ModelShape, Topology
-from eplb.records import model_to_dict, topology_to_dict
-from telemetry.memory import MemoryStore
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import RunInfo
+from telemetry.stores.memory import MemoryStore
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"
 SHOWN = r"\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"

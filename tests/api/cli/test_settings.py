@@ -10,20 +10,20 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-import api.cli
-import api.demo_settings
-import api.requests
-from api.demo_settings import DemoSettings
-from api.demo_setup import begin, prepare
-from api.requests import ExplainRequest
+import api.cli.main
+import api.demo.settings
+import api.http.requests
+from api.demo.settings import DemoSettings
+from api.demo.setup import begin, prepare
+from api.demo.state_dir import StateDir
+from api.demo.workers.build import agent_settings
+from api.http.requests import ExplainRequest
 from api.settings import load_settings
-from api.state_dir import StateDir
-from api.worker_build import agent_settings
 from eplb.errors import ConfigError
-from rebalance.stage_settings import StageSettings
+from rebalance.stage.settings import StageSettings
 from telemetry import open_store
-from telemetry.redis_address import Limits, parse_address
-from telemetry.retention import Retention
+from telemetry.retention.pruning import Retention
+from telemetry.stores.redis.connection.address import Limits, parse_address
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -262,7 +262,7 @@ def models_in(*modules: ModuleType) -> list[type[BaseModel]]:
 
 
 def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
-    kinds = models_in(api.demo_settings, api.requests)
+    kinds = models_in(api.demo.settings, api.http.requests)
 
     assert {DemoSettings, ExplainRequest} <= set(kinds)
     assert [(kind, name) for kind in kinds for name in numbers_without_bound(kind)] == []
@@ -287,7 +287,7 @@ def flags_without_bound(commands: typer.Typer) -> list[str]:
 def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
     of_settings = {f"demo {name}" for name in DemoSettings.model_fields}
 
-    found = flags_without_bound(api.cli.app)
+    found = flags_without_bound(api.cli.main.app)
 
     assert "demo ranks" in found
     assert set(found) - of_settings == set()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from api.cli import app
-from eplb.load import LoadSample
-from eplb.placement import Placement
-from telemetry.rollup import HOUR, MINUTE, Rollup
-from telemetry.sqlite import SqliteStore
+from api.cli.main import app
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore, RunInfo
+from telemetry.stores.sqlite.store import SqliteStore
 
 DEADLINE_S = 20.0
 HOURS_AGO = time.time() - 5 * HOUR

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from repository import ROOT
 
-from eplb.placement import EMPTY
+from eplb.core.placement import EMPTY
 from telemetry import open_store
-from telemetry.redis_process import RedisProcess
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
+from telemetry.stores.redis.connection.process import RedisProcess
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.redis_process import RedisProcess
+from telemetry.stores.redis.connection.process import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from repository import ROOT
 from typer.testing import CliRunner
 
-from api.cli import app
+from api.cli.main import app
 from telemetry import open_store
-from telemetry.sqlite_schema import SCHEMA_VERSION
 from telemetry.store import LoadStore
+from telemetry.stores.sqlite.schema import SCHEMA_VERSION
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
 SMALL += ["--setting", "hidden=32", "--setting", "intermediate=32", "--view", "plain"]
@@ -238,8 +238,8 @@ def test_a_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-import api.demo  # while the interpreter's own files can be read
-from api.cli import main
+import api.demo.run  # while the interpreter's own files can be read
+from api.cli.main import main
 if os.geteuid() == 0:  # nothing is read-only to root
     os.setgroups([])
     os.setuid(65534)

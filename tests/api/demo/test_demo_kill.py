@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from telemetry import open_store
 from telemetry.store import LoadStore
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 KILLS = 10
 DEADLINE_S = 20.0

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from api.demo_summary import final_windows, is_right, render_summary, summarise
-from api.snapshot import RebalanceMark, Snapshot, WindowScore
-from api.worker_checker import CheckedStep
-from api.worker_plan import WorkerPlan
-from eplb.model import ModelShape
-from eplb.topology import Topology
-from rebalance.controller import ControllerSettings
+from api.demo.summary import final_windows, is_right, render_summary, summarise
+from api.demo.workers.checker import CheckedStep
+from api.demo.workers.plan import WorkerPlan
+from api.monitor.snapshot import RebalanceMark, Snapshot, WindowScore
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from rebalance.controller.loop import ControllerSettings
 
 MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=4, intermediate=4, expert_bytes=100)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

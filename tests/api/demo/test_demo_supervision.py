@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from telemetry.store import LoadStore
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 
 StartDemo = Callable[..., Any]

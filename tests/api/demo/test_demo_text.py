@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api.demo_text import (
+from api.demo.text import (
     VOCABULARY,
     Domain,
     domains_of,

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
-from rebalance.journal import JOURNAL_FOLDER
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 STATES = ("idle", "preload", "stage", "swap", "aborted")
 DEADLINE_S = 60.0

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
-from api.state_dir import StateDir
+from api.demo.state_dir import StateDir
 from eplb.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
 import sys
 from pathlib import Path
-from api.state_dir import StateDir
+from api.demo.state_dir import StateDir
 
 state = StateDir(Path(sys.argv[1]))
 print("held", flush=True)

@@ -10,13 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.server import HttpService, loopback_address
+from api.http.app import create_app
+from api.http.server import HttpService, loopback_address
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
-from eplb.records import model_to_dict, topology_to_dict
-from telemetry.memory import MemoryStore
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import Control, RankState, RunInfo
+from telemetry.stores.memory import MemoryStore
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

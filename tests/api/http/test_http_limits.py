@@ -10,14 +10,14 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-import api.connections
-from api.app import create_app
-from api.guard import MAX_BODY_BYTES, MAX_UNDER_WAY
-from api.latest import LatestAnswer
-from api.schemas import Health
-from api.server import HttpService
-from api.service import Refused
-from telemetry.memory import MemoryStore
+import api.http.connections
+from api.http.app import create_app
+from api.http.guard import MAX_BODY_BYTES, MAX_UNDER_WAY
+from api.http.latest import LatestAnswer
+from api.http.schemas import Health
+from api.http.server import HttpService
+from api.http.service import Refused
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 20.0
 HALF_A_REQUEST = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Le"
@@ -127,7 +127,7 @@ def test_a_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowSto
 def test_a_request_that_does_not_arrive_in_time_is_closed(
     service: HttpService, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(api.connections, "REQUEST_DEADLINE_S", 0.2)
+    monkeypatch.setattr(api.http.connections, "REQUEST_DEADLINE_S", 0.2)
 
     with connect(service, sent) as opened:
         while not is_closed(opened):
@@ -137,7 +137,7 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(
 def test_a_client_that_goes_on_slowly_is_closed_too(
     service: HttpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.connections, "REQUEST_DEADLINE_S", 0.2)
+    monkeypatch.setattr(api.http.connections, "REQUEST_DEADLINE_S", 0.2)
 
     with connect(service, HALF_A_REQUEST) as opened:
         opened.settimeout(0.02)
@@ -154,7 +154,7 @@ def test_a_client_that_goes_on_slowly_is_closed_too(
 def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
     service: HttpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.connections, "MAX_CONNECTIONS", 8)  # 4 of an address
+    monkeypatch.setattr(api.http.connections, "MAX_CONNECTIONS", 8)  # 4 of an address
 
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(service, HALF_A_REQUEST)) for _ in range(4)]
@@ -170,7 +170,7 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
 def test_a_request_that_is_answered_keeps_its_place(
     service: HttpService, store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.connections, "MAX_CONNECTIONS", 2)  # one of an address
+    monkeypatch.setattr(api.http.connections, "MAX_CONNECTIONS", 2)  # one of an address
     store.released.clear()
 
     with connect(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:

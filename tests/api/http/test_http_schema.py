@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.server import HttpService
+from api.http.app import create_app
+from api.http.server import HttpService
 from eplb import ModelShape, Placement, Topology
-from eplb.records import model_to_dict, topology_to_dict
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
 from telemetry.store import LoadStore, RankState, RunInfo
 

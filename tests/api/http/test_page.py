@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api.app import create_app
-from api.server import HttpService
+from api.http.app import create_app
+from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology
-from eplb.records import model_to_dict, topology_to_dict
-from telemetry.memory import MemoryStore
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import RunInfo
+from telemetry.stores.memory import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [

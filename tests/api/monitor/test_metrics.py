@@ -13,18 +13,18 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.app import create_app
-from api.metric_rows import Level
-from api.metrics import Exposition
-from api.monitor import Monitor
-from api.server import HttpService
-from api.supervision import ProcessState, ProcessView, SupervisionView
+from api.http.app import create_app
+from api.http.server import HttpService
+from api.metrics.exposition import Exposition
+from api.metrics.rows import Level
+from api.monitor.monitor import Monitor
+from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.errors import ConfigError
-from eplb.records import model_to_dict, topology_to_dict
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
-from telemetry.memory import MemoryStore
 from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 10.0
 NUM_SERIES = 100  # of any deployment, unless more are asked for

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from api.live import LiveView, PlainLines, window_line
-from api.monitor import Monitor
-from api.readiness import unready
-from api.snapshot import WindowScore, contiguous_load
-from api.terminal import in_units, render
+from api.monitor.monitor import Monitor
+from api.monitor.readiness import unready
+from api.monitor.snapshot import WindowScore, contiguous_load
+from api.terminal.live import LiveView, PlainLines, window_line
+from api.terminal.picture import in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
-from eplb.records import model_to_dict, topology_to_dict
-from telemetry.memory import MemoryStore
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import Control, RankState, RunInfo
+from telemetry.stores.memory import MemoryStore
 
 # Two ranks of two slots, one layer of three experts, windows of two steps.
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)

@@ -17,15 +17,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from api.cli import app
-from api.metric_rows import Metric, Scrape, metrics_of
-from api.metrics import Exposition
-from api.monitor import Monitor
-from api.observability import ALERTS, DASHBOARD
-from api.supervision import ProcessState, ProcessView, SupervisionView
-from telemetry.drift import Drift
-from telemetry.memory import MemoryStore
-from telemetry.windows import Window
+from api.cli.main import app
+from api.metrics.exposition import Exposition
+from api.metrics.observability import ALERTS, DASHBOARD
+from api.metrics.rows import Metric, Scrape, metrics_of
+from api.monitor.monitor import Monitor
+from api.processes.supervision import ProcessState, ProcessView, SupervisionView
+from telemetry.drift.detector import Drift
+from telemetry.stores.memory import MemoryStore
+from telemetry.windows.step_windows import Window
 
 DEADLINE_S = 30.0
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them itself

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from api.deployment_lease import DeploymentLease
+from api.processes.deployment_lease import DeploymentLease
 from eplb.errors import ConfigError, StoreError
 from telemetry import open_store
-from telemetry.memory import MemoryStore
-from telemetry.redis_process import RedisProcess
 from telemetry.store import LoadStore
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.redis.connection.process import RedisProcess
 
 LONG_S, SHORT_S = 30.0, 0.3
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
-from api.processes import FAILED, ORPHANED, Child, Message, Parent, refusal, title_of
+from api.processes.children import FAILED, ORPHANED, Child, Message, Parent, refusal, title_of
 from eplb.errors import EplbError, PlacementError, RankError
 
-ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 30.0
 
 StartChild = Callable[..., Child]
@@ -167,7 +167,7 @@ def test_processes_carry_their_names_as_titles(start: StartChild) -> None:
 
 
 PARENT = """
-from api.processes import Child
+from api.processes.children import Child
 from tests.test_processes import listen
 
 if __name__ == "__main__":

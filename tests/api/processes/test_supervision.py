@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from api.supervision import (
+from api.processes.supervision import (
     START_DEADLINE_S,
     ProcessState,
     RestartBudget,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eplb.bounded_json import MAX_JSON_BYTES, MAX_JSON_DEPTH, decode_json
-from rebalance.journal import read_journals
+from eplb.core.bounded_json import MAX_JSON_BYTES, MAX_JSON_DEPTH, decode_json
+from rebalance.protocol.journal import read_journals
 
 DEEP = 100_000
 

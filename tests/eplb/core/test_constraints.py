@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from eplb import Constraints, Decision, ModelShape, Placement, Topology, plan
 from eplb.errors import ConfigError, PlacementError
-from eplb.legal import why_it_cannot_serve
-from eplb.plan import Plan
-from eplb.policies import POLICIES
+from eplb.planner import Plan
+from eplb.policies.legality import why_it_cannot_serve
+from eplb.policies.table import POLICIES
 
 # Four ranks of three slots, each its own failure domain.
 FOUR = Topology(node_of_rank=np.zeros(4), slots_of_rank=np.full(4, 3), failure_domain=np.arange(4))

@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 import eplb
 
 DEADLINE_S = 100.0
 COMPILE_DEADLINE_S = 1800.0
-ALL_KERNELS = Path(__file__).with_name("compiled_kernels.py")
+ALL_KERNELS = ROOT / "tests" / "support" / "compiled_kernels.py"
 PROGRAM = """
-from eplb.jit import jit
-import eplb.kernels
+from eplb.core.jit import jit
+import eplb.core.kernels
 print(eplb.__file__, jit(lambda number: 2 * number)(21))
 """
 
@@ -28,8 +29,9 @@ def test_an_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Pa
         Path(eplb.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
     # A file where folders are wanted refuses root too, which a read-only folder does not.
-    (package / "__pycache__").touch()
-    nowhere = str(tmp_path / "eplb" / "__pycache__" / "home")
+    for source in package.rglob("__init__.py"):
+        source.with_name("__pycache__").touch()
+    nowhere = str(package / "__pycache__" / "home")
     environ = os.environ | {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "NUMBA_CACHE_DIR": nowhere}
 
     ended = subprocess.run(

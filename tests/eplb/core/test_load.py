@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eplb import LoadHistory, LoadSample
+from eplb.core.load import as_history
 from eplb.errors import HistoryError
-from eplb.load import as_history
 
 
 def test_one_window_may_come_without_its_axis() -> None:

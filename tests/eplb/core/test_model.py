@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eplb import ModelShape, preset
+from eplb.core.model import PRESETS
 from eplb.errors import ConfigError
-from eplb.model import PRESETS
 
 
 def test_every_preset_is_a_possible_model() -> None:

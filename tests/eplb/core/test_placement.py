@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eplb import EMPTY, Placement, Topology
+from eplb.core.placement import check_fits, duplicate_replicas
 from eplb.errors import PlacementError
-from eplb.placement import check_fits, duplicate_replicas
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PLACED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)

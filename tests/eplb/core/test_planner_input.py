@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb import Constraints, Decision, LoadHistory, Placement, Topology, imbalance, plan
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.legal import why_it_cannot_serve
+from eplb.policies.legality import why_it_cannot_serve
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 

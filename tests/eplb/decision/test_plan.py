@@ -16,10 +16,10 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.core.load import LoadHistory
+from eplb.core.placement import EMPTY, check_fits
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.hierarchical import nodes_of_groups
-from eplb.load import LoadHistory
-from eplb.placement import EMPTY, check_fits
+from eplb.packing.zones import nodes_of_groups
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 EVEN_SPLIT = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)

@@ -18,10 +18,10 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.decision.expectation import expected_part
+from eplb.decision.gate import Outlook, decide
 from eplb.errors import ConfigError
-from eplb.expectation import expected_part
-from eplb.gate import Outlook, decide
-from eplb.timing import dead_zone
+from eplb.policies.objectives import dead_zone
 from simulations.replay import Scenario, replay
 from simulations.workloads import generate, workload_named
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb import Topology, imbalance, plan
+from eplb.decision.redundancy import allocate_redundancy, slots_per_layer
 from eplb.errors import PlacementError, TopologyError
-from eplb.redundancy import allocate_redundancy, slots_per_layer
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=4)
 

@@ -21,9 +21,9 @@ from eplb import (
     imbalance,
     plan,
 )
-from eplb.dispatch import chosen_slots
+from eplb.dispatch.rules import chosen_slots
 from eplb.errors import ConfigError
-from eplb.legal import why_it_cannot_serve
+from eplb.policies.legality import why_it_cannot_serve
 
 STATIC, MOD = DispatchRule.SGLANG_STATIC, DispatchRule.ASCEND_MOD
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)

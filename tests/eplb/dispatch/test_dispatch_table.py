@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.plan import numpy_greedy
+from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, plan
 
 STATIC = DispatchRule.SGLANG_STATIC

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb.candidates import Candidates, candidates_for
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.migration.candidates import Candidates, candidates_for
 
 # Two hosts of one rank with three slots each; rank 0 holds experts 0 to 2, rank 1 experts 3 and 0.
 TWO_HOSTS = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=3)

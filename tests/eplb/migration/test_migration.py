@@ -19,11 +19,11 @@ from eplb import (
     Topology,
     build_migration,
 )
+from eplb.core.load import as_history
+from eplb.core.placement import check_fits
 from eplb.errors import ConfigError, MigrationError, PlacementError
-from eplb.load import as_history
-from eplb.migration import moves_between
-from eplb.placement import check_fits
-from eplb.policies import POLICIES
+from eplb.migration.build import moves_between
+from eplb.policies.table import POLICIES
 
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)
 BASE = Placement(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), num_experts=8, generation=3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb.migration import Source
-from eplb.plan import plan
-from eplb.topology import Topology
+from eplb.core.topology import Topology
+from eplb.migration.build import Source
+from eplb.planner import plan
 
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=10)
 

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from eplb import EMPTY, Pace, Placement, Topology, build_migration, preset, records
+from eplb import EMPTY, Pace, Placement, Topology, build_migration, preset
 from eplb.errors import StoreError
-from eplb.records import (
+from eplb.migration import serialisation as records
+from eplb.migration.serialisation import (
     migration_from_bytes,
     migration_to_bytes,
     model_from_dict,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.balance import rank_load
+from eplb.core.placement import EMPTY, Placement, check_fits
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
-from eplb.placement import EMPTY, Placement, check_fits
-from eplb.spares import compact, expand, on_the_way, steps_towards, take
-from eplb.topology import Topology
+from eplb.measure.balance import rank_load
+from eplb.migration.spares import compact, expand, on_the_way, steps_towards, take
 
 THREE_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 TWO_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from repository import DATA
 
 from eplb import Placement, Problem, Topology, imbalance, plan
-from eplb.coactivation import brought_together, coactivation, nodes_per_token
+from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError
-from eplb.load import LoadHistory
+from eplb.policies.coactivation import brought_together, coactivation, nodes_per_token
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 # Tokens choose experts 0 and 2, or 1 and 3; as many of either.
 PAIRED = np.array([[[0, 2], [1, 3], [2, 0], [3, 1]]])

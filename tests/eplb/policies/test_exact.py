@@ -7,11 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from eplb import ModelShape, Placement, Problem, Topology, imbalance
+from eplb.core.load import as_history
+from eplb.core.placement import check_fits
 from eplb.errors import ConfigError
-from eplb.exact import exact, solve_exact
-from eplb.hierarchical import nodes_of_groups
-from eplb.load import as_history
-from eplb.placement import check_fits
+from eplb.packing.zones import nodes_of_groups
+from eplb.policies.exact import exact, solve_exact
 
 
 def best_of_all(work: NDArray[np.int64], topology: Topology) -> float:

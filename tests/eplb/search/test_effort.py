@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb import Budget, Placement, Plan, Topology, greedy, plan, search
+from eplb import Budget, Placement, Plan, Topology, plan
+from eplb.decision.gate import Decision
 from eplb.errors import ConfigError
-from eplb.gate import Decision
+from eplb.policies import greedy
+from eplb.search import local_search as search
 
 ONE_EACH = Topology.uniform(num_nodes=8, ranks_per_node=8, slots_per_rank=1)
 TWO_EACH = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=2)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb import Budget, CostModel, ModelShape, Scenarios, Topology, imbalance, plan
+from eplb.core.scenarios import without_noise
 from eplb.errors import ConfigError, HistoryError
-from eplb.incremental import score_of
-from eplb.timing import measured
-from eplb.windows import without_noise
+from eplb.policies.incremental import score_of
+from eplb.policies.objectives import measured
 
 FOUR = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=4)
 FLAT_THEN_LINEAR = ((1.0, 10.0), (100.0, 10.0), (200.0, 20.0))

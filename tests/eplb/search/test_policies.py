@@ -7,19 +7,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb import Placement, Problem, Topology, reference
-from eplb.changes import FREE
-from eplb.demand import demand_of
-from eplb.descent import COPIES_ALWAYS, COPIES_NEVER, Rules
+from eplb import Placement, Problem, Topology
+from eplb.core.kernels import Ranks, keep_in_place, replicate
+from eplb.core.load import as_history
 from eplb.errors import ConfigError
-from eplb.greedy import frame_of
-from eplb.hierarchical import keeps_groups, nodes_of_groups, zones_for
-from eplb.kernels import Ranks, keep_in_place, replicate
-from eplb.load import as_history
-from eplb.packing import pack
-from eplb.policies import POLICIES, policy_named
-from eplb.search import Task, improve
-from eplb.shake import NO_SHAKING
+from eplb.packing.heaviest_first import pack
+from eplb.packing.zones import keeps_groups, nodes_of_groups, zones_for
+from eplb.policies.greedy import frame_of
+from eplb.policies.table import POLICIES, policy_named
+from eplb.search import reference
+from eplb.search.changes import FREE
+from eplb.search.demand import demand_of
+from eplb.search.descent import COPIES_ALWAYS, COPIES_NEVER, Rules
+from eplb.search.local_search import Task, improve
+from eplb.search.perturbation import NO_SHAKING
 
 
 def one_zone(slots_of_rank: list[int], speed: list[float]) -> Ranks:

@@ -1,15 +1,12 @@
 """Plans and shares on recorded routing, judged on windows that they have not seen."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from repository import DATA
 
 from eplb import Topology, imbalance, plan, resplit
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=5)
 NUM_EXPERTS, WINDOW, HISTORY = 32, 4096, 16
 

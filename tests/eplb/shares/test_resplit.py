@@ -9,11 +9,11 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from eplb import LoadHistory, Placement, Scenarios, Topology, imbalance
+from eplb.core.problem import Problem, scale
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.policies import POLICIES
-from eplb.problem import Problem, scale
-from eplb.resplit import equal_shares, ranks_of, resplit
-from eplb.split import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
+from eplb.policies.table import POLICIES
+from eplb.shares.resplitting import equal_shares, ranks_of, resplit
+from eplb.shares.solver import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 ONE_SHARED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)

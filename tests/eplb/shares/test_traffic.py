@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb import Budget, Constraints, CostModel, Placement, Problem, Topology, plan, rank_load
+from eplb.core.load import as_history
+from eplb.core.placement import check_fits
+from eplb.decision.alternatives import score_of
 from eplb.errors import ConfigError
-from eplb.load import as_history
-from eplb.options import score_of
-from eplb.placement import check_fits
-from eplb.reference import crossing as crossing_said_plainly
-from eplb.traffic import crossing, near_first, nearer
+from eplb.search.reference import crossing as crossing_said_plainly
+from eplb.shares.traffic import crossing, near_first, nearer
 
 # Two nodes of one rank; experts 0 and 1 on the first, 0 and 2 on the second.
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.balance import imbalance
-from eplb.candidates import Candidates
+from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
-from eplb.gate import CostModel
-from eplb.load import LoadSample
-from eplb.migration import Migration, Pace
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from rebalance.controller import Controller, ControllerSettings
-from telemetry.memory import MemoryStore
+from eplb.measure.balance import imbalance
+from eplb.migration.build import Migration, Pace
+from eplb.migration.candidates import Candidates
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry.store import Control, Event, RankState, RunInfo, Task
+from telemetry.stores.memory import MemoryStore
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

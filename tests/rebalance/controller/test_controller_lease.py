@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import FencedOut, StoreError
-from eplb.load import LoadSample
-from eplb.migration import Migration
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from rebalance.controller import Controller, ControllerSettings
-from rebalance.controller_lease import ControllerLease
+from eplb.migration.build import Migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.lease import ControllerLease
+from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
-from telemetry.memory import MemoryStore
-from telemetry.redis_process import RedisProcess
-from telemetry.sqlite import SqliteStore
 from telemetry.store import Lease, LeaseOf, LoadStore, RunInfo
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.sqlite.store import SqliteStore
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from agent_group import AgentGroup, digests_of, record_of
 
-from api.monitor import Monitor
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from rebalance.controller_lease import ControllerLease
-from rebalance.local_transport import LocalTransport
+from api.monitor.monitor import Monitor
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.lease import ControllerLease
+from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
-from telemetry.redis_process import RedisProcess
-from telemetry.redis_store import RedisStore
 from telemetry.store import Control, LoadStore, RunInfo
+from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.store import RedisStore
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 4, 2, hidden=8, intermediate=4)

@@ -13,8 +13,8 @@ from contextlib import closing, suppress
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.door import Door, DoorPlate
-from rebalance.host_link_wire import MAX_PROOF_BYTES, Wire, greet, reach
+from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.wire import MAX_PROOF_BYTES, Wire, greet, reach
 
 SECRET, PROTOCOL, DEADLINE_S = b"secret", "test-1", 30.0
 DEEP = b"[" * MAX_PROOF_BYTES

@@ -24,32 +24,32 @@ import pytest
 import torch
 from agent_group import StepClock
 
-from eplb.candidates import Candidates
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
-from eplb.migration import Pace, build_migration
-from eplb.model import ModelShape
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.migration.build import Pace, build_migration
+from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
-from rebalance.door import MOST_CALLERS
-from rebalance.first_fill import fill_bank
-from rebalance.host_link_settings import HostLinkSettings
-from rebalance.host_link_wire import CHUNK_BYTES, Budget
-from rebalance.known_host import KnownHost
-from rebalance.links import NoPeers, PullTransport, RankMemory
-from rebalance.local_votes import LocalVotes
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.record_sources import RecordSources
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
-from rebalance.slab_cache import SlabCache
-from rebalance.slab_requests import Request
+from rebalance.network.listener import MOST_CALLERS
+from rebalance.network.wire import CHUNK_BYTES, Budget
+from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.record_sources import RecordSources
+from rebalance.preload.cache.requests import Request
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.first_fill import fill_bank
+from rebalance.preload.hosts.known_host import KnownHost
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import COMPILED_FROM_BYTES, digest
+from runtime.memory.shared import COMPILED_FROM_BYTES, digest
 from runtime.routing import RoutingTable
-from telemetry.memory import MemoryStore
 from telemetry.store import RankState
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 30.0
 SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer

@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rebalance.direct_io import DirectFile
-from rebalance.part_reader import PartReader
-from runtime.memory import PAGE_BYTES, SharedArena, digest
+from rebalance.preload.records.direct_io import DirectFile
+from rebalance.preload.records.part_reader import PartReader
+from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 NUM_PAGES = 10
 

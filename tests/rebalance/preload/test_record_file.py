@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from eplb.model import ModelShape
-from rebalance.direct_io import DirectFile
-from rebalance.preload import RecordLoader, make_all
-from rebalance.record_file import RecordFile, record_file_beside
-from rebalance.record_origin import RecordOrigin
+from rebalance.preload.loader import RecordLoader, make_all
+from rebalance.preload.records.direct_io import DirectFile
+from rebalance.preload.records.record_file import RecordFile, record_file_beside
+from rebalance.preload.records.record_origin import RecordOrigin
 from runtime.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import PAGE_BYTES, SharedArena, digest
+from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 FORK = multiprocessing.get_context("fork")
 DEADLINE_S = 30.0

@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 import torch
 
+from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from eplb.model import ModelShape
-from rebalance.first_fill import fill_bank
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.wanted import CalledOff
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.first_fill import fill_bank
+from rebalance.threads.cancellation import CalledOff
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
 
 DEADLINE_S = 30.0
 AT_ONCE_S = 5.0  # what must not wait for a deadline

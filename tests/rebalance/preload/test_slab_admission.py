@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from eplb.model import ModelShape
-from rebalance import slab_admission
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.slab_admission import (
+from rebalance.preload.cache import admission as slab_admission
+from rebalance.preload.cache.admission import (
     HANDSHAKE_DEADLINE_S,
     MAX_UNPROVEN,
     MAX_UNPROVEN_OF_PROCESS,
     Admission,
     Peer,
 )
-from rebalance.slab_wire import listen
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.wire import listen
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from rebalance.slab_cache import WRITER, SlabCache
-from rebalance.slab_places import Entry
-from rebalance.slab_requests import Request
-from rebalance.transport import Record
+from rebalance.preload.cache.cache import WRITER, SlabCache
+from rebalance.preload.cache.entries import Entry
+from rebalance.preload.cache.requests import Request
+from rebalance.transport.interface import Record
 
 RECORDS = [(0, expert) for expert in range(8)]
 

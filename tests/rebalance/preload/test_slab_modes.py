@@ -21,17 +21,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from eplb.model import ModelShape
-from rebalance.first_fill import fill_bank
-from rebalance.preload import make_all
-from rebalance.record_file import RecordFile
-from rebalance.record_origin import RecordOrigin
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.first_fill import fill_bank
+from rebalance.preload.loader import make_all
+from rebalance.preload.records.record_file import RecordFile
+from rebalance.preload.records.record_origin import RecordOrigin
 from runtime.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import SharedArena, digest
+from runtime.memory.shared import SharedArena, digest
 
 DEADLINE_S = 30.0
 FORK = multiprocessing.get_context("fork")
@@ -401,8 +402,8 @@ SMALL_MEMORY = """
 import os, sys
 from pathlib import Path
 from eplb.errors import MigrationError
-from eplb.model import ModelShape
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
+from eplb.core.model import ModelShape
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
@@ -445,7 +446,7 @@ def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
 

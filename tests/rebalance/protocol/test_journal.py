@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 from typer.testing import CliRunner
 
-from api.cli import app
-from api.journal import num_dropped, render
-from rebalance import phases
-from rebalance.journal import Diary, Entry, Journal, NoJournal, changes, read_journals
-from rebalance.phases import Phase, PlanRef, RankPhase
-from rebalance.vote import Verdict
+from api.cli.journal import num_dropped, render
+from api.cli.main import app
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import Verdict
+from rebalance.protocol.journal import Diary, Entry, Journal, NoJournal, changes, read_journals
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 
 DEADLINE_S = 30.0
-ROOT = Path(__file__).resolve().parent.parent
 PLAN = PlanRef(7, 70, base_generation=4, num_transactions=2, transactions_per_commit=1)
 
 
@@ -147,7 +147,7 @@ def test_when_nobody_writes_the_oldest_notes_give_way(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rebalance.journal import Journal
+from rebalance.protocol.journal import Journal
 journal = Journal(Path(sys.argv[1]), "run-1", 0)
 for number in range(1000):
     journal.note("staged", (number, 1, 1), {})

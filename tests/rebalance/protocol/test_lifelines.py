@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from eplb.errors import RankError
-from rebalance.lifelines import HELLO, LEAVING, Address, Lifelines
+from rebalance.protocol.liveness import HELLO, LEAVING, Address, Lifelines
 
 FORK = get_context("fork")
 DEADLINE_S = 20.0
@@ -274,7 +274,7 @@ def a_log_that_blocks() -> Iterator[tuple[threading.Event, threading.Event]]:
             assert may_go.wait(DEADLINE_S), "nobody lets go of the log"
         return True
 
-    log = logging.getLogger("rebalance.lifelines")
+    log = logging.getLogger("rebalance.protocol.liveness")
     log.addFilter(hold)
     try:
         yield is_held, may_go

@@ -20,12 +20,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
+from repository import ROOT
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
-from rebalance.gloo_votes import GlooVotes
-from rebalance.lifelines import Lifelines, address_towards, is_loopback
-from rebalance.vote import Outcome
+from rebalance.protocol.ballot import Outcome
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.liveness import Lifelines, address_towards, is_loopback
 
 FORK = get_context("fork")
 DEADLINE_S = 30.0
@@ -112,7 +113,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from rebalance.gloo_votes import GlooVotes
+from rebalance.protocol.gloo_votes import GlooVotes
 
 rank, timeout = int(sys.argv[1]), timedelta(seconds=30)
 os.environ["GLOO_SOCKET_IFNAME"] = f"end{rank}"
@@ -159,7 +160,7 @@ def test_ranks_of_two_machines_are_connected_and_see_a_death(tmp_path: Path) -> 
 
     ended = run(
         [*own, sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
     assert ended.stdout == "dead: [1]\n", ended.stderr

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from eplb.errors import RankError
-from rebalance import phases
-from rebalance.phases import NEXT, Phase, PlanRef, RankPhase, Swap
-from rebalance.vote import Ballot, Verdict
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import Ballot, Verdict
+from rebalance.protocol.phases import NEXT, Phase, PlanRef, RankPhase, Swap
 
 PLAN = PlanRef(
     plan_id=5, plan_hash=77, base_generation=3, num_transactions=2, transactions_per_commit=1

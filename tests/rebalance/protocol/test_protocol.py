@@ -1,9 +1,9 @@
 """Every interleaving of three ranks over the real phase machine and the real votes.
 
-An explicit-state search: ``rebalance/phases.py`` and ``rebalance/vote.py`` run as they are; what
-surrounds them (when a plan is seen, bytes arrive, votes are late, ranks wish to abort or die, the
-store is written) happens in every possible order. Steps are counted from the slowest rank's even
-boundary, so that the states are finite although serving goes on for ever.
+An explicit-state search: ``rebalance/protocol/phases.py`` and ``rebalance/protocol/ballot.py`` run
+as they are; what surrounds them (when a plan is seen, bytes arrive, votes are late, ranks wish to
+abort or die, the store is written) happens in every possible order. Steps are counted from the
+slowest rank's even boundary, so that the states are finite although serving goes on for ever.
 
 A rank passes boundary n only once every rank has passed n - 1: the exchange of tokens in each step
 is a barrier. Votes start at even boundaries and are read at the next odd one, or, when late and
@@ -17,8 +17,8 @@ In flip mode there is one layer, which every transaction changes, and a rank's s
 The device is then a third clock: a swap is ordered at a boundary and complete some time after it.
 
 In every state with a dead rank the survivors could stop where they are and recover: what
-``eplb/recovery.py`` decides then, and ``rebalance/recovery.py`` has each of them do, is worked out
-there and then, and must bring all of them and the store to one placement.
+``eplb/migration/recovery.py`` decides then, and ``rebalance/recovery/survivors.py`` has each of
+them do, is worked out there and then, and must bring all of them and the store to one placement.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from eplb.errors import RankError
-from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
-from rebalance import phases
-from rebalance.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.recovery import missed_verdicts
-from rebalance.vote import NO_PLAN, Ballot, Verdict
+from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.recovery.survivors import missed_verdicts
 
 NUM_RANKS = 3
 VOTE_EVERY = 2
@@ -115,7 +115,7 @@ class Rank(NamedTuple):
         return state
 
     def after(self, transition: Callable[..., RankPhase], *news: object) -> Rank:
-        """This rank once a transition of ``rebalance.phases`` was made."""
+        """This rank once a transition of ``rebalance.protocol.phases`` was made."""
         return self._replace(phase=transit(transition, self.phase, *news))
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from eplb.errors import BrokenGroup
-from rebalance import phases
-from rebalance.phases import RankPhase
-from rebalance.transport import PendingVote
-from rebalance.vote import Ballot, Outcome
-from rebalance.voter import Voter
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import Ballot, Outcome
+from rebalance.protocol.phases import RankPhase
+from rebalance.protocol.voter import Voter
+from rebalance.transport.interface import PendingVote
 
 NOTHING_PREPARED = phases.ballot(RankPhase(generation=0), step=0, membership=0, halt=False)
 

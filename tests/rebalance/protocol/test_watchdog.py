@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from simulated_time import Clock
 
-from eplb.migration import Migration, build_migration
-from eplb.placement import Placement
-from eplb.topology import Topology
-from rebalance import phases
-from rebalance.phases import Phase, PlanRef, RankPhase
-from rebalance.vote import Verdict
-from rebalance.waiting import PhaseBox
-from rebalance.watchdog import Watchdog
-from rebalance.watcher import DEFERS_S, Watcher, Writing
-from telemetry.memory import MemoryStore
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.migration.build import Migration, build_migration
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import Verdict
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase
+from rebalance.rank.watcher import DEFERS_S, Watcher, Writing
+from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, RankState
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 10.0
 PULLING = "pulling layer 3 expert 17 from rank 2"

@@ -12,13 +12,13 @@ import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
-from eplb.migration import Pace, build_migration
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.migration.build import Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.local_transport import LocalTransport
-from rebalance.parts import StepFigures
+from rebalance.rank.parts import StepFigures
+from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control

@@ -27,9 +27,14 @@ import numpy as np
 import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, Notes
+from repository import ROOT
 
-from api.app import create_app
-from api.server import HttpService
+from api.http.app import create_app
+from api.http.server import HttpService
+from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import (
     CheckpointError,
     MigrationError,
@@ -37,20 +42,16 @@ from eplb.errors import (
     RankError,
     StaleGeneration,
 )
-from eplb.load import LoadSample
-from eplb.migration import Migration, Move, Pace, build_migration
-from eplb.model import ModelShape
-from eplb.placement import Placement
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from rebalance.controller import Controller, ControllerSettings
-from rebalance.first_fill import fill_bank
-from rebalance.links import PullTransport, RankMemory, SharedPeers
-from rebalance.local_votes import LocalVotes
-from rebalance.slab import HostSlab, SlabAddress, SlabReader, SlabSettings
-from rebalance.stage_settings import StageSettings
-from rebalance.transport import PendingVote, Place, Record, VoteGroup, WeightTransport
-from rebalance.vote import Outcome
+from eplb.migration.build import Migration, Move, Pace, build_migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.loop import Controller, ControllerSettings
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.first_fill import fill_bank
+from rebalance.protocol.ballot import Outcome
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.interface import PendingVote, Place, Record, VoteGroup, WeightTransport
+from rebalance.transport.processes import PullTransport, RankMemory, SharedPeers
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
@@ -521,8 +522,8 @@ def test_the_reason_of_an_abort_is_found_from_the_task_that_asked_for_the_plan_a
 SMALL_HOST = """
 import signal, sys
 from pathlib import Path
-from eplb.model import ModelShape
-from rebalance.slab import HostSlab, SlabAddress, SlabSettings
+from eplb.core.model import ModelShape
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
@@ -555,7 +556,7 @@ def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[SlabAdd
         ],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
     with process:

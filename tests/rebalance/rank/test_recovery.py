@@ -14,26 +14,26 @@ import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
-from eplb.migration import Migration, Pace
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery, WrittenEnd, decide
-from eplb.topology import Topology
-from rebalance import phases
+from eplb.migration.build import Migration, Pace
+from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
 from rebalance.agent import RankAgent
-from rebalance.local_transport import LocalTransport
-from rebalance.local_votes import LocalVotes
-from rebalance.phases import PlanRef, RankPhase
-from rebalance.recovery import (
+from rebalance.protocol import phases
+from rebalance.protocol.ballot import NO_PLAN, Verdict
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.protocol.phases import PlanRef, RankPhase
+from rebalance.recovery.survivors import (
     Deadlines,
     end_together,
     membership_of_start,
     missed_verdicts,
     recover,
 )
-from rebalance.vote import NO_PLAN, Verdict
+from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
-from telemetry.memory import MemoryStore
+from telemetry.stores.memory import MemoryStore
 
 # -- the decision
 

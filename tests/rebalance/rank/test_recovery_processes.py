@@ -33,25 +33,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError, StaleGeneration
-from eplb.load import LoadSample
-from eplb.migration import Pace, build_migration
-from eplb.placement import Placement
-from eplb.recovery import Recovery
-from eplb.topology import Topology
+from eplb.migration.build import Pace, build_migration
+from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
-from rebalance.gloo_votes import GlooVotes
-from rebalance.journal import Journal
-from rebalance.local_transport import LocalTransport
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.recovery import end_together, membership_of_start, recover, rejoin
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.journal import Journal
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.recovery.survivors import end_together, membership_of_start, recover, rejoin
+from rebalance.transport.local import LocalTransport
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
-from runtime.rendezvous import Rendezvous, reach
+from runtime.group.rendezvous import Rendezvous, reach
+from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
-from telemetry.sqlite import SqliteStore
 from telemetry.store import LoadStore, RankState
+from telemetry.stores.sqlite.store import SqliteStore
 
 DEADLINE_S = 40.0
 TELLS_AFTER_S = 30.0  # a rank that still serves then writes down where each of its threads stands

@@ -13,22 +13,22 @@ import pytest
 import torch
 from simulated_time import Clock, Landing
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration import Migration, Move, Pace, Source, Transaction, build_migration
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance import phases
-from rebalance.lanes import Pull
-from rebalance.mover import Mover, MoverParts
-from rebalance.phases import Phase, PlanRef, RankPhase
-from rebalance.ring import StagingRing
-from rebalance.stage_settings import LinkSettings, StageSettings
-from rebalance.transport import HOST, Place, Record
-from rebalance.waiting import PhaseBox, Wait, drive
-from rebalance.wanted import CalledOff, IsWanted, always
-from rebalance.watchdog import Heartbeat
+from eplb.migration.build import Migration, Move, Pace, Source, Transaction, build_migration
+from rebalance.protocol import phases
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase
+from rebalance.stage.lanes import Pull
+from rebalance.stage.mover import Mover, MoverParts
+from rebalance.stage.ring import StagingRing
+from rebalance.stage.settings import LinkSettings, StageSettings
+from rebalance.threads.cancellation import CalledOff, IsWanted, always
+from rebalance.threads.waiting import PhaseBox, Wait, drive
+from rebalance.threads.watchdog import Heartbeat
+from rebalance.transport.interface import HOST, Place, Record
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
 

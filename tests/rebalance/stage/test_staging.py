@@ -14,18 +14,18 @@ import pytest
 import torch
 from simulated_time import Clock, Landing
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration import Move, Source
-from eplb.placement import Placement
-from eplb.topology import Topology
-from rebalance.lanes import Pull
-from rebalance.sources import HOST_RETRY_S, Sources
-from rebalance.stage_settings import LinkSettings, StageSettings
-from rebalance.staging import Stager
-from rebalance.transport import HOST, Place, Record
-from rebalance.waiting import Wait
-from rebalance.wanted import CalledOff, IsWanted, always
-from runtime.memory import digest
+from eplb.migration.build import Move, Source
+from rebalance.stage.lanes import Pull
+from rebalance.stage.settings import LinkSettings, StageSettings
+from rebalance.stage.sources import HOST_RETRY_S, Sources
+from rebalance.stage.stager import Stager
+from rebalance.threads.cancellation import CalledOff, IsWanted, always
+from rebalance.threads.waiting import Wait
+from rebalance.transport.interface import HOST, Place, Record
+from runtime.memory.shared import digest
 from runtime.streams import Completion
 
 SIZE, CHUNK = 80, 20  # bytes of a record, and of a chunk: four chunks each

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from eplb.errors import ConfigError
-from rebalance.stage_settings import LinkSettings, StageSettings
-from rebalance.throttle import Hold, TokenBucket
+from rebalance.network.throttle import Hold, TokenBucket
+from rebalance.stage.settings import LinkSettings, StageSettings
 
 
 class Clock:

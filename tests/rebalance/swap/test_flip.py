@@ -9,12 +9,12 @@ import pytest
 import torch
 from agent_group import AgentGroup, digests_of, record_of
 
+from eplb.core.placement import EMPTY, Placement, check_fits
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration import Migration, Pace
-from eplb.placement import EMPTY, Placement, check_fits
-from eplb.topology import Topology
-from rebalance.local_transport import LocalTransport
-from rebalance.transport import Place, Record
+from eplb.migration.build import Migration, Pace
+from rebalance.transport.interface import Place, Record
+from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control

@@ -13,19 +13,19 @@ import torch
 from agent_group import StepClock
 
 from eplb import Budget, CostModel, ModelShape, Placement, Topology
-from eplb.load import LoadSample
-from eplb.records import model_to_dict, topology_to_dict
+from eplb.core.load import LoadSample
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.controller import Controller, ControllerSettings
-from rebalance.local_transport import LocalTransport
-from rebalance.local_votes import LocalVotes
-from rebalance.parts import AgentSettings, Links, RankParts
+from rebalance.controller.loop import Controller, ControllerSettings
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.transport.local import LocalTransport
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
 from runtime.routing import SHARE_ONE, RoutingTable
-from telemetry.memory import MemoryStore
 from telemetry.store import RankState, RunInfo
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 20.0
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from agent_group import DEADLINE_S, AgentGroup, Notes, digests_of, record_of
 
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError
-from eplb.migration import Migration, Pace
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance.local_transport import LocalTransport
-from rebalance.scrub_turns import in_hex
-from rebalance.scrubber import LiveSlot, Loan, Scrubber
-from rebalance.transport import HOST, Place, Record
+from eplb.migration.build import Migration, Pace
+from rebalance.swap.scrub_turns import in_hex
+from rebalance.swap.scrubber import LiveSlot, Loan, Scrubber
+from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
 from runtime.streams import Completion
 from telemetry.store import Event
 

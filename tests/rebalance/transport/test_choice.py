@@ -11,20 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
-from rebalance.choice import KnownRecords, choose_transport
-from rebalance.digests import agree_on_digests
-from rebalance.first_fill import fill_bank
-from rebalance.gloo_votes import GlooVotes
-from rebalance.links import RankMemory, SharedPeers
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.transport import HOST, Place
-from runtime.agreement import gathered
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.first_fill import fill_bank
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.transport.choice import KnownRecords, choose_transport
+from rebalance.transport.interface import HOST, Place
+from rebalance.transport.processes import RankMemory, SharedPeers
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
+from runtime.group.agreement import gathered
 
 DEADLINE_S = 30.0
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

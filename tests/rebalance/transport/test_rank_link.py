@@ -21,42 +21,42 @@ import torch.distributed as dist
 from agent_group import StepClock
 from numpy.typing import NDArray
 
-from api.demo_settings import DemoSettings
-from api.demo_setup import _rank_links
+from api.demo.settings import DemoSettings
+from api.demo.setup import _rank_links
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
-from eplb.migration import Move, Pace, Source, build_migration
-from eplb.model import ModelShape
-from eplb.placement import EMPTY, Placement
-from eplb.topology import Topology
+from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
-from rebalance.digests import agree_on_digests
-from rebalance.door import MOST_CALLERS
-from rebalance.first_fill import fill_bank
-from rebalance.gloo_votes import GlooVotes
-from rebalance.host_link_wire import RefusedError, Wire, greet, reach
-from rebalance.lanes import Pull
-from rebalance.links import NoPeers, PullTransport, RankMemory
-from rebalance.parts import AgentSettings, Links, RankParts
-from rebalance.phases import RankPhase
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_server import PIECE_BYTES, RankLinkServer, Served
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import PROTOCOL, Ask, GroupName, Part
-from rebalance.serving import readable, serving_after_each
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.sources import Sources
-from rebalance.stage_settings import LinkSettings, StageSettings
-from rebalance.staging import Stager
-from rebalance.transport import HOST, Place
-from rebalance.waiting import PhaseBox, drive
+from rebalance.network.listener import MOST_CALLERS
+from rebalance.network.wire import RefusedError, Wire, greet, reach
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.first_fill import fill_bank
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.phases import RankPhase
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.lanes import Pull
+from rebalance.stage.settings import LinkSettings, StageSettings
+from rebalance.stage.sources import Sources
+from rebalance.stage.stager import Stager
+from rebalance.swap.serving import readable, serving_after_each
+from rebalance.threads.waiting import PhaseBox, drive
+from rebalance.transport.interface import HOST, Place
+from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.server import PIECE_BYTES, RankLinkServer, Served
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import PROTOCOL, Ask, GroupName, Part
 from runtime.checkpoint import Checkpoint
-from runtime.compute import swiglu
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory import digest
+from runtime.memory.shared import digest
+from runtime.model.compute import swiglu
 from runtime.routing import RoutingTable
-from telemetry.memory import MemoryStore
 from telemetry.store import RankState
+from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 30.0
 SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer

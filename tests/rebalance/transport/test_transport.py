@@ -22,25 +22,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
-from eplb.migration import Source
-from eplb.model import ModelShape
-from eplb.topology import Topology
-from rebalance.digests import agree_on_digests
-from rebalance.gloo_votes import GlooVotes
-from rebalance.links import NoPeers, PullTransport, RankMemory, SharedPeers
-from rebalance.local_transport import LocalTransport
-from rebalance.local_votes import LocalVotes
-from rebalance.rank_link_reader import OtherRanks
-from rebalance.rank_link_server import RankLinkServer, Served
-from rebalance.rank_link_settings import RankLinkSettings
-from rebalance.rank_link_wire import GroupName
-from rebalance.slab import HostSlab, SlabAddress, SlabReader
-from rebalance.transport import HOST, PendingVote, Place, Record, VoteGroup, WeightTransport
-from rebalance.vote import BALLOT_SIZE, Outcome
+from eplb.migration.build import Source
+from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.protocol.ballot import BALLOT_SIZE, Outcome
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.transport.interface import (
+    HOST,
+    PendingVote,
+    Place,
+    Record,
+    VoteGroup,
+    WeightTransport,
+)
+from rebalance.transport.local import LocalTransport
+from rebalance.transport.processes import NoPeers, PullTransport, RankMemory, SharedPeers
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.wire import GroupName
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
-from runtime.memory import attach
+from runtime.memory.shared import attach
 
 DEADLINE_S = 30.0
 FORK = multiprocessing.get_context("fork")

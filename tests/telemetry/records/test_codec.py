@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from telemetry import packing
-from telemetry.codec import READABLE_VERSIONS, sample_from_bytes, sample_to_bytes
-from telemetry.packing import UnknownVersion
-from telemetry.rollup import Rollup
-from telemetry.rollup_codec import rollup_from_bytes, rollup_to_bytes
+from telemetry.records import envelope as packing
+from telemetry.records.envelope import UnknownVersion
+from telemetry.records.rollup_codec import rollup_from_bytes, rollup_to_bytes
+from telemetry.records.sample_codec import READABLE_VERSIONS, sample_from_bytes, sample_to_bytes
+from telemetry.retention.rollup import Rollup
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=4)

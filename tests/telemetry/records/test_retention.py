@@ -15,18 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
-from eplb.load import LoadSample
-from eplb.model import ModelShape
-from eplb.records import model_to_dict, topology_to_dict
-from eplb.topology import Topology
-from telemetry import retention, rolling
-from telemetry.memory import MemoryStore
-from telemetry.retention import Keeper, Retention
-from telemetry.rolling import hours_of
-from telemetry.rollup import HOUR, MINUTE, Rollup
-from telemetry.sqlite import SqliteStore
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry.retention import folding as rolling
+from telemetry.retention import pruning as retention
+from telemetry.retention.folding import hours_of
+from telemetry.retention.pruning import Keeper, Retention
+from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore, RunInfo
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.sqlite.store import SqliteStore
 
 DAY = 24 * HOUR
 START = 100 * DAY  # of the simulated clock

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import RankError
-from eplb.load import LoadSample
 from telemetry import open_store
-from telemetry.reporter import Reporter
-from telemetry.spool import Spool
-from telemetry.sqlite import SqliteStore
+from telemetry.reporter.reporter import Reporter
+from telemetry.reporter.spool import Spool
 from telemetry.store import RankState
+from telemetry.stores.sqlite.store import SqliteStore
 
 TIMEOUT_S = 20.0
 RECOVERY_S = 5.0  # how soon after the store's return everything is stored
@@ -177,7 +177,9 @@ def test_a_sample_that_only_the_store_finds_impossible_holds_up_no_other_for_lon
 
 
 def test_a_redis_that_is_killed_and_comes_back_has_every_sample(tmp_path: Path) -> None:
-    servers = pytest.importorskip("telemetry.redis_process", reason="needs the Redis store")
+    servers = pytest.importorskip(
+        "telemetry.stores.redis.connection.process", reason="needs the Redis store"
+    )
     settings = {"appendonly": "yes", "appendfsync": "always"}  # what it took survives its death
     with servers.RedisProcess(tmp_path / "redis", settings) as server:
         limits = "deadline_s=0.2&cool_down_s=0.2&connect_timeout_s=0.2"

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import RankError, StoreError
-from eplb.load import LoadSample
-from telemetry.memory import MemoryStore
-from telemetry.reporter import Reporter
-from telemetry.sqlite import SqliteStore
+from telemetry.reporter.reporter import Reporter
 from telemetry.store import RankState
+from telemetry.stores.memory import MemoryStore
+from telemetry.stores.sqlite.store import SqliteStore
 
 TIMEOUT_S = 20.0
 

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
 from benchmarks.publishing import Publisher
-from benchmarks.soak_readings import MIB, Level, Progress, Reservoir, progress_line
+from benchmarks.ranks.soak_readings import MIB, Level, Progress, Reservoir, progress_line
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.migration import Migration, build_migration
-from eplb.placement import Placement
-from eplb.topology import Topology
+from eplb.migration.build import Migration, build_migration
 from telemetry import open_store
 from telemetry.store import LoadStore
 
-ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 90.0
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 HERE = Placement(np.array([[0, 1, 2, 0]]), num_experts=3)
@@ -174,7 +174,7 @@ def hear(process: subprocess.Popen[str], words: str) -> str:
 def test_an_interrupted_soak_prints_its_rows_and_leaves_nothing(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    command = [sys.executable, "benchmarks/thread.py", "--seconds", "3600"]
+    command = [sys.executable, "-m", "benchmarks.ranks.thread", "--seconds", "3600"]
     command += ["--swap-every", "0", "--progress-every", "1"]
     with subprocess.Popen(
         command,

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from repository import ROOT
 
+from eplb.core.load import LoadSample
 from eplb.errors import ConfigError, StoreError
-from eplb.load import LoadSample
-from telemetry.codec import sample_to_bytes
-from telemetry.spool import Spool
-from telemetry.spool_folder import MIN_BYTES
-from telemetry.spool_segment import HEADER, frame_bytes
-from telemetry.sqlite import SqliteStore
+from telemetry.records.sample_codec import sample_to_bytes
+from telemetry.reporter.folder import MIN_BYTES
+from telemetry.reporter.segment import HEADER, frame_bytes
+from telemetry.reporter.spool import Spool
+from telemetry.stores.sqlite.store import SqliteStore
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 30.0
 
 
@@ -221,7 +221,7 @@ def test_a_file_that_never_got_a_record_is_cleaned_away(folder: Path) -> None:
 
 def test_a_spool_is_one_process_s_until_that_ends(folder: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from telemetry.spool import Spool\n"
+        "import sys; from pathlib import Path; from telemetry.reporter.spool import Spool\n"
         f"spool = Spool(Path({str(folder)!r})); print('open', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script]
@@ -258,8 +258,8 @@ def test_a_folder_that_cannot_be_made_leaves_the_spool_in_memory(
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from eplb.load import LoadSample
-from telemetry.spool import Spool
+from eplb.core.load import LoadSample
+from telemetry.reporter.spool import Spool
 
 def add(*sequences):
     for n in sequences:

@@ -8,7 +8,7 @@ import pytest
 
 from eplb.errors import ConfigError
 from telemetry import open_store
-from telemetry.memory import MemoryStore
+from telemetry.stores.memory import MemoryStore
 
 
 def test_a_url_names_the_kind_of_store(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.candidates import Candidates
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
-from eplb.load import LoadSample
-from eplb.placement import Placement
-from eplb.recovery import LastWords, Recovery
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import LastWords, Recovery
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 TIMEOUT_S = 20.0

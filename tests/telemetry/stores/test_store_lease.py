@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, FencedOut
-from eplb.migration import Migration, build_migration
-from eplb.placement import Placement
-from eplb.topology import Topology
-from telemetry.holder import is_dead, new_holder
+from eplb.migration.build import Migration, build_migration
 from telemetry.rules import first_token
 from telemetry.store import Lease, LoadStore
+from telemetry.stores.holder import is_dead, new_holder
 from tests.conftest import ForkedProcess, StoreClock
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import StaleGeneration
-from eplb.migration import Migration, build_migration
-from eplb.placement import Placement
-from eplb.recovery import Recovery
-from eplb.topology import Topology
+from eplb.migration.build import Migration, build_migration
+from eplb.migration.recovery import Recovery
 from telemetry.store import LoadStore
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

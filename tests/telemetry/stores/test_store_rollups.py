@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from telemetry.rollup import HOUR, MINUTE, Rollup
+from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadSample
 from telemetry.store import LoadStore
 
 

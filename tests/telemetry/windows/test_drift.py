@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from repository import DATA
 
+from eplb.core.load import LoadHistory
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory
-from eplb.topology import Topology
 from simulations import Scenario, Workload, generate, replay
-from telemetry.drift import (
+from telemetry.drift.detector import (
     FALSE_ALARM,
     LOOK_BACK,
     dispersion,
@@ -24,7 +22,6 @@ from telemetry.drift import (
     shares_of,
 )
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 ONE_HOT, OTHER_HOT = [[80, 10, 10, 0]], [[0, 10, 10, 80]]  # one layer of four experts
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadHistory
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
-from eplb.load import LoadHistory
-from eplb.topology import Topology
-from telemetry.backtest import Choice, choose_forecaster
-from telemetry.domains import learn_domains, mix_of
-from telemetry.forecast import (
+from telemetry.forecast.backtest import Choice, choose_forecaster
+from telemetry.forecast.domains import learn_domains, mix_of
+from telemetry.forecast.forecasters import (
     DayProfile,
     DomainMix,
     Ewma,

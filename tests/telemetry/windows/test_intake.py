@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eplb.load import LoadSample
-from telemetry.intake import OUTCOMES, Intake
-from telemetry.timed import TimeFolder
-from telemetry.windows import WindowFolder
+from eplb.core.load import LoadSample
+from telemetry.windows.intake import OUTCOMES, Intake
+from telemetry.windows.step_windows import WindowFolder
+from telemetry.windows.time_windows import TimeFolder
 
 NOW = 1000.0
 RUN = ("demo", "run-1")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
-from eplb.load import LoadSample
-from telemetry.timed import TimeFolder
+from telemetry.windows.time_windows import TimeFolder
 
 
 def make_sample(rank: int, sequence: int, time: float, **changes: Any) -> LoadSample:

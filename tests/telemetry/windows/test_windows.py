@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
-from eplb.load import LoadSample
-from telemetry.windows import Window, WindowFolder, fold, history, left_out
+from telemetry.windows.step_windows import Window, WindowFolder, fold, history, left_out
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
 HELD = ([[0, 1]], [[0, 2]])

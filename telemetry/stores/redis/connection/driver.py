@@ -1,6 +1,7 @@
 """The one file that imports redis-py: a client for a server or a cluster, and what its errors mean.
 
-The driver tries once. Whether to try again is decided in ``telemetry/redis_link.py``.
+The driver tries once. Whether to try again is decided in
+``telemetry/stores/redis/connection/link.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from threading import Lock
 from typing import Any
 
 from eplb.errors import ConfigError
-from telemetry.redis_address import RedisAddress
-from telemetry.redis_errors import Trouble, trouble_in
-from telemetry.redis_scripts import Script
+from telemetry.stores.redis.connection.address import RedisAddress
+from telemetry.stores.redis.connection.errors import Trouble, trouble_in
+from telemetry.stores.redis.scripts import Script
 
 _HEALTH_CHECK_S = 15  # a connection that was idle for so long is asked whether it still lives
 
@@ -100,7 +101,7 @@ class RedisDriver:
         """Run a script over a connection that is kept at hand.
 
         To take one from redis-py's pool for each command doubles what a command costs here: 77 us
-        of CPU where this takes 39, on the machine of benchmarks/telemetry_redis.py. Every sample
+        of CPU where this takes 39, on the machine of benchmarks/telemetry/redis.py. Every sample
         comes this way.
         """
         connection = self._taken()

@@ -1,7 +1,7 @@
 """From this process to Redis: tries again within a deadline, then says what was wrong.
 
 Whatever is tried again must be safe to do twice: reads are, samples are told apart by their
-sequence, and changes carry an id that Redis remembers (``telemetry/redis_scripts.py``).
+sequence, and changes carry an id that Redis remembers (``telemetry/stores/redis/scripts.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from threading import Event
 from typing import Any, TypeVar
 
 from eplb.errors import StoreError
-from telemetry.redis_address import RedisAddress
-from telemetry.redis_breaker import Breaker
-from telemetry.redis_driver import RedisDriver, Subscription
-from telemetry.redis_errors import Trouble
-from telemetry.redis_scripts import Script
+from telemetry.stores.redis.connection.address import RedisAddress
+from telemetry.stores.redis.connection.breaker import Breaker
+from telemetry.stores.redis.connection.driver import RedisDriver, Subscription
+from telemetry.stores.redis.connection.errors import Trouble
+from telemetry.stores.redis.scripts import Script
 
 _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 0.5

@@ -19,8 +19,8 @@ from threading import Condition, Event, Thread
 from types import TracebackType
 
 from eplb.errors import ConfigError, StoreError
-from telemetry.redis_address import RedisAddress, parse_address
-from telemetry.redis_link import RedisLink
+from telemetry.stores.redis.connection.address import RedisAddress, parse_address
+from telemetry.stores.redis.connection.link import RedisLink
 
 READY_S = 20.0
 _GONE_S = 20.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from eplb.errors import StoreError
-from telemetry.redis_errors import Trouble
-from telemetry.redis_keys import SCHEMA_VERSION, Keys
-from telemetry.redis_link import LinkError, RedisLink
+from telemetry.stores.redis.connection.errors import Trouble
+from telemetry.stores.redis.connection.link import LinkError, RedisLink
+from telemetry.stores.redis.keys import SCHEMA_VERSION, Keys
 
 OLDEST = (6, 2)
 

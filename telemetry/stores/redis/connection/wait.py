@@ -12,8 +12,8 @@ from collections.abc import Callable
 from threading import Event, Lock
 
 from eplb.errors import StoreError
-from telemetry.redis_driver import Subscription
-from telemetry.redis_link import RedisLink
+from telemetry.stores.redis.connection.driver import Subscription
+from telemetry.stores.redis.connection.link import RedisLink
 
 _LOOK_S = 0.25  # between looks while hints are heard: also how soon a closed store is noticed
 _DEAF_LOOK_S = 0.05  # while none can be heard

@@ -6,8 +6,8 @@ import pytest
 
 from eplb.errors import ConfigError
 from telemetry import open_store
-from telemetry.redis_address import Tls, parse_address, without_password
-from telemetry.redis_keys import Keys
+from telemetry.stores.redis.connection.address import Tls, parse_address, without_password
+from telemetry.stores.redis.keys import Keys
 
 
 def test_a_url_names_host_port_database_and_user() -> None:

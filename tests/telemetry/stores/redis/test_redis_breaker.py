@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from telemetry.redis_breaker import Breaker
+from telemetry.stores.redis.connection.breaker import Breaker
 
 
 class Clock:

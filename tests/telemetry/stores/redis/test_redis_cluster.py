@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from telemetry.redis_address import Limits
-from telemetry.redis_process import RedisClusterProcesses, RedisProcess
-from telemetry.redis_store import RedisStore
+from telemetry.stores.redis.connection.address import Limits
+from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 30.0
 PATIENT = Limits(deadline_s=TIMEOUT_S, breaker_failures=1_000_000)
@@ -137,7 +138,7 @@ def test_a_wrong_password_for_a_cluster_is_told(redis_cluster: RedisClusterProce
 def test_the_user_of_the_docs_may_do_all_that_a_store_does(
     redis_cluster: RedisClusterProcesses,
 ) -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "telemetry-redis.md").read_text()
+    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
     _, _, rule = page.partition("    ACL SETUSER eplb ")
     more = page.partition("For a cluster add `")[2].partition("`")[0]
     words = [*rule.partition("\n\n")[0].replace("PASSWORD", "writer-secret").split(), *more.split()]

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import FencedOut, StoreError
-from eplb.load import LoadSample
-from eplb.placement import Placement
-from telemetry.redis_address import Limits
-from telemetry.redis_process import RedisProcess
-from telemetry.redis_store import RedisStore
 from telemetry.store import Lease
+from telemetry.stores.redis.connection.address import Limits
+from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 60.0
 # No second attempt and no breaker: each failure is seen, and what follows it starts anew.

@@ -17,18 +17,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from telemetry.redis_address import Limits, RedisAddress
-from telemetry.redis_keys import SCHEMA_VERSION
-from telemetry.redis_process import (
+from telemetry.stores.redis.connection.address import Limits, RedisAddress
+from telemetry.stores.redis.connection.process import (
     RedisClusterProcesses,
     RedisProcess,
     find_redis_server,
     free_port,
 )
-from telemetry.redis_store import RedisStore
+from telemetry.stores.redis.keys import SCHEMA_VERSION
+from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 20.0
 PATIENT = Limits(deadline_s=10.0, breaker_failures=1000)
@@ -148,7 +149,7 @@ def test_a_wrong_password_is_told_and_none_is_shown(
 
 def writer_of_the_docs() -> str:
     """The rules of the user that docs/telemetry-redis.md tells to set up."""
-    page = (Path(__file__).resolve().parent.parent / "docs" / "telemetry-redis.md").read_text()
+    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
     _, _, rule = page.partition("    ACL SETUSER eplb ")
     return " ".join(rule.partition("\n\n")[0].split()).replace("PASSWORD", "writer-secret")
 

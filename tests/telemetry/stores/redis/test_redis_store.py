@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
 from telemetry import open_store
-from telemetry.redis_address import RedisAddress
-from telemetry.redis_process import RedisClusterProcesses, RedisProcess
-from telemetry.redis_scripts import CHANGE
-from telemetry.redis_store import RedisStore
+from telemetry.stores.redis.connection.address import RedisAddress
+from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.scripts import CHANGE
+from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 20.0
 LONG_S = 30.0

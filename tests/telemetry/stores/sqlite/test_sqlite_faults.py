@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from eplb.recovery import Recovery
-from telemetry.rollup import MINUTE
-from telemetry.sqlite import SqliteStore
-from telemetry.sqlite_schema import SCHEMA_VERSION
+from eplb.migration.recovery import Recovery
+from telemetry.retention.rollup import MINUTE
+from telemetry.stores.sqlite.schema import SCHEMA_VERSION
+from telemetry.stores.sqlite.store import SqliteStore
 
 Fork = Callable[..., Any]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from eplb.load import LoadSample
-from telemetry.codec import sample_from_bytes
-from telemetry.rollup import MINUTE, Rollup
-from telemetry.sqlite import SqliteStore
+from eplb.core.load import LoadSample
+from telemetry.records.sample_codec import sample_from_bytes
+from telemetry.retention.rollup import MINUTE, Rollup
+from telemetry.stores.sqlite.store import SqliteStore
 
 
 def make_sample(sequence: int) -> LoadSample:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from eplb.errors import StoreError
-from eplb.load import LoadSample
-from eplb.placement import Placement
-from telemetry.sqlite import SqliteStore
+from telemetry.stores.sqlite.store import SqliteStore
 
 TIMEOUT_S = 30.0
 Fork = Callable[..., Any]

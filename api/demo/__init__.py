@@ -1,0 +1,1 @@
+"""``eplb demo``: a whole deployment on one machine."""

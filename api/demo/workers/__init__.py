@@ -1,0 +1,1 @@
+"""The processes of the demo: ranks, controller, host cache, checker."""

@@ -1,0 +1,1 @@
+"""Prometheus metrics, the dashboard and the alert rules."""

@@ -1,0 +1,1 @@
+"""One reader of the store behind every view: snapshot, readiness, tallies."""

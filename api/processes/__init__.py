@@ -1,0 +1,1 @@
+"""Child processes: start, supervision, restart budgets, the deployment lease."""

@@ -1,0 +1,1 @@
+"""What processes print: the live picture, escaped text, logs."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints the table that a report quotes; run them with ``python -m``."""

@@ -1,0 +1,1 @@
+"""Faults injected from outside into a live demo."""

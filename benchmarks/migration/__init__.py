@@ -1,0 +1,1 @@
+"""How fast experts move, phase by phase and link by link."""

@@ -1,0 +1,1 @@
+"""Plans over time, beside the peers, on recorded and generated loads."""

@@ -1,0 +1,1 @@
+"""Ranks that decode while experts move; soaks, and deaths."""

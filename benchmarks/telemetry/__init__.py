@@ -1,0 +1,1 @@
+"""What telemetry costs the step path, the disk and Redis."""

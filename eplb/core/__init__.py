@@ -1,0 +1,1 @@
+"""What every part of the planner works with: placements, topology, loads, problems, arrays."""

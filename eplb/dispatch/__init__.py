@@ -1,0 +1,1 @@
+"""How engines choose among replicas, and plans that are even under such a rule."""

@@ -1,0 +1,1 @@
+"""Why an expert is where it is, in figures and in words."""

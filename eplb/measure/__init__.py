@@ -1,0 +1,1 @@
+"""Imbalance, the part of it that is noise, and the lower bound of any placement."""

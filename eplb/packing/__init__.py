@@ -1,0 +1,1 @@
+"""Packing experts onto ranks, groups onto nodes, and the zones that result."""

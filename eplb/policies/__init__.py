@@ -1,0 +1,1 @@
+"""The policy table and its entries: greedy, incremental, exact, baselines."""

@@ -1,0 +1,1 @@
+"""Local search on one placement: moves, replica changes, perturbation; compiled."""

@@ -1,0 +1,1 @@
+"""Framed messages between hosts: listener, handshake, back-off, throttle."""

@@ -1,0 +1,1 @@
+"""The host weight cache: one process per host that holds expert records."""

@@ -1,0 +1,1 @@
+"""Host weight caches of other hosts as a source of records."""

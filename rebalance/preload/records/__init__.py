@@ -1,0 +1,1 @@
+"""Expert records on disk: layout, origin, direct reads."""

@@ -1,0 +1,1 @@
+"""The migration protocol: phase machine, ballots, votes, liveness, journal."""

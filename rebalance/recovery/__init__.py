@@ -1,0 +1,1 @@
+"""After the death of a rank: survivors agree on one placement."""

@@ -1,0 +1,1 @@
+"""Phase 3, staging slots to live slots: swap, weight update, scrubber."""

@@ -1,0 +1,1 @@
+"""How threads wait, are cancelled, and are watched."""

@@ -1,0 +1,1 @@
+"""How bytes of experts move between ranks: interface, choice, implementations."""

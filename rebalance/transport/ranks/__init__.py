@@ -1,0 +1,1 @@
+"""Live slots of ranks on other hosts, read over the network."""

@@ -1,0 +1,1 @@
+"""Process groups: rendezvous, agreement at start-up, listeners, launch."""

@@ -1,0 +1,1 @@
+"""Memory of expert weights: shared, symmetric; and the digests of records."""

@@ -1,0 +1,1 @@
+"""The MoE layer of a rank, its CUDA graphs, and the plain reference model."""

@@ -1,0 +1,1 @@
+"""Forecasts of the next load window, and their backtest."""

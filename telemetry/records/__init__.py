@@ -1,0 +1,1 @@
+"""Samples and roll-ups as bytes."""

@@ -1,0 +1,1 @@
+"""Old samples are rolled up, then pruned."""

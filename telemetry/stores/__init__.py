@@ -1,0 +1,1 @@
+"""The stores behind ``LoadStore``: memory, SQLite, Redis."""

@@ -1,0 +1,1 @@
+"""The store in Redis, single or cluster, for several hosts."""

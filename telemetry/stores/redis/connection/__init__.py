@@ -1,0 +1,1 @@
+"""Connections to Redis: addresses, retries, the circuit breaker, the driver."""

@@ -1,0 +1,1 @@
+"""Samples of single ranks become load windows, by steps or by time."""
