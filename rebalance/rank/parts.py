@@ -39,9 +39,7 @@ class AgentSettings:
     scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
-    membership: int = (
-        0  # number of this group of ranks (rebalance.recovery.survivors.membership_of_start)
-    )
+    membership: int = 0  # of this group of ranks; see ``membership_of_start``
     rank_links: RankLinkSettings | None = None  # None: no rank gives its slots over the network
 
     def __post_init__(self) -> None:

@@ -168,7 +168,7 @@ def test_processes_carry_their_names_as_titles(start: StartChild) -> None:
 
 PARENT = """
 from api.processes.children import Child
-from tests.test_processes import listen
+from tests.api.processes.test_processes import listen
 
 if __name__ == "__main__":
     child = Child("rank 0", listen)
