@@ -49,9 +49,7 @@ class Plan:
     reason: str
     curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
     policy: str
-    expected_gain: float = (
-        0.0  # of what is done, on windows to come; see ``eplb/decision/expectation.py``
-    )
+    expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/expectation.py``
 
     @property
     def topology(self) -> Topology:

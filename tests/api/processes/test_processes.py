@@ -181,7 +181,7 @@ if __name__ == "__main__":
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environ
     ) as parent:
