@@ -21,6 +21,8 @@ COLUMNS = (
     ("steps", "{}"),
     ("imbalance_initial", "{:.3f}"),
     ("imbalance_final", "{:.3f}"),
+    ("imbalance_run_contiguous", "{:.3f}"),
+    ("imbalance_run", "{:.3f}"),
     ("rebalances", "{}"),
     ("experts_moved", "{}"),
     ("swap_pause_ms_p50", "{:.2f}"),

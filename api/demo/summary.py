@@ -31,9 +31,11 @@ def summarise(
 
     ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
     really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
-    the ranks in order. ``stored`` is None where the store could not be asked.
+    the ranks in order. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both over
+    every complete window, those before the first commit and around each change of text included.
+    ``stored`` is None where the store could not be asked.
     """
-    final = final_windows(snapshot)
+    final, complete = final_windows(snapshot), complete_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
     steps = [ms for rank in ranks for ms in rank["step_ms"]]
     sources = sorted({source for rank in ranks for source in rank["bytes_by_source"]})
@@ -57,6 +59,8 @@ def summarise(
         "tokens_per_window": plan.window_steps * plan.tokens_per_rank * plan.topology.num_ranks,
         "imbalance_initial": _median([score.contiguous for score in final]),
         "imbalance_final": _median([score.measured for score in final]),
+        "imbalance_run": _mean([score.measured for score in complete]),
+        "imbalance_run_contiguous": _mean([score.contiguous for score in complete]),
         "imbalance_series": [
             {
                 "window": score.index,
@@ -66,8 +70,7 @@ def summarise(
                 "generation": score.generation,
                 "is_migrating": score.is_migrating,
             }
-            for score in snapshot.series
-            if score.is_complete
+            for score in complete
         ],
         "rebalances": len(turns),
         "rebalance_steps": [mark.step for mark in turns],
@@ -102,12 +105,17 @@ def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None)
     return cut - sum(stored.values())
 
 
+def complete_windows(snapshot: Snapshot) -> list[WindowScore]:
+    """Return the windows that every rank reported."""
+    return [score for score in snapshot.series if score.is_complete]
+
+
 def final_windows(snapshot: Snapshot) -> list[WindowScore]:
     """Return the last complete windows that lie wholly after the last commit.
 
     Without any such window, the last ones there are.
     """
-    complete = [score for score in snapshot.series if score.is_complete]
+    complete = complete_windows(snapshot)
     last = snapshot.marks[-1].step if snapshot.marks else None
     settled = [score for score in complete if last is not None and score.first_step >= last]
     return (settled or complete)[-FINAL_WINDOWS:]
@@ -160,8 +168,13 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "imbalance",
-            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load; "
+            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load in the last windows; "
             f"{_text(summary['imbalance_initial'], '{:.3f}')} without balancing",
+        ),
+        (
+            "whole run",
+            f"{_text(summary['imbalance_run'], '{:.3f}')} mean of all windows; "
+            f"{_text(summary['imbalance_run_contiguous'], '{:.3f}')} without balancing",
         ),
         ("rebalances", f"{summary['rebalances']}, {summary['experts_moved']} experts moved"),
         ("bytes", sources or "none"),
@@ -190,8 +203,8 @@ def _deaths(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Nothing is said of deaths when there was none."""
     if not summary.get("deaths"):
         return []
-    said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens until all "
-    return [("deaths", f"{said}ranks served again (steps and samples: since then)")]
+    said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens, from the "
+    return [("deaths", f"{said}last token to the next (steps and samples: since then)")]
 
 
 def _text(value: float | None, form: str) -> str:
@@ -200,6 +213,10 @@ def _text(value: float | None, form: str) -> str:
 
 def _median(values: Sequence[float]) -> float | None:
     return round(median(values), 4) if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(mean(values), 4) if values else None
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

@@ -145,6 +145,22 @@ def test_imbalances_are_medians_of_the_same_windows(tmp_path: Any) -> None:
     assert summary["imbalance_final"] == 1.2  # of 1.3, 1.1 and 1.2
     assert summary["imbalance_initial"] == 2.2  # of 2.1, 2.2 and 2.3
     assert [line["window"] for line in summary["imbalance_series"]] == [0, 1, 2, 3]
+
+
+def test_imbalance_of_the_run_is_the_mean_of_all_complete_windows(tmp_path: Any) -> None:
+    series = [score(0, 2.0), score(1, 1.2), score(2, 9.0, is_complete=False), score(3, 1.0)]
+
+    summary = summarise(plan(tmp_path), snapshot(series, [mark(1, 4)]), [report(1.0)], {0: 4}, [])
+
+    assert summary["imbalance_run"] == 1.4  # of 2.0, 1.2 and 1.0
+    assert summary["imbalance_run_contiguous"] == 2.1333  # of 2.0, 2.1 and 2.3
+    assert "1.100 max/mean rank load in the last windows; 2.200 with" in rendered(summary)
+    assert "1.400 mean of all windows; 2.133 without balancing" in rendered(summary)
+
+
+def test_rebalances_are_the_commits_of_a_plan(tmp_path: Any) -> None:
+    summary = summarise(plan(tmp_path), snapshot([], [mark(1, 4)]), [report(1.0)], {0: 4}, [])
+
     assert (summary["rebalances"], summary["rebalance_steps"]) == (1, [4])
 
 
@@ -168,7 +184,8 @@ def test_figures_of_the_ranks_are_put_together(tmp_path: Any) -> None:
 def test_nothing_measured_is_none_and_never_a_made_up_figure(tmp_path: Any) -> None:
     summary = summarise(plan(tmp_path), snapshot([], []), [report(), report()], {}, [])
 
-    for name in ("imbalance_initial", "imbalance_final", "step_ms_p50", "swap_pause_ms_p99"):
+    names = ("imbalance_initial", "imbalance_final", "imbalance_run", "imbalance_run_contiguous")
+    for name in (*names, "step_ms_p50", "swap_pause_ms_p99"):
         assert summary[name] is None
     assert summary["reference_max_error"] is None
     assert summary["tokens_per_second"] is None
@@ -214,6 +231,14 @@ def test_the_table_for_people_says_whether_all_was_right(tmp_path: Any) -> None:
     assert "2 of 2 checks" in rendered(right)
     assert "something went wrong" in rendered(wrong)
     assert "0 of 1 checks" in rendered(wrong)
+
+
+def test_the_table_gives_time_without_tokens_from_the_last_token(tmp_path: Any) -> None:
+    summary = summarise(plan(tmp_path), snapshot([], []), [report(1.0)], {0: 4}, [])
+
+    assert "without tokens" not in rendered(summary | {"deaths": 0, "unserved_s": 0.0})
+    one_death = rendered(summary | {"deaths": 1, "unserved_s": 4.62})
+    assert "1 of ranks; 4.6 s without tokens, from the last token to the next" in one_death
 
 
 def test_the_title_claims_only_what_was_done(tmp_path: Any) -> None:
