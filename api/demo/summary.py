@@ -31,9 +31,9 @@ def summarise(
 
     ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
     really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
-    the ranks in order. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both over
-    every complete window, those before the first commit and around each change of text included.
-    ``stored`` is None where the store could not be asked.
+    the ranks in order. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both
+    over every complete window, those before the first commit included. ``stored`` is None where
+    the store could not be asked.
     """
     final, complete = final_windows(snapshot), complete_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
@@ -168,8 +168,8 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "imbalance",
-            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load in the last windows; "
-            f"{_text(summary['imbalance_initial'], '{:.3f}')} without balancing",
+            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load in the last "
+            f"windows; {_text(summary['imbalance_initial'], '{:.3f}')} without balancing",
         ),
         (
             "whole run",

@@ -159,7 +159,7 @@ def test_imbalance_of_the_run_is_the_mean_of_all_complete_windows(tmp_path: Any)
 
 
 def test_rebalances_are_the_commits_of_a_plan(tmp_path: Any) -> None:
-    summary = summarise(plan(tmp_path), snapshot([], [mark(1, 4)]), [report(1.0)], {0: 4}, [])
+    summary = summarise(plan(tmp_path), snapshot([], [mark(1, 4)]), [report()], {0: 4}, [])
 
     assert (summary["rebalances"], summary["rebalance_steps"]) == (1, [4])
 
