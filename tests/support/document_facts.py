@@ -1,0 +1,61 @@
+"""What tests look up for a page: commands of a shell block, anchors, modules, metrics."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from repository import ROOT
+
+METRICS = ROOT / "api" / "metrics" / "rows.py"
+ENDING_OF = {"_gauge": "", "_histogram": "", "_counter": "_total"}
+
+
+def shell_lines(code: str) -> Iterator[list[str]]:
+    """The words of each command, comments and all after a pipe left out."""
+    for line in code.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words[: words.index("|")] if "|" in words else words
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_known(dotted: str) -> bool:
+    """Whether this is a module, or something in one."""
+    module, _, rest = dotted, "", ""
+    while module:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+            continue
+        for name in filter(None, rest.split(".")):
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def metric_names() -> set[str]:
+    """Every name of ``api/metrics/rows.py``, as it calls its makers."""
+    found = set()
+    for node in ast.walk(ast.parse(METRICS.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if not node.args or not isinstance(first := node.args[0], ast.Constant):
+            continue
+        if node.func.id in ENDING_OF:
+            found.add(f"eplb_{first.value}{ENDING_OF[node.func.id]}")
+        elif node.func.id == "Metric":
+            found.add(str(first.value))
+    return found

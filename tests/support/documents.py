@@ -1,0 +1,230 @@
+"""The pages of the project: their blocks of code, and the sections that are written from the code.
+
+    python tests/support/documents.py    # write the generated sections again
+
+A generated section lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from api.cli.main import app
+from api.http.app import create_app
+from telemetry import open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "simulations", "api")
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->")
+SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str  # below the repository
+    line: int  # of its first line of code, from 1
+    language: str  # "" without one
+    code: str
+    not_run: str | None  # the reason, where the page marks it as one that no test runs
+
+    @property
+    def name(self) -> str:
+        """Page and line."""
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[str]:
+    """Every page but the reports, below the repository."""
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+    return [*TOP_PAGES, *docs]
+
+
+def text_of(page: str) -> str:
+    """Read a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Give the fenced blocks of a page in order."""
+    reason, start, language, code = None, 0, "", list[str]()
+    for number, line in enumerate(text_of(page).splitlines(), start=1):
+        if start:
+            if line.startswith("```"):
+                yield Block(page, start, language, "\n".join(code) + "\n", reason)
+                start, reason = 0, None
+            else:
+                code.append(line)
+        elif line.startswith("```"):
+            start, language, code = number + 1, line.removeprefix("```").strip(), []
+        elif marked := NOT_RUN.fullmatch(line.strip()):
+            reason = marked["reason"]
+        elif line.strip():
+            reason = None
+    assert not start, f"{page}:{start}: a block has no end"
+
+
+def all_blocks() -> list[Block]:
+    """Give the blocks of all pages."""
+    return [block for page in pages() for block in blocks(page)]
+
+
+# -- generated sections
+
+
+def commands() -> Mapping[str, Any]:
+    """Every command by its words, groups left out."""
+
+    def below(words: str, found: Any) -> Iterator[tuple[str, Any]]:
+        inner = getattr(found, "commands", None)
+        if inner is None:
+            yield words, found
+            return
+        for name, command in inner.items():
+            yield from below(f"{words} {name}", command)
+
+    return dict(sorted(below("eplb", get_command(app))))
+
+
+def cli_section() -> str:
+    """Every command with its arguments and options."""
+    parts = []
+    for words, command in commands().items():
+        rows = [
+            f"| `{_spelling(param)}` | {_default(param)} | {_cell(param.help or '')} |"
+            for param in command.params
+            if param.name != "help"
+        ]
+        head = ["| argument or option | default | meaning |", "|---|---|---|"]
+        about = " ".join((command.help or "").split())
+        parts.append("\n".join([f"### `{words}`", about, "", *head, *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _spelling(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return str(param.name).upper()
+    return " / ".join([*param.opts, *param.secondary_opts])
+
+
+def _default(param: Any) -> str:
+    if param.default is None:
+        return "required" if param.required else "-"
+    default = getattr(param.default, "value", param.default)
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def rest_section() -> str:
+    """Every route of the OpenAPI document: question, parameters, body, statuses, what it means."""
+    document = create_app(open_store("memory:", "documents")).openapi()
+    schemas = document["components"]["schemas"]
+    rows, bodies = [], dict[str, None]()
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            given = [one["name"] for one in route.get("parameters", [])]
+            body = route.get("requestBody")
+            if body:
+                bodies[name := _schema_name(body)] = None
+                given.append(f"body [{name}](#{name.lower()})")
+            summary = route["summary"] if route["summary"].endswith("?") else f"{route['summary']}."
+            about = f"{summary} {route['description']}"
+            cells = f"{', '.join(given) or '-'} | {', '.join(sorted(route['responses']))}"
+            rows.append(f"| `{method.upper()} {path}` | {cells} | {_cell(about)} |")
+    head = ["| route | parameters | statuses | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, "", *(_body(name, schemas[name]) for name in bodies)])
+
+
+def _schema_name(body: Mapping[str, Any]) -> str:
+    reference: str = body["content"]["application/json"]["schema"]["$ref"]
+    return reference.rpartition("/")[2]
+
+
+def _body(name: str, schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", [])
+    rows = [
+        f"| `{key}` | {'yes' if key in required else 'no'} | {_values(value)} "
+        f"| {_cell(value.get('description', '-'))} |"
+        for key, value in schema["properties"].items()
+    ]
+    head = ["| key | required | values | meaning |", "|---|---|---|---|"]
+    about = _cell(schema["description"])
+    return "\n".join([f"### {name}", about, "", *head, *rows, ""])
+
+
+def _values(value: Mapping[str, Any]) -> str:
+    if "enum" in value:
+        return ", ".join(f"`{one}`" if one is not None else "null" for one in value["enum"])
+    found = value.get("type", "value")
+    if "maxLength" in value:
+        found += f", {value.get('minLength', 0)} to {value['maxLength']} characters"
+    if "maximum" in value:
+        found += f", {value['minimum']:.0f} to {value['maximum']:.0f}"
+    return found + (f", default {str(value['default']).lower()}" if "default" in value else "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
+
+
+def folders_section() -> str:
+    """Every sub-package and what its docstring states."""
+    rows = []
+    for package in PACKAGES:
+        for init in sorted((ROOT / package).glob("*/**/__init__.py")):
+            about = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "-"
+            first = about.partition("\n\n")[0]
+            rows.append(f"| `{init.parent.relative_to(ROOT).as_posix()}` | {_cell(first)} |")
+    return "\n".join(["| folder | holds |", "|---|---|", *rows, ""])
+
+
+def imports_section() -> str:
+    """Who may import whom, as ``tests/test_imports.py`` checks it."""
+    rules = runpy.run_path(str(ROOT / "tests" / "test_imports.py"))["RULES"]
+    rows = [
+        f"| `{folder}` | {_names(rule.ours)} | {_names(rule.others)} | {_names(rule.never)} |"
+        for folder, rule in sorted(rules.items())
+    ]
+    head = "| folder | of this project | other libraries | never, of the standard library |"
+    return "\n".join([head, "|---|---|---|---|", *rows, ""])
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "-"
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "cli": cli_section,
+    "folders": folders_section,
+    "imports": imports_section,
+    "rest": rest_section,
+}
+
+
+def generated_sections() -> Iterator[tuple[str, str, str]]:
+    """Give page, name and content of every generated section as it stands."""
+    for page in pages():
+        for found in SECTION.finditer(text_of(page)):
+            yield page, found[2], found[3]
+
+
+def write_generated() -> None:
+    """Write every generated section again."""
+    for page in pages():
+        text = text_of(page)
+        new = SECTION.sub(lambda found: found[1] + GENERATED[found[2]]() + found[4], text)
+        if new != text:
+            (ROOT / page).write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_generated()

@@ -1,0 +1,231 @@
+"""The pages: their code runs, and what they name exists."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from document_facts import anchors, is_known, metric_names, shell_lines
+from documents import (
+    GENERATED,
+    PACKAGES,
+    Block,
+    all_blocks,
+    blocks,
+    commands,
+    generated_sections,
+    pages,
+    text_of,
+)
+from repository import ROOT
+
+from api.http.app import create_app
+from api.settings import load_settings
+from telemetry import open_store
+
+DEADLINE_S = 60.0  # of a block
+SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
+LANGUAGES = {"python", "sh", "toml", "json", "mermaid", "output", "text"}
+# Blocks that no test runs, by page. Each has its reason beside it in the page.
+NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2}
+WRITTEN_BESIDE = {"docs/configuration.md"}  # pages that another change brings
+PROGRAMS = {"eplb", "make", "curl", "python", "head"}
+ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
+
+BLOCKS = all_blocks()
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(
+    r"(?<![\w/.-])((?:docs|tests|benchmarks|api|eplb|rebalance|runtime|simulations|telemetry)/[\w./-]*)"
+)
+MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)}|benchmarks)(?:\.\w+)+)[`(]")
+METRIC = re.compile(r"\beplb_[a-z_]+\b")
+
+
+def named(block: Block) -> str:
+    return block.name
+
+
+def test_every_block_has_a_language_that_a_test_knows() -> None:
+    unknown = {block.name: block.language for block in BLOCKS if block.language not in LANGUAGES}
+
+    assert unknown == {}
+
+
+def test_blocks_that_do_not_run_are_counted_and_have_a_reason() -> None:
+    reasons = {block.name: block.not_run for block in BLOCKS if block.not_run is not None}
+    print("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    found = [name.partition(":")[0] for name in reasons]
+
+    assert {page: found.count(page) for page in found} == NOT_RUN
+    assert all(len(str(reason)) > 10 for reason in reasons.values())
+
+
+# -- code
+
+PYTHON_PAGES = sorted({b.page for b in BLOCKS if b.language == "python" and not b.not_run})
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_of_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
+    fenced = list(blocks(page))
+    run = [block for block in fenced if block.language == "python" and not block.not_run]
+    said = {
+        before.line: after.code
+        for before, after in itertools.pairwise(fenced)
+        if after.language == "output"
+    }
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), page],
+        input=json.dumps([[block.line, block.code] for block in run]),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split("\x1e\n")
+    for block, words in zip(run, printed, strict=False):
+        if block.line in said:
+            expected = re.escape(said[block.line]).replace(r"\.\.\.", ".*")
+            assert re.fullmatch(expected, words, re.DOTALL), f"{block.name} printed:\n{words}"
+
+
+def parse_command(words: list[str]) -> None:
+    """Parse an ``eplb`` command with the parser of the command line itself."""
+    name = max((n for n in commands() if words[: len(n.split())] == n.split()), key=len)
+    context = commands()[name].make_context(name, words[len(name.split()) :])
+    context.close()
+
+
+@pytest.mark.parametrize("block", SHELL, ids=named)
+def test_every_command_of_a_page_exists(block: Block) -> None:
+    routes = create_app(open_store("memory:", "documents")).openapi()["paths"]
+    makefile = (ROOT / "Makefile").read_text()
+    for words in shell_lines(block.code):
+        program = Path(words[0]).name
+        assert program in PROGRAMS, f"{block.name}: {words[0]}"
+        if program == "eplb":
+            parse_command([program, *words[1:]])
+        elif program == "make":
+            assert f"\n{words[1]}:" in makefile, f"{block.name}: make {words[1]}"
+        elif program == "curl":
+            path = words[-1].partition(SERVICE)[2].partition("?")[0]
+            assert path in routes or path == "/api/v1/openapi.json", f"{block.name}: {path}"
+        elif words[1:2] == ["-m"]:
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (
+                ROOT / words[2].replace(".", "/") / "__main__.py"
+            ).exists(), f"{block.name}: {words[2]}"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[tuple[Path, str]]:
+    """A folder in which a demo serves, and the address of its HTTP service."""
+    folder = tmp_path_factory.mktemp("documents")
+    demo = start_demo(folder, serve=True)
+    (folder / ".eplb").symlink_to(demo.state_dir)
+    address = demo.hears("eplb demo: http://").split("//")[1].strip()
+    demo.sees("a plan", lambda store: [e for e in store.events(limit=100_000) if e.kind == "plan"])
+    yield folder, address
+    demo.process.send_signal(signal.SIGINT)
+    demo.ends()
+
+
+@pytest.mark.parametrize("block", [b for b in SHELL if not b.not_run], ids=named)
+def test_shell_of_a_page_runs(block: Block, live: tuple[Path, str]) -> None:
+    folder, address = live
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
+
+    done = subprocess.run(
+        ["bash", "-euc", block.code.replace(SERVICE, address)],
+        cwd=folder,
+        env=environ | {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("toml", "json")], ids=named)
+def test_data_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
+    if block.language == "json":
+        json.loads(block.code)
+        return
+    assert tomllib.loads(block.code)
+    (file := tmp_path / "settings.toml").write_text(block.code)
+    load_settings({}, config=file, environ={})
+
+
+# -- what pages name
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_of_a_page_resolve(page: str) -> None:
+    broken = []
+    for link in LINK.findall(text_of(page)):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        name = os.path.relpath(target, ROOT)
+        if link.startswith(("http:", "https:")) or name in WRITTEN_BESIDE:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_paths_and_modules_that_a_page_names_exist(page: str) -> None:
+    text = text_of(page)
+    paths = {found.rstrip(".-") for found in PATH.findall(text)} - WRITTEN_BESIDE
+
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    assert [name for name in sorted(set(MODULE.findall(text))) if not is_known(name)] == []
+
+
+def test_metrics_that_pages_name_exist_and_all_are_documented() -> None:
+    named_by_pages = {name for page in pages() for name in METRIC.findall(text_of(page))}
+
+    assert named_by_pages - metric_names() == set()
+    assert metric_names() - set(METRIC.findall(text_of("docs/metrics.md"))) == set()
+
+
+def test_every_alert_has_a_section_with_its_rule_and_what_to_do() -> None:
+    sections = text_of("docs/operations.md").split("\n### ")[1:]
+    written = {part.partition("\n")[0]: part for part in sections if part.startswith("Eplb")}
+    rules = [
+        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+
+    assert list(written) == [rule["alert"] for rule in rules]
+    for rule in rules:
+        section = written[rule["alert"]]
+        given = f"`{rule['expr']}`" + (f" for {rule['for']}" if "for" in rule else "")
+        assert section.splitlines()[1] == given
+        for part in ("Meaning", "Check", "Action"):
+            assert f"- **{part}.** " in section, f"{rule['alert']} has no {part}"
+
+
+def test_generated_sections_are_what_the_code_gives() -> None:
+    """If this fails: ``python tests/support/documents.py`` writes them again."""
+    found = {name: (page, section) for page, name, section in generated_sections()}
+
+    assert found.keys() == GENERATED.keys()
+    for name, (page, section) in found.items():
+        assert section == GENERATED[name](), f"{page}: run python tests/support/documents.py"
