@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from document_facts import anchors, is_known, metric_names, shell_lines
+from document_facts import anchors, is_known, is_ready, metric_names, shell_lines
 from documents import (
     GENERATED,
     PACKAGES,
@@ -33,10 +34,11 @@ from repository import ROOT
 from api.http.app import create_app
 from api.settings import load_settings
 from telemetry import open_store
+from telemetry.stores.redis.connection.process import RedisProcess
 
 DEADLINE_S = 60.0  # of a block
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
-LANGUAGES = {"python", "sh", "toml", "json", "mermaid", "output", "text"}
+LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
 NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2}
 WRITTEN_BESIDE = {"docs/configuration.md"}  # pages that another change brings
@@ -133,26 +135,26 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[tuple[Path, str]]:
-    """A folder in which a demo serves, and the address of its HTTP service."""
+def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[Any]:
+    """A demo that serves, and moves nothing: no migration is open when a block asks for a plan."""
     folder = tmp_path_factory.mktemp("documents")
-    demo = start_demo(folder, serve=True)
+    demo = start_demo(folder, serve=True, pay_back_s=0)
     (folder / ".eplb").symlink_to(demo.state_dir)
-    address = demo.hears("eplb demo: http://").split("//")[1].strip()
     demo.sees("a plan", lambda store: [e for e in store.events(limit=100_000) if e.kind == "plan"])
-    yield folder, address
+    yield demo
     demo.process.send_signal(signal.SIGINT)
     demo.ends()
 
 
 @pytest.mark.parametrize("block", [b for b in SHELL if not b.not_run], ids=named)
-def test_shell_of_a_page_runs(block: Block, live: tuple[Path, str]) -> None:
-    folder, address = live
+def test_shell_of_a_page_runs(block: Block, live: Any) -> None:
+    address = live.hears("eplb demo: http://").split("//")[1].strip()
+    live.sees("that all ranks report", lambda _: is_ready(address))
     environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
 
     done = subprocess.run(
         ["bash", "-euc", block.code.replace(SERVICE, address)],
-        cwd=folder,
+        cwd=live.state_dir.parent,
         env=environ | {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -170,6 +172,17 @@ def test_data_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
     assert tomllib.loads(block.code)
     (file := tmp_path / "settings.toml").write_text(block.code)
     load_settings({}, config=file, environ={})
+
+
+def test_a_store_opens_on_redis_with_the_settings_of_the_page(tmp_path: Path) -> None:
+    (block,) = [block for block in BLOCKS if block.language == "conf"]
+    lines = [line.partition("#")[0].split() for line in block.code.splitlines()]
+
+    with (
+        RedisProcess(tmp_path, dict(lines)) as server,
+        closing(open_store(server.url, "documents")) as store,
+    ):
+        assert getattr(store, "durability", None) == "always"
 
 
 # -- what pages name

@@ -6,6 +6,8 @@ import ast
 import importlib
 import re
 import shlex
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +61,12 @@ def metric_names() -> set[str]:
         elif node.func.id == "Metric":
             found.add(str(first.value))
     return found
+
+
+def is_ready(address: str) -> bool:
+    """Whether every rank of a deployment serves, by its HTTP service."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/readyz") as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError:
+        return False

@@ -150,8 +150,8 @@ def test_a_wrong_password_is_told_and_none_is_shown(
 def writer_of_the_docs() -> str:
     """The rules of the user that docs/telemetry-redis.md tells to set up."""
     page = (ROOT / "docs" / "telemetry-redis.md").read_text()
-    _, _, rule = page.partition("    ACL SETUSER eplb ")
-    return " ".join(rule.partition("\n\n")[0].split()).replace("PASSWORD", "writer-secret")
+    _, _, rule = page.partition("```text\nACL SETUSER eplb ")
+    return " ".join(rule.partition("\n```")[0].split()).replace("PASSWORD", "writer-secret")
 
 
 WRITER = writer_of_the_docs()
