@@ -28,7 +28,8 @@ from eplb.planner import plan as make_plan
 from eplb.policies.table import policy_named
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_file import record_file_beside
 from rebalance.transport.ranks.settings import RankLinkSettings

@@ -14,8 +14,9 @@ from eplb.core.topology import Topology
 from rebalance.protocol.journal import NoJournal, Notebook
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.settings import StageSettings
-from rebalance.transport.interface import VoteGroup, WeightTransport
+from rebalance.transport.interface import WeightTransport
 from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.types import VoteGroup
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Dispatcher
 from runtime.experts import ExpertBank

@@ -24,14 +24,15 @@ from rebalance.stage.fetcher import Fetcher
 from rebalance.stage.figures import StageFigures
 from rebalance.stage.lanes import Pull
 from rebalance.stage.ring import StagingRing
+from rebalance.stage.serving import Serving, check_places, readable, serving_after_each
 from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
-from rebalance.swap.serving import Serving, check_places, readable, serving_after_each
 from rebalance.threads.cancellation import CalledOff
 from rebalance.threads.waiting import WAIT_S, PhaseBox, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import Record, WeightTransport
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import Record
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 

@@ -31,13 +31,13 @@ from dataclasses import asdict
 
 from eplb.core.placement import Placement
 from eplb.errors import MigrationError, RankError
-from rebalance.preload.cache.server import Digest
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase
 from rebalance.rank.core import RankCore
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.threads.waiting import WAIT_S
+from rebalance.types import Digest
 from runtime.streams import Completion
 
 MAX_REPAIRS = 2  # of one slot; memory that loses its bytes a third time is broken

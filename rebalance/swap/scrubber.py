@@ -16,8 +16,8 @@ import torch
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.server import Digest
 from rebalance.stage.lanes import Pull
+from rebalance.types import Digest
 from runtime.experts import ExpertBank
 
 

@@ -22,7 +22,8 @@ from rebalance.agent import RankAgent
 from rebalance.protocol.journal import NoJournal, Notebook
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.transport.interface import Record, VoteGroup, WeightTransport
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import Record, VoteGroup
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest

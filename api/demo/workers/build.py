@@ -23,7 +23,7 @@ from api.processes.rank_device import Device, Model, device_of, to_device
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StoreError
 from rebalance.agent import RankAgent
-from rebalance.preload.cache.server import SlabReader
+from rebalance.preload.cache.client import SlabReader
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import JOURNAL_FOLDER, Journal

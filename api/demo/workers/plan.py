@@ -10,7 +10,8 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.records.sample_codec import SAMPLE_VERSION

@@ -26,7 +26,8 @@ from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import PhaseBox, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
+from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable

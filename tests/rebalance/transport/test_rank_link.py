@@ -38,10 +38,10 @@ from rebalance.protocol.phases import RankPhase
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.stage.lanes import Pull
+from rebalance.stage.serving import readable, serving_after_each
 from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
-from rebalance.swap.serving import readable, serving_after_each
 from rebalance.threads.waiting import PhaseBox, drive
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
