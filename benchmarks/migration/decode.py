@@ -21,7 +21,7 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build
 from benchmarks.migration.stage import PinnedSlab
 from benchmarks.rows import Row
 from eplb.core.model import ModelShape
-from rebalance.rank.parts import StepFigures
+from rebalance.swap.swapper import StepFigures
 from runtime.counters import SlotCounter
 from runtime.routing import RoutingTable
 from runtime.streams import Completion

@@ -105,6 +105,10 @@ class Scrubber:
         held[where.layer, own_slot] = EMPTY  # it is what must not be read
         return Pull(Move(where.layer, where.expert, own_slot, Source.PEER), loan.record, held)
 
+    def staging(self, entry: int) -> Loan:
+        """Return a staging entry that was borrowed."""
+        return Loan(self._bank.staging(entry), entry)
+
     def spare(self, layer: int, placement: Placement) -> Loan | None:
         """Return an EMPTY slot of this rank in a layer, if it has one."""
         held = placement.slot_to_expert[layer, self._topology.slots_on(self.rank)]
