@@ -41,6 +41,12 @@ RULES = {
     "rebalance/types": rule("eplb", ""),
     "rebalance/protocol": rule("eplb runtime rebalance.types", "numpy torch"),
     "rebalance/preload/records": rule("eplb runtime rebalance.types", "numpy torch"),
+    # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
+    "rebalance/build": rule(
+        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
+        "telemetry.records.sample_codec",
+        "numpy torch",
+    ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(
         "eplb telemetry rebalance.preload.cache.settings rebalance.threads", "numpy"
@@ -54,7 +60,7 @@ RULES = {
 }
 OURS = frozenset(folder for folder in RULES if "/" not in folder)
 IN_ONE_FILE = ("redis", "fastapi", "deep_ep", "ray")
-WITHOUT_TORCH = ("eplb", "telemetry", "simulations", "rebalance.controller.loop")
+WITHOUT_TORCH = ("eplb", "telemetry", "simulations", "rebalance.build.controller")
 
 
 def sources(folder: str) -> list[Path]:
@@ -114,6 +120,8 @@ def test_a_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("telemetry.stores.sqlite.store", "rebalance/agent.py", False),
         ("telemetry.store", "rebalance/agent.py", True),
         ("telemetry.open_store", "rebalance/agent.py", False),
+        ("telemetry.open_store", "rebalance/build/rank.py", True),
+        ("telemetry.stores.sqlite.store", "rebalance/build/rank.py", False),
         ("telemetry.windows.intake", "rebalance/agent.py", False),
         ("telemetry.windows.intake", "rebalance/controller/loop.py", True),
         ("runtime.experts", "rebalance/controller/loop.py", False),
