@@ -9,8 +9,9 @@
 agent's own threads: one brings bytes, two talk to the store. A dead store or a failed
 migration never fails a step; a dead peer always does, because its tokens would be lost.
 
-What the agent does is in its parts: ``voting`` (ballots and verdicts), ``swapper`` (what serves),
-``update`` (new weights), ``survival`` (after a death), ``scrub_turns`` (idle steps), ``report``.
+What the agent does is in its pieces (``rebalance.rank.core``): ``voting`` (ballots and verdicts),
+``swapper`` (what serves), ``update`` (new weights), ``survival`` (after a death), ``scrub_turns``
+(idle steps), ``report``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
 from eplb.migration.build import Migration
@@ -25,17 +27,10 @@ from eplb.migration.recovery import LastWords, Recovery
 from rebalance.protocol import phases
 from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
-from rebalance.rank.parts import AgentSettings, Links, RankParts, StepFigures
-from rebalance.rank.read_ahead import ReadAhead
+from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.report import rank_state
-from rebalance.rank.verdicts import Voting
-from rebalance.recovery.rank import Survival
 from rebalance.recovery.survivors import WORDS_DEADLINE_S
-from rebalance.swap.scrub_turns import ScrubTurns
-from rebalance.swap.scrubber import Scrubber
-from rebalance.swap.swapper import Swapper
-from rebalance.swap.weight_update import WeightUpdate
-from rebalance.transport.ranks.served import open_door
+from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
@@ -51,13 +46,8 @@ class RankAgent:
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         self._core = core = make_core(settings, parts, links, placement, self)
         self._box, self._watchdog, self._sampler = core.box, core.watchdog, core.sampler
-        self._swapper = Swapper(core, placement)
-        self._voting = Voting(core, self._swapper)
-        self._scrubber = Scrubber(parts.rank, settings.topology, parts.bank, parts.digests)
-        self._scrub_turns = ScrubTurns(core, self._swapper, self._scrubber)
-        self._update = WeightUpdate(core, self._swapper, self._voting, self._scrub_turns)
-        self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
-        self._read_ahead = ReadAhead(core)
+        self._swapper, self._voting, self._scrub_turns = core.swapper, core.voting, core.scrub_turns
+        self._update, self._survival = core.update, core.survival
         self._door: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._watchdog.step.busy("before the first step")
@@ -70,22 +60,30 @@ class RankAgent:
         Raises:
             MigrationError: the address at which they ask cannot be listened on.
         """
-        self._door = open_door(self._core, self._swapper)
+        self._door = self._core.listen()
         self._core.watcher.start()
 
-    def step(self) -> bool:
+    def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
         """Do what is due between two forward passes; False when serving ends on every rank.
 
         Calling it twice between the same two passes does nothing the second time. Once serving has
         ended it stays so.
 
+        Args:
+            step: number of the forward pass that is about to begin, from 0 on, alike on every rank.
+                Micro-batches, speculative steps and dummy batches are part of one pass. None: the
+                count of ``RankParts.steps``.
+            phase: what the pass is; None: ``AgentSettings.load_phase``. A sample of passes that
+                differ is "mixed".
+
         Raises:
             BrokenGroup: a peer is dead or late. Run no further forward pass.
-            RankError: ranks are out of step, or this rank must not serve on.
+            RankError: ranks are out of step, this rank must not serve on, or nothing numbers the
+                step.
         """
         if self._has_ended:
             return False
-        step = self._parts.dispatcher.steps
+        step = self._number() if step is None else step
         if not self._may_begin(step):
             return True
         self._core.steps.last = step
@@ -107,8 +105,18 @@ class RankAgent:
         if is_vote_due:
             self._watch_over()
             self._voting.cast(step)
+        self._sampler.begin_pass(phase or self._settings.load_phase)
         self._watchdog.step.busy(f"in step {step}")
         return True
+
+    def _number(self) -> int:
+        """The number of the step that is about to begin, by who counts forward passes here."""
+        if self._parts.steps is None:
+            raise RankError(
+                f"rank {self._parts.rank}: step() without a number, expected one: "
+                "this rank was given no counter of forward passes"
+            )
+        return self._parts.steps.steps
 
     def _may_begin(self, step: int) -> bool:
         """Say whether a step is new, and refuse one that must not be run."""
@@ -259,7 +267,7 @@ class RankAgent:
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
         elif control.movement:
-            self._read_ahead.look()
+            self._core.read_ahead.look()
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
@@ -278,4 +286,4 @@ class RankAgent:
 
     def describe(self) -> RankState:
         """Say how this rank stands, for the store."""
-        return rank_state(self._core, self._swapper, self._scrubber, self.notes)
+        return rank_state(self._core, self.notes)

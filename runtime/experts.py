@@ -129,7 +129,7 @@ def bank_bytes(schema: ExpertSchema, num_layers: int, num_slots: int, num_stagin
 
 
 class ExpertBank:
-    """A rank's live slots and its staging ring, in one arena that peers on the host can read.
+    """A rank's live slots and its staging ring, in one ``arena`` that peers on the host can read.
 
     All memory is reserved here, once: serving never allocates for a migration.
     """
@@ -148,9 +148,9 @@ class ExpertBank:
         size = schema.record_bytes
         num_live = num_layers * num_slots
         num_bytes = bank_bytes(schema, num_layers, num_slots, num_staging)
-        self._arena = arena or SharedArena("eplb-experts", num_bytes)
+        self.arena: Arena = arena or SharedArena("eplb-experts", num_bytes)
         # An arena that peers address symmetrically may be larger than this rank's own need.
-        records = self._arena.bytes[:num_bytes].view(num_live + num_staging, size)
+        records = self.arena.bytes[:num_bytes].view(num_live + num_staging, size)
         self._live = records[:num_live].view(num_layers, num_slots, size)
         self._staging = records[num_live:]
         self._weights = [schema.views(self._live[layer]) for layer in range(num_layers)]
@@ -158,7 +158,7 @@ class ExpertBank:
     @property
     def handle(self) -> str:
         """Path by which peers on this host attach (PeerBank); "" for an arena without one."""
-        return self._arena.handle
+        return self.arena.handle
 
     @property
     def device(self) -> torch.device:

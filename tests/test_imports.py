@@ -29,7 +29,7 @@ def rule(ours: str, others: str, never: str = "") -> Rule:
     return Rule(frozenset(ours.split()), frozenset(others.split()), frozenset(never.split()))
 
 
-# The longest folder that holds a file has its rule.
+# The longest folder that holds a file has its rule; a file may have one of its own.
 RULES = {
     # Pure: a clock, an environment or a global generator would make two plans of one load differ.
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
@@ -37,6 +37,16 @@ RULES = {
     "runtime": rule("eplb", "numpy torch safetensors deep_ep triton"),
     # A rank knows the store by its interface, and nothing of how load is folded into windows.
     "rebalance": rule("eplb runtime telemetry.store", "numpy torch"),
+    # What several folders share, and folders that know nothing of how bytes move.
+    "rebalance/types": rule("eplb", ""),
+    "rebalance/protocol": rule("eplb runtime rebalance.types", "numpy torch"),
+    "rebalance/preload/records": rule("eplb runtime rebalance.types", "numpy torch"),
+    # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
+    "rebalance/build": rule(
+        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
+        "telemetry.records.sample_codec",
+        "numpy torch",
+    ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(
         "eplb telemetry rebalance.preload.cache.settings rebalance.threads", "numpy"
@@ -50,7 +60,7 @@ RULES = {
 }
 OURS = frozenset(folder for folder in RULES if "/" not in folder)
 IN_ONE_FILE = ("redis", "fastapi", "deep_ep", "ray")
-WITHOUT_TORCH = ("eplb", "telemetry", "simulations", "rebalance.controller.loop")
+WITHOUT_TORCH = ("eplb", "telemetry", "simulations", "rebalance.build.controller")
 
 
 def sources(folder: str) -> list[Path]:
@@ -70,14 +80,15 @@ def imports(source: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in dict.fromkeys(names))
 
 
-def rule_of(source: str) -> Rule:
-    """The rule of a path below the repository."""
-    return RULES[max((one for one in RULES if source.startswith(f"{one}/")), key=len)]
+def scope_of(source: str) -> str:
+    """The folder, or file, whose rule a path below the repository has."""
+    place = f"{source.removesuffix('.py')}/"
+    return max((one for one in RULES if place.startswith(f"{one}/")), key=len)
 
 
 def is_allowed(name: str, source: str) -> bool:
-    top, rule_here = name.partition(".")[0], rule_of(source)
-    own = max((one for one in RULES if source.startswith(f"{one}/")), key=len).replace("/", ".")
+    top, scope = name.partition(".")[0], scope_of(source)
+    rule_here, own = RULES[scope], scope.replace("/", ".")
     if f"{name}.".startswith(f"{own}."):
         return True
     if top in OURS:
@@ -109,10 +120,16 @@ def test_a_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("telemetry.stores.sqlite.store", "rebalance/agent.py", False),
         ("telemetry.store", "rebalance/agent.py", True),
         ("telemetry.open_store", "rebalance/agent.py", False),
+        ("telemetry.open_store", "rebalance/build/rank.py", True),
+        ("telemetry.stores.sqlite.store", "rebalance/build/rank.py", False),
         ("telemetry.windows.intake", "rebalance/agent.py", False),
         ("telemetry.windows.intake", "rebalance/controller/loop.py", True),
         ("runtime.experts", "rebalance/controller/loop.py", False),
         ("torch", "rebalance/controller/loop.py", False),
+        ("rebalance.agent", "rebalance/types.py", False),
+        ("rebalance.transport.interface", "rebalance/protocol/voter.py", False),
+        ("rebalance.types", "rebalance/protocol/voter.py", True),
+        ("rebalance.preload.cache.wire", "rebalance/preload/records/loader.py", False),
         ("runtime.experts", "simulations/replay.py", False),
         ("rebalance.agent", "api/demo/run.py", True),
     ],

@@ -15,7 +15,7 @@ import numpy as np
 from api.demo.settings import DemoSettings
 from api.demo.state_dir import StateDir
 from api.demo.text import VOCABULARY, domains_of, standard_domains
-from api.demo.workers.plan import SEQUENCE_LENGTH, Reporting, WorkerPlan, schema_of
+from api.demo.workers.plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
 from eplb.core.topology import Topology
@@ -26,9 +26,11 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from eplb.policies.table import policy_named
+from rebalance.build.config import ReportingConfig
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_file import record_file_beside
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -107,7 +109,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         holder=new_holder(),
         slab=_slab(settings, weights, model),
         rank_links=_rank_links(settings),
-        reporting=Reporting(
+        reporting=ReportingConfig(
             settings.spool_dir or state.path / "spool",
             settings.spool_mb * 1_000_000,
             Tempo(write_s=settings.store_interval),

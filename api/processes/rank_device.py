@@ -1,11 +1,11 @@
-"""The pieces of a rank that depend on where it runs: memory, dispatch, experts, transport, launch.
+"""The pieces of the demo's model that depend on where it runs: dispatch, experts, launch.
 
-Everything else about a rank (the agent, the store, the loop) is the same on a CPU and on a GPU.
+Memory and transport are the builder's (``rebalance.build.experts``); everything else about a rank
+is the same on a CPU and on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -13,14 +13,10 @@ import torch.distributed as dist
 
 from api.demo.workers.plan import WorkerPlan
 from eplb.errors import ConfigError
-from rebalance.stage.settings import StageSettings
-from rebalance.transport.choice import KnownRecords, choose_transport
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.processes import Peers, RankMemory, SharedPeers
 from runtime.checkpoint import Weights
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
-from runtime.experts import Arena, ExpertBank, PlainArena, bank_bytes
+from runtime.experts import ExpertBank
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.moe import Forward, MoEStack
 
@@ -37,27 +33,13 @@ class Model(Protocol):
 class Device(Protocol):
     """Where a rank runs."""
 
-    backend: str  # of torch.distributed
     device: torch.device
-    stage: StageSettings  # how much staging may take here
-
-    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
-        """Reserve the memory of live slots and staging."""
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
         """Pick a dispatcher, and say why."""
 
     def experts(self, bank: ExpertBank) -> Experts:
         """Make what computes."""
-
-    def transport(
-        self,
-        memory: RankMemory,
-        handles: Mapping[int, str],
-        known: KnownRecords,
-        group: dist.ProcessGroup,
-    ) -> tuple[WeightTransport, str]:
-        """Pick what brings weights, and say why."""
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """Make what the loop calls."""
@@ -66,21 +48,11 @@ class Device(Protocol):
 class CpuDevice:
     """A process with one thread of arithmetic and shared memory."""
 
-    backend = "gloo"
     device = torch.device("cpu")
-    stage = StageSettings()
 
     def __init__(self, plan: WorkerPlan, rank: int) -> None:
         torch.set_num_threads(1)
         self._plan, self._rank = plan, rank
-
-    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
-        """Reserve memory that peers on the host can read."""
-        plan = self._plan
-        num_slots = int(plan.topology.slots_of_rank[self._rank])
-        return ExpertBank(
-            plan.schema, plan.model.num_layers, num_slots, num_staging=plan.staging_experts
-        )
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
         """All-to-all over gloo: there is no other on a CPU."""
@@ -91,20 +63,6 @@ class CpuDevice:
         """One slot after the other."""
         return LoopExperts(bank)
 
-    def transport(
-        self,
-        memory: RankMemory,
-        handles: Mapping[int, str],
-        known: KnownRecords,
-        group: dist.ProcessGroup,
-    ) -> tuple[WeightTransport, str]:
-        """Peers' shared memory and the host's slab, or the slab alone."""
-
-        def attach() -> Peers:
-            return SharedPeers(memory.rank, known.topology, memory.bank, handles)
-
-        return choose_transport(memory, attach, known, group)
-
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """The stack itself."""
         return stack
@@ -112,9 +70,6 @@ class CpuDevice:
 
 class GpuDevice:
     """One GPU of a node whose GPUs can read each other's memory."""
-
-    backend = "cpu:gloo,cuda:nccl"
-    stage = StageSettings.while_serving()
 
     def __init__(self, plan: WorkerPlan, rank: int) -> None:
         found = torch.cuda.device_count()
@@ -125,33 +80,6 @@ class GpuDevice:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self._plan, self._rank = plan, rank
-        self._arena: Arena | None = None
-        self._unmapped = ""  # why the GPUs cannot read each other
-
-    def bank(self, group: dist.ProcessGroup) -> ExpertBank:
-        """Reserve GPU memory that every rank of the node maps, or, where none can, its own alone.
-
-        What cannot be mapped is refused on every rank alike: ``transport`` then takes all weights
-        through the host, and says so.
-        """
-        # Imported here and below: none of it is needed, or there, on a CPU.
-        from runtime.memory.symmetric import SymmetricArena
-
-        plan = self._plan
-        slots = plan.topology.slots_of_rank
-        shape = (plan.schema, plan.model.num_layers)
-        num_bytes = bank_bytes(*shape, int(slots.max()), plan.staging_experts)
-        try:
-            self._arena = SymmetricArena(num_bytes, group, self.device)
-        except ConfigError as exc:
-            self._unmapped = str(exc)
-            self._arena = PlainArena(num_bytes, self.device)
-        return ExpertBank(
-            *shape,
-            int(slots[self._rank]),
-            num_staging=plan.staging_experts,
-            arena=self._arena,
-        )
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
         """Pick the first that proves right here: DeepEP for decode, for prefill, all-to-all."""
@@ -177,24 +105,6 @@ class GpuDevice:
         plan = self._plan
         pairs = plan.tokens_per_rank * plan.topology.num_ranks * plan.model.top_k
         return GroupedExperts(bank, usual_rows=2 * pairs // plan.topology.num_slots)
-
-    def transport(
-        self,
-        memory: RankMemory,
-        handles: Mapping[int, str],
-        known: KnownRecords,
-        group: dist.ProcessGroup,
-    ) -> tuple[WeightTransport, str]:
-        """Peers' GPU memory by copy engine and the host's slab by DMA, or the slab alone."""
-        return choose_transport(memory, lambda: self._peers(memory, known), known, group)
-
-    def _peers(self, memory: RankMemory, known: KnownRecords) -> Peers:
-        from rebalance.transport.gpus import SymmetricPeers
-        from runtime.memory.symmetric import SymmetricArena
-
-        if not isinstance(self._arena, SymmetricArena):
-            raise ConfigError(self._unmapped)
-        return SymmetricPeers(memory.rank, known.topology, memory.bank, self._arena)
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """The stack as a CUDA graph where the dispatcher's shapes are fixed, else as it is."""

@@ -33,8 +33,10 @@ from eplb.migration.recovery import Recovery
 from rebalance.network.listener import Door, DoorPlate
 from rebalance.network.wire import PROTOCOL as HOSTS
 from rebalance.network.wire import Wire, greet, reach
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.server import HostSlab
 from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
 from rebalance.transport.ranks.wire import PROTOCOL as RANKS

@@ -18,11 +18,9 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Migration, Pace, Source, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.agent import RankAgent
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.stage.settings import StageSettings
-from runtime.counters import SlotCounter
-from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore, RunInfo
@@ -52,17 +50,15 @@ def begin_store(path: Path, shapes: Shapes, num_ranks: int) -> None:
     store.close()
 
 
-def agent_of(
-    big: BigRank, path: Path, table: RoutingTable, counter: SlotCounter, transport: Any
-) -> tuple[RankAgent, Clockwork]:
+def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[WiredAgent, Clockwork]:
     """The real agent, over a clock that counts whole steps."""
     store, clock = open_store(path, DEPLOYMENT), Clockwork()
     budget = big.shapes.bytes_per_second
     stage = StageSettings() if budget == math.inf else StageSettings.while_serving(budget)
     settings = AgentSettings(DEPLOYMENT, "bench", big.topology, sample_steps=16, stage=stage)
-    parts: Any = RankParts(big.rank, big.bank, table, counter, clock, big.digests)  # type: ignore[arg-type]
+    held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
     links = Links(big.votes, transport, store, Reporter(store))
-    return RankAgent(settings, parts, links, big.placement), clock
+    return wire_agent(settings, held, links, clock), clock
 
 
 @dataclass

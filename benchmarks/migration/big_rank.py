@@ -24,12 +24,11 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import Digest
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import Record
 from rebalance.transport.processes import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
+from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.group.agreement import gathered
 from runtime.streams import Completion

@@ -21,9 +21,8 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build
 from benchmarks.migration.stage import PinnedSlab
 from benchmarks.rows import Row
 from eplb.core.model import ModelShape
-from rebalance.rank.parts import StepFigures
-from runtime.counters import SlotCounter
-from runtime.routing import RoutingTable
+from rebalance.build.agent import WiredAgent
+from rebalance.swap.swapper import StepFigures
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56
@@ -37,9 +36,9 @@ VOCABULARY = 1024
 def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: Path) -> list[Row]:
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
-    forward, table, counter = decode_step(big)
     slab = slab_of_both_ends(big) if mode == "host" else None
-    agent, clock = agent_of(big, path, table, counter, big.transport(slab))
+    wired, clock = agent_of(big, path, big.transport(slab))
+    agent, forward = wired.agent, decode_step(big, wired)
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()
     marks: list[Any] = []
@@ -109,10 +108,8 @@ def decode_rows(
     ]
 
 
-def decode_step(
-    big: BigRank,
-) -> tuple[Callable[[int], None], RoutingTable, SlotCounter]:
-    """A captured graph of all resident layers, and its parts."""
+def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
+    """A captured graph of all resident layers."""
     from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
     from runtime.model.compute import GroupedExperts
     from runtime.model.graphs import CapturedStack
@@ -121,15 +118,13 @@ def decode_step(
     model, device = big.shapes.model, big.device
     group = dist.group.WORLD
     assert group is not None, "launch joins one"
-    counter = SlotCounter(model.num_layers, big.bank.num_slots, device)
     dispatcher = DeepEPLowLatency(
-        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, counter
+        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, wired.counter
     )
-    table = RoutingTable(big.placement, max_replicas=big.topology.num_ranks, device=device)
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [
-        MoELayer(layer, model.top_k, experts, table, dispatcher)
+        MoELayer(layer, model.top_k, experts, wired.table, dispatcher)
         for layer in range(model.num_layers)
     ]
     stack = MoEStack(model, dense_weights(model, device), layers)
@@ -143,7 +138,7 @@ def decode_step(
         for number in range(LAYER_RUNS):
             captured.forward(ids[(step + number) % 16], salt=LAYER_RUNS * step + number)
 
-    return forward, table, counter
+    return forward
 
 
 def dense_weights(model: ModelShape, device: torch.device) -> dict[str, torch.Tensor]:

@@ -23,7 +23,10 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.server import HostSlab
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema

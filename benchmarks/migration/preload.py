@@ -36,10 +36,12 @@ from benchmarks.migration.loopback import (
     send_plainly,
 )
 from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
-from rebalance.preload.cache.settings import NUM_READERS
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.server import HostSlab
+from rebalance.preload.cache.settings import NUM_READERS, SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import SERVING_BYTES_PER_SECOND
-from rebalance.preload.loader import make_all
+from rebalance.preload.records.loader import make_all
 from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import SharedArena, digest

@@ -33,7 +33,10 @@ from benchmarks.migration.preload import write_experts
 from benchmarks.rows import Row
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.server import Digest, HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.server import HostSlab
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
 from rebalance.protocol.phases import RankPhase
 from rebalance.stage.lanes import Pull
 from rebalance.stage.settings import StageSettings
@@ -41,7 +44,7 @@ from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted, always
 from rebalance.threads.waiting import PhaseBox, drive
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.checkpoint import Checkpoint
 from runtime.group.launch import launch
 from runtime.memory.shared import digest

@@ -12,8 +12,6 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.publishing import Publisher
 from benchmarks.rows import Row
 from rebalance.agent import RankAgent
-from runtime.counters import SlotCounter
-from runtime.routing import RoutingTable
 
 FIRST_STEPS = 4  # before it begins, so that all threads and votes run
 
@@ -23,9 +21,8 @@ def measure_whole(
 ) -> list[Row]:
     """From published to committed, four experts a rank in every layer, steps of ``step_s``."""
     big = build(rank, num_ranks, shapes)
-    counter = SlotCounter(shapes.model.num_layers, big.bank.num_slots, big.device)
-    table = RoutingTable(big.placement, max_replicas=num_ranks, device=big.device)
-    agent, clock = agent_of(big, path, table, counter, big.transport())
+    wired, clock = agent_of(big, path, big.transport())
+    agent = wired.agent
     publisher = publisher_of(big, path, "copy") if rank == 0 else None
     agent.start()
     for _ in range(FIRST_STEPS):

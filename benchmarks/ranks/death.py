@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from api.demo.workers.build import build_rank
+from api.demo.workers.build import build_demo_rank
 from api.demo.workers.host_cache import run_slab
 from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.processes.children import Child, Parent, preload_modules
@@ -55,7 +55,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     """Serve until a peer dies; the first answer goes to the parent, to be checked."""
     begun = threading.Event()
     parent.listen(lambda _: begun.set())
-    built = build_rank(plan, rank)
+    built = build_demo_rank(plan, rank)
     parent.tell("ready", os.getpid())
     assert begun.wait(120), "not told to begin"
     built.agent.start()
@@ -66,7 +66,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     is_cuda = plan.device == "cuda"
     in_flight = Completion(is_cuda=is_cuda)
     try:
-        while built.agent.step():
+        while built.begin_step():
             answer = built.model.forward(on_device, salt=built.dispatcher.steps)
             built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=is_cuda)

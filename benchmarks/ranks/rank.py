@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from api.demo.workers.build import Rank, build_rank
+from api.demo.workers.build import Rank, build_demo_rank
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent
 from benchmarks.publishing import Publisher
@@ -26,7 +26,6 @@ from eplb.errors import RankError
 from runtime.streams import Completion
 
 BEGIN_DEADLINE_S = 120.0
-FLUSH_DEADLINE_S = 20.0
 TELL_EVERY_S = 1.0
 WARM_UP_STEPS = 100  # whose times are not kept
 KEPT_STEPS = 20_000  # times of a rank; of more steps than that it is a seeded sample
@@ -87,7 +86,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
     begun, is_halting = threading.Event(), threading.Event()
     commands = {"begin": begun, "halt": is_halting}
     parent.listen(lambda command: commands[command[0]].set())
-    built = build_rank(plan, rank)
+    built = build_demo_rank(plan, rank)
     parent.tell("ready")
     if not begun.wait(BEGIN_DEADLINE_S):
         raise RankError(f"rank {rank}: not told to begin within {BEGIN_DEADLINE_S:.0f} s")
@@ -102,9 +101,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
     if publisher is not None:
         publisher.close()
     watch.memory.note(used_memory(built))
-    built.agent.close()
-    built.reporter.close(FLUSH_DEADLINE_S)
-    built.journal.close()
+    built.parts.close()
     parent.tell("served", watch.served())
 
 
@@ -188,7 +185,7 @@ def serve(
     random = torch.Generator().manual_seed(rank)
     batches = torch.randint(VOCABULARY, (16, *plan.batch_shape), generator=random).to(built.device)
     in_flight = Completion(is_cuda=is_cuda)
-    while built.agent.step():
+    while built.begin_step():
         started = time.perf_counter()
         built.model.forward(batches[built.dispatcher.steps % 16], salt=built.dispatcher.steps)
         built.agent.wait(in_flight)

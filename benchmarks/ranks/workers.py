@@ -17,7 +17,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress
+from rebalance.preload.cache.wire import SlabAddress
 from runtime.checkpoint import write_random_checkpoint
 from telemetry import open_store
 from telemetry.store import LoadStore, RunInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rebalance.protocol.ballot import Outcome
+from rebalance.types import Outcome
 
 
 class Violation(AssertionError):

@@ -15,8 +15,9 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError, StoreError
 from eplb.migration.build import Source
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import ranks_beside
+from rebalance.types import Record
 from runtime.streams import Completion
 from telemetry.stores.memory import MemoryStore
 

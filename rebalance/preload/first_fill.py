@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import Digest, SlabReader
-from rebalance.transport.interface import Record
+from rebalance.preload.cache.client import SlabReader
+from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank
 
 FILL_RECORDS = 64  # leased at a time

@@ -8,7 +8,6 @@ value, so "they differ" is the same finding on every rank. Nobody ever acts on a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 NO_PLAN = 0
 
@@ -83,11 +82,3 @@ class Verdict:
             unwanted_up_to=-unwanted,
             halt=halt < 0,
         )
-
-
-class Outcome(Enum):
-    """How a vote can end. They are told apart by what happened, never by a timer alone."""
-
-    VALUE = "value"  # every rank voted
-    LATE = "late"  # some rank has not voted yet
-    BROKEN = "broken"  # a peer is dead or the group is: no rank may run another step

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from eplb.errors import RankError
-from rebalance.protocol.ballot import Outcome
 from rebalance.protocol.liveness import LOOPBACK, Address, Lifelines, address_towards
-from rebalance.transport.interface import PendingVote
+from rebalance.types import Outcome, PendingVote
 from runtime.group.agreement import gathered
 
 

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rebalance.protocol.ballot import Outcome
-from rebalance.transport.interface import PendingVote, VoteGroup
+from rebalance.types import Outcome, PendingVote, VoteGroup
 
 
 class LocalVotes:

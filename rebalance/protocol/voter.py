@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Protocol
 
 from eplb.errors import BrokenGroup
-from rebalance.protocol.ballot import Ballot, Outcome, Verdict
-from rebalance.transport.interface import PendingVote, VoteGroup
+from rebalance.protocol.ballot import Ballot, Verdict
+from rebalance.types import Outcome, PendingVote, VoteGroup
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6

@@ -1,20 +1,30 @@
-"""What the parts of one rank's agent share: made once, handed to each of them."""
+"""What one rank's agent is made of, put together once; each piece gets only what it uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from eplb.core.placement import Placement
 from rebalance.protocol.journal import Diary
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.sampling import SampleLabel, Sampler
 from rebalance.rank.watcher import Listener, Watcher
-from rebalance.stage.mover import Mover, MoverParts
+from rebalance.recovery.rank import Member, Survival
+from rebalance.stage.mover import Mover, RankSlots
+from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.scrubber import Scrubber
+from rebalance.swap.swapper import Swapper
+from rebalance.swap.verdicts import Voting
+from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import PhaseBox
 from rebalance.threads.watchdog import Watchdog
+from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.transport.ranks.wire import GroupName
 
 
 @dataclass
@@ -23,16 +33,20 @@ class StepCount:
 
     last: int = -1  # the step that was begun last
 
+    def __call__(self) -> int:
+        """The same, for pieces that only read it."""
+        return self.last
+
 
 @dataclass(frozen=True)
 class RankCore:
-    """One rank's collaborators."""
+    """One rank's pieces, for the agent that steps them and for its report."""
 
     settings: AgentSettings
     parts: RankParts
     links: Links
+    slots: RankSlots
     steps: StepCount
-    diary: Diary
     box: PhaseBox
     fence: Fence
     watchdog: Watchdog
@@ -40,16 +54,31 @@ class RankCore:
     sampler: Sampler
     voter: Voter
     watcher: Watcher
+    swapper: Swapper
+    voting: Voting
+    scrubber: Scrubber
+    scrub_turns: ScrubTurns
+    update: WeightUpdate
+    survival: Survival
+    read_ahead: ReadAhead
 
-    @property
-    def rank(self) -> int:
-        """The rank that this is the core of."""
-        return self.parts.rank
+    def listen(self) -> RankLinkServer | None:
+        """Let other ranks ask this one for what it holds, where the settings say so.
 
-    @property
-    def first_slot(self) -> int:
-        """The first of this rank's slots among those of all ranks."""
-        return int(self.settings.topology.first_slot[self.rank])
+        Raises:
+            MigrationError: the rank's address cannot be listened on.
+        """
+        settings = self.settings
+        if settings.rank_links is None:
+            return None
+
+        def served() -> Served:
+            # The fence first: if it was open then, the version is that of what serves.
+            is_open, version = self.fence.is_open, self.fence.version
+            return Served(self.slots.held(self.swapper.placement), version, is_open)
+
+        group = GroupName(settings.run, settings.membership)
+        return RankLinkServer(settings.rank_links, self.slots.rank, group, self.slots.bank, served)
 
 
 def make_core(
@@ -59,7 +88,7 @@ def make_core(
     placement: Placement,
     listener: Listener,
 ) -> RankCore:
-    """Put a rank's collaborators together; no thread runs yet.
+    """Put a rank's pieces together; no thread runs yet.
 
     Args:
         settings: alike on every rank.
@@ -68,36 +97,89 @@ def make_core(
         placement: what serves at the start.
         listener: whom the watcher's thread tells what the store says.
     """
-    steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s, links.monotonic)
-    diary = Diary(links.journal, lambda: steps.last)
+    rank, steps = parts.rank, StepCount()
+    watchdog = Watchdog(settings.plan_deadline_s, links.monotonic)
+    slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
+    diary = Diary(links.journal, steps)
     box = PhaseBox(RankPhase(generation=placement.generation), diary.note_change)
+    fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s)
     mover = Mover(
-        MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
+        slots,
         links.transport,
         settings.stage,
         dead=links.votes.dead,
         clock=links.monotonic,
         beat=watchdog.mover,
     )
+    watcher = links.threads(links.store, listener, mover, box, links.reporter, watchdog)
+    sampler = _sampler(settings, parts, links)
+    swapper = Swapper(placement, slots, box, fence, mover, orders=watcher, cut=sampler.cut)
+    voting = Voting(
+        voter,
+        swapper,
+        box,
+        fence,
+        diary,
+        membership=settings.membership,
+        vote_every=settings.vote_every,
+    )
+    scrubber = Scrubber(rank, settings.topology, parts.bank, parts.digests)
+    scrub_turns = ScrubTurns(
+        scrubber,
+        swapper,
+        mover,
+        box,
+        watcher,
+        diary=diary,
+        every_steps=settings.scrub_every_steps,
+    )
+    update = WeightUpdate(
+        slots,
+        swapper,
+        voting,
+        scrub_turns,
+        UpdateLinks(links.votes, voter, links.transport, settings.vote_deadline_s),
+        box=box,
+        fence=fence,
+        beat=watchdog.step,
+        last_step=steps,
+    )
+    member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
+    survival = Survival(
+        member, swapper, voting, scrub_turns, box=box, diary=diary, beat=watchdog.step
+    )
+    read_ahead = ReadAhead(
+        rank,
+        settings.topology,
+        links.store,
+        lambda records: watcher.do(partial(mover.read_ahead, records)),
+    )
     return RankCore(
         settings,
         parts,
         links,
+        slots,
         steps,
-        diary,
         box,
-        Fence(),
+        fence,
         watchdog,
         mover,
-        _sampler(settings, parts, links),
-        Voter(parts.rank, links.votes, settings.vote_deadline_s),
-        links.threads(links.store, listener, mover, box, links.reporter, watchdog),
+        sampler,
+        voter,
+        watcher,
+        swapper,
+        voting,
+        scrubber,
+        scrub_turns,
+        update,
+        survival,
+        read_ahead,
     )
 
 
 def _sampler(settings: AgentSettings, parts: RankParts, links: Links) -> Sampler:
     return Sampler(
-        SampleLabel(settings.deployment, settings.run, parts.rank, settings.load_phase),
+        SampleLabel(settings.deployment, settings.run, parts.rank),
         settings.topology,
         parts.counter,
         parts.table.strays,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,15 +13,13 @@ from eplb.core.topology import Topology
 from rebalance.protocol.journal import NoJournal, Notebook
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.settings import StageSettings
-from rebalance.transport.interface import VoteGroup, WeightTransport
+from rebalance.transport.interface import WeightTransport
 from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.types import StepCounter, VoteGroup
 from runtime.counters import SlotCounter
-from runtime.dispatch.all_to_all import Dispatcher
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 from telemetry.store import LoadStore
-
-KEPT_PAUSES = 4096  # a rank serves for months
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,16 @@ class AgentSettings:
 
 @dataclass(frozen=True)
 class RankParts:
-    """The live pieces of one rank that the agent reads and changes between steps."""
+    """The live pieces of one rank that the agent reads and changes between steps.
+
+    ``steps`` counts forward passes; None where the engine numbers each call of ``step``.
+    """
 
     rank: int
     bank: ExpertBank
     table: RoutingTable
     counter: SlotCounter
-    dispatcher: Dispatcher
+    steps: StepCounter | None
     digests: torch.Tensor  # [L, E, 2] of every expert
 
 
@@ -71,22 +71,3 @@ class Links:
     journal: Notebook = field(default_factory=NoJournal)
     monotonic: Callable[[], float] = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
-
-
-@dataclass
-class StepFigures:
-    """What the agent has measured of itself."""
-
-    experts_moved: int = 0
-    rebalances: int = 0
-    _pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_PAUSES))
-
-    def swapped(self, num_experts: int, *, pause_ms: float) -> None:
-        """Note a swap, and for how long it kept the step waiting."""
-        self.experts_moved += num_experts
-        self._pauses_ms.append(pause_ms)
-
-    @property
-    def swap_pauses_ms(self) -> list[float]:
-        """Of the latest swaps, oldest first."""
-        return list(self._pauses_ms)

@@ -6,22 +6,35 @@ slab reads them when nothing else is to be done, and never in place of what a ra
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from eplb.core.topology import Topology
-from rebalance.rank.core import RankCore
+from rebalance.types import Record
+from telemetry.store import LoadStore
 
 
 class ReadAhead:
-    """One rank's part in it; used by the watcher's thread alone."""
+    """One rank's part in it; used by the watcher's thread alone.
 
-    def __init__(self, core: RankCore) -> None:
-        self._core = core
-        topology = core.settings.topology
-        self._host = int(topology.host_of_rank[core.rank])
-        self._passes_on = core.rank == first_rank_of(self._host, topology)
+    Args:
+        rank: which.
+        topology: says which rank of a host passes its candidates on.
+        store: names the candidates.
+        order: has the mover's thread pass records on to the host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        store: LoadStore,
+        order: Callable[[Sequence[Record]], None],
+    ) -> None:
+        self._store, self._order = store, order
+        self._host = int(topology.host_of_rank[rank])
+        self._passes_on = rank == first_rank_of(self._host, topology)
         self._last: tuple[tuple[int, int], ...] = ()
 
     def look(self) -> None:
@@ -32,11 +45,10 @@ class ReadAhead:
         """
         if not self._passes_on:
             return
-        core = self._core
-        wanted = core.links.store.candidates().of(self._host)
+        wanted = self._store.candidates().of(self._host)
         if wanted != self._last:
             self._last = wanted
-            core.watcher.do(partial(core.mover.read_ahead, wanted))
+            self._order(wanted)
 
 
 def first_rank_of(host: int, topology: Topology) -> int:

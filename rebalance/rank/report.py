@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rebalance.rank.core import RankCore
-from rebalance.swap.scrubber import Scrubber
-from rebalance.swap.swapper import Swapper
 from telemetry.store import RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps
 
 
-def rank_state(
-    core: RankCore, swapper: Swapper, scrubber: Scrubber, notes: Mapping[str, Any]
-) -> RankState:
+def rank_state(core: RankCore, notes: Mapping[str, Any]) -> RankState:
     """Say how a rank stands; ``notes`` are the engine's own."""
+    swapper = core.swapper
     with core.box.changed:
         state = core.box.state
         migration = swapper.migration if state.plan is not None else None
@@ -29,7 +26,7 @@ def rank_state(
     }
     return RankState(
         run=core.settings.run,
-        rank=core.rank,
+        rank=core.slots.rank,
         time=core.links.clock(),
         step=max(core.steps.last, 0),
         generation=state.generation,
@@ -37,11 +34,12 @@ def rank_state(
         plan_id=state.plan.plan_id if state.plan else 0,
         applied=state.applied,
         sequence=core.sampler.num_cut,
-        detail=detail | _measured(core, swapper, scrubber) | dict(notes),
+        detail=detail | _measured(core) | dict(notes),
     )
 
 
-def _measured(core: RankCore, swapper: Swapper, scrubber: Scrubber) -> dict[str, Any]:
+def _measured(core: RankCore) -> dict[str, Any]:
+    swapper, scrubber = core.swapper, core.scrubber
     stage, oldest = core.mover.figures(), core.watchdog.oldest()
     return {
         "bytes_by_source": dict(stage.bytes_by_source),

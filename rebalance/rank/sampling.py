@@ -25,7 +25,6 @@ class SampleLabel:
     deployment: str
     run: str
     rank: int
-    phase: Phase
 
 
 class Sampler:
@@ -45,12 +44,18 @@ class Sampler:
         self._strays, self._last_strays = strays, Cut(strays, np.zeros(1, dtype=np.int64))
         self._first_unsampled = 0
         self._on_the_way: deque[tuple[LoadSample, Cut, Cut]] = deque()
+        self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
+
+    def begin_pass(self, phase: Phase) -> None:
+        """Note what the forward pass is that is about to begin."""
+        self._phase = phase if self._phase in (None, phase) else "mixed"
 
     def cut(self, step: int, placement: Placement) -> None:
         """Mark what was counted under ``placement`` in the steps before ``step``."""
         if step == self._first_unsampled:
             return
+        assert self._phase is not None, "a pass has begun since the last cut"
         held = placement.slot_to_expert[:, self._slots]
         sample = LoadSample(
             deployment=self._label.deployment,
@@ -60,7 +65,7 @@ class Sampler:
             time=self._clock(),
             first_step=self._first_unsampled,
             last_step=step - 1,
-            phase=self._label.phase,
+            phase=self._phase,
             generation=placement.generation,
             slot_to_expert=held,
             tokens=np.zeros(held.shape, dtype=np.int64),
@@ -69,7 +74,7 @@ class Sampler:
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
         self._on_the_way.append((sample, cut, self._last_strays))
-        self._first_unsampled = step
+        self._first_unsampled, self._phase = step, None
         self.num_cut += 1
 
     @property

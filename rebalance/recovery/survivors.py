@@ -26,10 +26,10 @@ from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
 from rebalance.protocol import phases
-from rebalance.protocol.ballot import NO_PLAN, Ballot, Outcome, Verdict
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import Phase, RankPhase
-from rebalance.transport.interface import PendingVote, VoteGroup
+from rebalance.types import Outcome, PendingVote, VoteGroup
 from runtime.group.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 

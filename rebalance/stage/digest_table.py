@@ -12,9 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from eplb.errors import BrokenGroup, MigrationError
-from rebalance.preload.cache.server import Digest
-from rebalance.protocol.ballot import Outcome
-from rebalance.transport.interface import PendingVote, Record, VoteGroup
+from rebalance.types import Digest, Outcome, PendingVote, Record, VoteGroup
 
 _HIGHEST = torch.iinfo(torch.int64).max
 

@@ -10,7 +10,8 @@ from rebalance.stage.figures import StageMeter
 from rebalance.stage.settings import StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import Record, WeightTransport
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import Record
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from eplb.migration.build import Move
 from rebalance.network.throttle import Hold, TokenBucket
 from rebalance.stage.figures import Link, StageMeter
 from rebalance.stage.settings import BURST_CHUNKS, LinkSettings, StageSettings
-from rebalance.transport.interface import Place, Record
+from rebalance.transport.interface import Place
+from rebalance.types import Record
 from runtime.streams import Completion
 
 

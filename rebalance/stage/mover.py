@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError
 from eplb.migration.build import Migration, Mode, Move, Transaction
@@ -24,14 +27,15 @@ from rebalance.stage.fetcher import Fetcher
 from rebalance.stage.figures import StageFigures
 from rebalance.stage.lanes import Pull
 from rebalance.stage.ring import StagingRing
+from rebalance.stage.serving import Serving, check_places, readable, serving_after_each
 from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
-from rebalance.swap.serving import Serving, check_places, readable, serving_after_each
 from rebalance.threads.cancellation import CalledOff
 from rebalance.threads.waiting import WAIT_S, PhaseBox, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import Record, WeightTransport
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import Record
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 
@@ -44,8 +48,8 @@ def nobody() -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class MoverParts:
-    """The pieces of a rank that its mover works with."""
+class RankSlots:
+    """One rank's slots, and what they must hold."""
 
     rank: int
     topology: Topology
@@ -53,12 +57,21 @@ class MoverParts:
     table: RoutingTable
     digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks at the start
 
+    @property
+    def first_slot(self) -> int:
+        """The first of this rank's slots among those of all ranks."""
+        return int(self.topology.first_slot[self.rank])
+
+    def held(self, placement: Placement) -> NDArray[np.int32]:
+        """[L, C] experts in this rank's slots by a placement, EMPTY in some."""
+        return placement.slot_to_expert[:, self.topology.slots_on(self.rank)]
+
 
 class Mover:
     """Brings one rank's share of each migration.
 
     Args:
-        parts: the rank's pieces.
+        slots: where bytes go to.
         transport: where bytes come from.
         settings: what staging may take.
         dead: ranks that are known to be gone; no source of anything.
@@ -68,7 +81,7 @@ class Mover:
 
     def __init__(
         self,
-        parts: MoverParts,
+        slots: RankSlots,
         transport: WeightTransport,
         settings: StageSettings,
         *,
@@ -76,16 +89,16 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
         beat: Heartbeat | None = None,
     ) -> None:
-        self._parts, self._transport = parts, transport
+        self._slots, self._transport = slots, transport
         self._settings, self._clock = settings, clock
-        reads = parts.rank, parts.topology, transport.readable
+        reads = slots.rank, slots.topology, transport.readable
         self._sources = Sources(*reads, dead, clock, reachable=transport.reachable)
         self.beat = beat or Heartbeat("mover", clock)
         self._stager = Stager(
-            transport, self._sources, parts.digests, settings, clock, beat=self.beat
+            transport, self._sources, slots.digests, settings, clock, beat=self.beat
         )
-        self.fetcher = Fetcher(parts.rank, self._stager, self.beat, clock)
-        self.ring = StagingRing(parts.bank.num_staging)
+        self.fetcher = Fetcher(slots.rank, self._stager, self.beat, clock)
+        self.ring = StagingRing(slots.bank.num_staging)
         self.serving: list[Serving] = []  # of the migration being brought, one per transaction
 
     # -- from any thread
@@ -108,8 +121,8 @@ class Mover:
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
         """Return the moves of a transaction that end in this rank's slots, in round order."""
-        rank_of_slot = self._parts.topology.rank_of_slot
-        return [m for m in transaction.moves if rank_of_slot[m.dst_slot] == self._parts.rank]
+        rank_of_slot = self._slots.topology.rank_of_slot
+        return [m for m in transaction.moves if rank_of_slot[m.dst_slot] == self._slots.rank]
 
     # -- on the mover's thread
 
@@ -122,7 +135,7 @@ class Mover:
         try:
             self._transport.hint(records)
         except MigrationError as exc:
-            log.warning("rank %d: nothing is read ahead: %s", self._parts.rank, exc)
+            log.warning("rank %d: nothing is read ahead: %s", self._slots.rank, exc)
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
         """Work one migration off: returns when it is done or dropped, or the rank halts.
@@ -143,10 +156,10 @@ class Mover:
         try:
             yield from self._bring(migration, box)
         except (MigrationError, PlacementError) as exc:
-            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {exc}")
+            box.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {exc}")
         except Exception as exc:
             words = f"the mover failed with {type(exc).__name__}: {exc}"
-            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {words}")
+            box.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {words}")
             failure = exc
         yield from self._end(box, plan_id)
         if failure is not None:
@@ -159,7 +172,7 @@ class Mover:
     def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
         plan_id = migration.plan_id
         self.beat.busy(f"working out what serves in plan {plan_id}")
-        self.serving = list(serving_after_each(migration, self._parts.table))
+        self.serving = list(serving_after_each(migration, self._slots.table))
         self._check(migration)
         if not (yield from self._preload(migration, box)):
             return
@@ -222,9 +235,9 @@ class Mover:
         A staging entry, or in flip mode the EMPTY slot itself: no token is routed there yet.
         """
         if mode == "copy":
-            return self._parts.bank.staging(self.ring.entry(move))
-        first_slot = int(self._parts.topology.first_slot[self._parts.rank])
-        return self._parts.bank.live(move.layer, move.dst_slot - first_slot)
+            return self._slots.bank.staging(self.ring.entry(move))
+        first_slot = int(self._slots.topology.first_slot[self._slots.rank])
+        return self._slots.bank.live(move.layer, move.dst_slot - first_slot)
 
     def _wait_for_room(
         self, box: PhaseBox, migration: Migration, number: int

@@ -31,13 +31,15 @@ from dataclasses import asdict
 
 from eplb.core.placement import Placement
 from eplb.errors import MigrationError, RankError
-from rebalance.preload.cache.server import Digest
 from rebalance.protocol import phases
+from rebalance.protocol.journal import Diary
 from rebalance.protocol.phases import Phase
-from rebalance.rank.core import RankCore
+from rebalance.stage.mover import Mover
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
 from rebalance.swap.swapper import Swapper
-from rebalance.threads.waiting import WAIT_S
+from rebalance.threads.orders import Orders
+from rebalance.threads.waiting import WAIT_S, PhaseBox
+from rebalance.types import Digest
 from runtime.streams import Completion
 
 MAX_REPAIRS = 2  # of one slot; memory that loses its bytes a third time is broken
@@ -46,11 +48,32 @@ log = logging.getLogger(__name__)
 
 
 class ScrubTurns:
-    """Passes the work from the step to the mover's thread and back."""
+    """Passes the work from the step to the mover's thread and back.
 
-    def __init__(self, core: RankCore, swapper: Swapper, scrubber: Scrubber) -> None:
-        self._core, self._swapper, self._scrubber = core, swapper, scrubber
-        self._box, self._mover = core.box, core.mover
+    Args:
+        scrubber: looks at slots.
+        swapper: says what serves, and writes the right bytes.
+        mover: fetches them, and lends the room for them.
+        box: the rank's phase.
+        orders: have the mover's thread look.
+        diary: notes what is found.
+        every_steps: idle steps from one look to the next; 0: never.
+    """
+
+    def __init__(
+        self,
+        scrubber: Scrubber,
+        swapper: Swapper,
+        mover: Mover,
+        box: PhaseBox,
+        orders: Orders,
+        *,
+        diary: Diary,
+        every_steps: int,
+    ) -> None:
+        self._scrubber, self._swapper, self._mover = scrubber, swapper, mover
+        self._box, self._orders, self._diary = box, orders, diary
+        self._every_steps = every_steps
         self._idle_steps = 0
         self._is_looking = False  # set by the step, cleared by the mover's thread
         self._is_stopping = False
@@ -60,19 +83,18 @@ class ScrubTurns:
 
     def at_step(self) -> None:
         """Do what is due between two steps."""
-        every_steps = self._core.settings.scrub_every_steps
-        if not every_steps or self._is_looking:
+        if not self._every_steps or self._is_looking:
             return
         if self._staged is not None:
             self._mend(*self._staged)
             return
         self._idle_steps += self._box.state.phase is Phase.IDLE
-        is_due = self._idle_steps >= every_steps or self._scrubber.suspects
-        if is_due and self._core.watcher.has_mover():
+        is_due = self._idle_steps >= self._every_steps or self._scrubber.suspects
+        if is_due and self._orders.has_mover():
             with self._box.changed:
                 if self._swapper.at_rest() is not None:
                     self._idle_steps, self._is_looking = 0, True
-                    self._core.watcher.do(self._look)
+                    self._orders.do(self._look)
 
     def stop(self, deadline_s: float) -> None:
         """End the look under way and forget what it found: live slots are going to be written.
@@ -96,7 +118,7 @@ class ScrubTurns:
         with box.changed:
             self._is_stopping = True
             box.wake()
-            while self._is_looking and self._core.watcher.has_mover():
+            while self._is_looking and self._orders.has_mover():
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
@@ -183,7 +205,7 @@ class ScrubTurns:
             with self._box.changed:
                 entry = ring.borrow()
             # A suspect is looked at again at once.
-            return None if entry is None else Loan(self._core.parts.bank.staging(entry), entry)
+            return None if entry is None else self._scrubber.staging(entry)
         spare = self._scrubber.spare(where.layer, serving)
         if spare is None:
             raise MigrationError(
@@ -208,8 +230,8 @@ class ScrubTurns:
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
-        self._core.diary.note(f"scrub {result}", self._box.state, **detail)
-        self._core.watcher.tell("scrub", detail)
+        self._diary.note(f"scrub {result}", self._box.state, **detail)
+        self._orders.tell("scrub", detail)
 
 
 def in_hex(digest: Digest) -> str:

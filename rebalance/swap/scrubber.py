@@ -16,8 +16,8 @@ import torch
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.server import Digest
 from rebalance.stage.lanes import Pull
+from rebalance.types import Digest
 from runtime.experts import ExpertBank
 
 
@@ -104,6 +104,10 @@ class Scrubber:
         held = placement.slot_to_expert.copy()
         held[where.layer, own_slot] = EMPTY  # it is what must not be read
         return Pull(Move(where.layer, where.expert, own_slot, Source.PEER), loan.record, held)
+
+    def staging(self, entry: int) -> Loan:
+        """Return a staging entry that was borrowed."""
+        return Loan(self._bank.staging(entry), entry)
 
     def spare(self, layer: int, placement: Placement) -> Loan | None:
         """Return an EMPTY slot of this rank in a layer, if it has one."""

@@ -7,31 +7,78 @@ which the watcher's thread calls.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.rank.core import RankCore
-from rebalance.rank.parts import StepFigures
+from rebalance.stage.mover import Mover, RankSlots
 from rebalance.swap.scrubber import LiveSlot, Loan
+from rebalance.swap.weights_fence import Fence
+from rebalance.threads.orders import Orders
+from rebalance.threads.waiting import PhaseBox
 from runtime.streams import Completion
+
+KEPT_PAUSES = 4096  # a rank serves for months
+
+
+@dataclass
+class StepFigures:
+    """What the agent has measured of itself."""
+
+    experts_moved: int = 0
+    rebalances: int = 0
+    _pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_PAUSES))
+
+    def swapped(self, num_experts: int, *, pause_ms: float) -> None:
+        """Note a swap, and for how long it kept the step waiting."""
+        self.experts_moved += num_experts
+        self._pauses_ms.append(pause_ms)
+
+    @property
+    def swap_pauses_ms(self) -> list[float]:
+        """Of the latest swaps, oldest first."""
+        return list(self._pauses_ms)
 
 
 class Swapper:
-    """One rank's placement, and the migration that is on its way to change it."""
+    """One rank's placement, and the migration that is on its way to change it.
 
-    def __init__(self, core: RankCore, placement: Placement) -> None:
-        self._core, self.placement = core, placement  # a legal mix in mid-migration
+    Args:
+        placement: what serves at the start.
+        slots: what is swapped into.
+        box: the rank's phase.
+        fence: closed while the weights are being replaced.
+        mover: has staged what is swapped.
+        orders: takes what need not be done in the step.
+        cut: called with (step, placement) before a swap: what was counted is of that placement.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        slots: RankSlots,
+        box: PhaseBox,
+        fence: Fence,
+        mover: Mover,
+        *,
+        orders: Orders,
+        cut: Callable[[int, Placement], None],
+    ) -> None:
+        self.placement = placement  # a legal mix in mid-migration
+        self._slots, self._box, self._fence = slots, box, fence
+        self._mover, self._orders, self._cut = mover, orders, cut
         self.figures = StepFigures()
         self.migration: Migration | None = None  # the newest that was adopted
-        self.last_swap = core.parts.bank.mark()
+        self.last_swap = slots.bank.mark()
         self.closed = (NO_PLAN, 0)  # the migration that made this generation, how much of it
 
     def adopt(self, migration: Migration) -> bool:
         """Start on a migration; False while the last swap is still being copied."""
-        core = self._core
         plan = PlanRef(
             migration.plan_id,
             migration.vote_hash,
@@ -40,19 +87,19 @@ class Swapper:
             migration.pace.transactions_per_commit,
             migration.weights_version,
         )
-        with core.box.changed:
-            if not core.fence.is_open:
+        with self._box.changed:
+            if not self._fence.is_open:
                 return False  # heard again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
             if not self.last_swap.is_complete():
                 return False  # a peer that saw this rank adopt a plan may read its live slots
-            state = phases.see_plan(core.box.state, plan)
-            if state is not core.box.state:
+            state = phases.see_plan(self._box.state, plan)
+            if state is not self._box.state:
                 self.migration = migration
-                core.box.state = state
-                core.box.changed.notify_all()
-                core.watcher.bring(migration)
+                self._box.state = state
+                self._box.changed.notify_all()
+                self._orders.bring(migration)
         return True
 
     def swap(self, order: Swap, step: int) -> None:
@@ -61,34 +108,34 @@ class Swapper:
         In flip mode the bytes are where they will serve, and only the table is copied.
         """
         started = time.perf_counter()
-        core, migration = self._core, self.migration
+        migration = self.migration
         assert migration is not None, "a verdict orders only what this rank works on"
-        core.sampler.cut(step, self.placement)  # a sample never spans a swap
-        bank, ring, moved = core.parts.bank, core.mover.ring, list[Move]()
+        self._cut(step, self.placement)  # a sample never spans a swap
+        bank, ring, moved = self._slots.bank, self._mover.ring, list[Move]()
         is_copied = migration.pace.mode == "copy"
         for number in range(order.first, order.last):
-            for move in core.mover.own_moves(migration.transactions[number]):
+            for move in self._mover.own_moves(migration.transactions[number]):
                 if is_copied:
-                    bank.swap(move.layer, move.dst_slot - core.first_slot, ring.entry(move))
+                    bank.swap(move.layer, move.dst_slot - self._slots.first_slot, ring.entry(move))
                 moved.append(move)
-            serving = core.mover.serving[number]
-            core.parts.table.swap(serving.table)
+            serving = self._mover.serving[number]
+            self._slots.table.swap(serving.table)
             self.placement = serving.placement
         self.last_swap = bank.mark()
         if is_copied:
             ring.release(moved, self.last_swap)
-        core.box.state = phases.finish_swap(core.box.state)
-        if core.box.state.plan is None:
+        self._box.state = phases.finish_swap(self._box.state)
+        if self._box.state.plan is None:
             self._commit(migration)
         self.figures.swapped(len(moved), pause_ms=(time.perf_counter() - started) * 1e3)
 
     def _commit(self, migration: Migration) -> None:
         self.placement = migration.target
         self.closed = (migration.plan_id, len(migration.transactions))
-        self._core.parts.table.generation = migration.target.generation
+        self._slots.table.generation = migration.target.generation
         self.figures.rebalances += 1
         reason = f"plan {migration.plan_id} serves on every rank"
-        self._core.watcher.commit(migration, migration.target, "committed", reason)
+        self._orders.commit(migration, migration.target, "committed", reason)
 
     def drop(self, state: RankPhase) -> None:
         """Keep what was swapped of a dropped migration, under a generation of its own."""
@@ -97,13 +144,13 @@ class Swapper:
         if state.swapped:
             self.closed = (migration.plan_id, state.swapped)
             self.placement = self.placement.with_generation(state.generation)
-            self._core.parts.table.generation = state.generation
-        self._core.watcher.commit(migration, self.placement, "aborted", state.abort_reason)
+            self._slots.table.generation = state.generation
+        self._orders.commit(migration, self.placement, "aborted", state.abort_reason)
 
     def settled(self) -> tuple[Placement, int]:
         """Return what is committed as far as this rank knows, and the newest plan id it saw."""
-        with self._core.box.changed:
-            state, migration = self._core.box.state, self.migration
+        with self._box.changed:
+            state, migration = self._box.state, self.migration
             newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)
             if state.plan is None or migration is None:
                 return self.placement, newest
@@ -113,12 +160,12 @@ class Swapper:
 
     def at_rest(self) -> Placement | None:
         """What serves, if nothing is writing live slots."""
-        is_idle = self._core.box.state.phase is Phase.IDLE and self._core.fence.is_open
+        is_idle = self._box.state.phase is Phase.IDLE and self._fence.is_open
         return self.placement if is_idle and self.last_swap.is_complete() else None
 
     def put_back(self, where: LiveSlot, loan: Loan) -> Completion:
         """Order the copy of the right bytes into a slot that lost them."""
-        bank = self._core.parts.bank
+        bank = self._slots.bank
         if loan.entry is not None:
             bank.swap(where.layer, where.slot, loan.entry)
         else:

@@ -7,7 +7,8 @@ The order of the calls, and what goes wrong without the fence, is in
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,22 +17,60 @@ from eplb.errors import RankError
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
-from rebalance.rank.core import RankCore
-from rebalance.rank.verdicts import Voting
+from rebalance.protocol.voter import Voter
 from rebalance.stage.digest_table import agreed_digests, cast_digests
+from rebalance.stage.mover import RankSlots
 from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.swapper import Swapper
+from rebalance.swap.verdicts import Voting
+from rebalance.swap.weights_fence import Fence
+from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.watchdog import Heartbeat
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import VoteGroup
+
+
+@dataclass(frozen=True)
+class UpdateLinks:
+    """By what ranks agree on an update."""
+
+    votes: VoteGroup
+    voter: Voter
+    transport: WeightTransport  # its host must forget the records of older weights
+    deadline_s: float
 
 
 class WeightUpdate:
-    """One rank's side of an update, on the step's thread."""
+    """One rank's side of an update, on the step's thread.
+
+    Args:
+        slots: what the engine writes the new weights to.
+        swapper: says what serves.
+        voting: has a migration under way dropped.
+        scrub_turns: stopped for the update.
+        links: by what ranks agree.
+        box: the rank's phase.
+        fence: closed by the update.
+        beat: of the step's thread.
+        last_step: says which step was begun last.
+    """
 
     def __init__(
-        self, core: RankCore, swapper: Swapper, voting: Voting, scrub_turns: ScrubTurns
+        self,
+        slots: RankSlots,
+        swapper: Swapper,
+        voting: Voting,
+        scrub_turns: ScrubTurns,
+        links: UpdateLinks,
+        *,
+        box: PhaseBox,
+        fence: Fence,
+        beat: Heartbeat,
+        last_step: Callable[[], int],
     ) -> None:
-        self._core, self._swapper, self._voting = core, swapper, voting
-        self._scrub_turns = scrub_turns
-        self._deadline_s = core.settings.vote_deadline_s
+        self._slots, self._swapper, self._voting = slots, swapper, voting
+        self._scrub_turns, self._links = scrub_turns, links
+        self._box, self._fence, self._beat, self._last_step = box, fence, beat, last_step
 
     def begin(self, version: int) -> None:
         """Stop moving experts, on every rank; see RankAgent.begin_update."""
@@ -40,15 +79,15 @@ class WeightUpdate:
 
     def begin_steps(self, version: int) -> Iterator[str]:
         """``begin`` in steps: names what the next one may have to wait for."""
-        core, step = self._core, self._core.steps.last
-        with core.box.changed:
-            core.fence.begin(version)
-            plan = core.box.state.plan
-        core.watchdog.step.busy(f"updating the weights to version {version}")
-        self._scrub_turns.stop(self._deadline_s)
+        step = self._last_step()
+        with self._box.changed:
+            self._fence.begin(version)
+            plan = self._box.state.plan
+        self._beat.busy(f"updating the weights to version {version}")
+        self._scrub_turns.stop(self._links.deadline_s)
         if plan is not None:
             reason = f"the weights are updated to version {version}"
-            core.box.update(phases.want_abort, plan.plan_id, reason)
+            self._box.update(phases.want_abort, plan.plan_id, reason)
         yield "vote"
         self._voting.read(step + 1, must_finish=True)  # that step is made, and was counted
         is_moving = True
@@ -61,8 +100,7 @@ class WeightUpdate:
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """Give (layer, slot of this rank, expert) of every live slot."""
-        slots_on_rank = self._core.settings.topology.slots_on(self._core.rank)
-        slots = self._swapper.placement.slot_to_expert[:, slots_on_rank]
+        slots = self._slots.held(self._swapper.placement)
         for layer, slot in np.argwhere(slots != EMPTY).tolist():
             yield layer, slot, int(slots[layer, slot])
 
@@ -73,42 +111,41 @@ class WeightUpdate:
 
     def end_steps(self) -> Iterator[str]:
         """``end`` in steps: names what the next one may have to wait for."""
-        core, placement = self._core, self._swapper.placement
+        links, placement = self._links, self._swapper.placement
         shape = placement.num_layers, placement.num_experts
-        found = {(layer, e): core.parts.bank.digest(layer, slot) for layer, slot, e in self.held()}
-        vote = cast_digests(found, *shape, core.links.votes)
+        found = {(layer, e): self._slots.bank.digest(layer, slot) for layer, slot, e in self.held()}
+        vote = cast_digests(found, *shape, links.votes)
         yield "digests"
-        core.parts.digests.copy_(agreed_digests(vote, *shape, deadline_s=self._deadline_s))
-        version = core.fence.next_version
+        self._slots.digests.copy_(agreed_digests(vote, *shape, deadline_s=links.deadline_s))
+        version = self._fence.next_version
         assert version is not None, "an update ends that has begun"
-        core.links.transport.serve_weights(version, self._deadline_s)
-        with core.box.changed:
-            core.fence.end()
-            core.box.state = phases.serve_weights(core.box.state, core.fence.version)
-            core.box.changed.notify_all()
-        core.watchdog.step.busy(f"after the update to weights version {version}")
+        links.transport.serve_weights(version, links.deadline_s)
+        with self._box.changed:
+            self._fence.end()
+            self._box.state = phases.serve_weights(self._box.state, self._fence.version)
+            self._box.changed.notify_all()
+        self._beat.busy(f"after the update to weights version {version}")
 
     def _verdict(self, step: int) -> Verdict:
-        rank = self._core.rank
         verdict = self._voting.read(step + 1, must_finish=True)
         assert verdict is not None, "a vote that must finish has a verdict"
         if verdict.weights_version is None:
             raise RankError(
-                f"rank {rank}: not every rank updates its weights to version "
-                f"{self._core.fence.next_version} after step {step}, expected all to"
+                f"rank {self._slots.rank}: not every rank updates its weights to version "
+                f"{self._fence.next_version} after step {step}, expected all to"
             )
         return verdict
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        box, deadline = self._core.box, time.monotonic() + self._deadline_s
+        box, deadline = self._box, time.monotonic() + self._links.deadline_s
         with box.changed:
             while box.state.phase is not Phase.IDLE:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise RankError(
-                        f"rank {self._core.rank}: the mover still drains the dropped migration "
-                        f"after {self._deadline_s:.0f} s"
+                        f"rank {self._slots.rank}: the mover still drains the dropped migration "
+                        f"after {self._links.deadline_s:.0f} s"
                     )
                 box.changed.wait(left_s)
-        self._core.voter.wait_for_device(self._swapper.last_swap, self._core.steps.last)
+        self._links.voter.wait_for_device(self._swapper.last_swap, self._last_step())

@@ -17,8 +17,9 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Source
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, Peers, PullTransport, RankMemory
+from rebalance.types import Record
 from runtime.group.agreement import first_refusal
 from runtime.memory.shared import digest
 from runtime.streams import Completion

@@ -1,10 +1,8 @@
-"""The seam between the agent and the wires: pull bytes, and vote.
+"""The seam between the agent and what moves bytes: pull.
 
 Pulling is one-sided: the receiver reads, or asks within a deadline, and nothing of serving takes
 part at the source, so a busy or dying source can never make a receiver hang (two-sided transfers
-are where peers' production hangs come from: pytorch issue 174288, sglang issue 7956). Voting is one
-asynchronous all-reduce on a group of its own, so that a slow vote never holds up the tokens'
-exchange.
+are where peers' production hangs come from: pytorch issue 174288, sglang issue 7956).
 """
 
 from __future__ import annotations
@@ -16,12 +14,9 @@ from typing import Protocol
 import torch
 
 from eplb.migration.build import Source
-from rebalance.protocol.ballot import Outcome
 from rebalance.threads.cancellation import IsWanted, always
+from rebalance.types import Record
 from runtime.streams import Completion
-
-Record = tuple[int, int]  # (layer, expert)
-
 
 NO_RANK = -1
 
@@ -129,26 +124,3 @@ class WeightTransport(Protocol):
 
     def close(self) -> None:
         """Hang up on other ranks; nothing is pulled any more."""
-
-
-class PendingVote(Protocol):
-    """A vote under way."""
-
-    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
-        """Wait up to ``timeout_s`` and return how it stands, and the reduced vector if VALUE."""
-
-
-class VoteGroup(Protocol):
-    """Every rank of the expert-parallel group, for votes alone."""
-
-    def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start a vote, whose value is the smallest of every figure.
-
-        Every rank casts the same number of votes, of the same sizes, in the same order.
-        """
-
-    def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone: no vote of theirs will come."""
-
-    def close(self) -> None:
-        """Leave the group, so that no other rank takes this one for dead."""

@@ -10,8 +10,9 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Source
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import Place, Record
+from rebalance.transport.interface import Place
 from rebalance.transport.processes import out_of_reach, ranks_beside
+from rebalance.types import Record
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
 

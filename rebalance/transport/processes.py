@@ -13,11 +13,11 @@ import torch
 
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import Digest
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
 from rebalance.transport.ranks.client import OtherRanks
 from rebalance.transport.ranks.wire import Part
+from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
 

@@ -19,11 +19,12 @@ from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.protocol.journal import NoJournal, Notebook
 from rebalance.protocol.local_votes import LocalVotes
-from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.transport.interface import Record, VoteGroup, WeightTransport
-from runtime.counters import SlotCounter
+from rebalance.rank.parts import AgentSettings, Links
+from rebalance.transport.interface import WeightTransport
+from rebalance.types import Record, VoteGroup
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
@@ -117,21 +118,21 @@ class AgentGroup:
     ) -> RankAgent:
         """Make the agent of the next rank; its bank is there already."""
         rank = len(self.agents)
-        bank, clock, sink = self.banks[rank], StepClock(), Sink(self.store)
-        table = RoutingTable(self.start, max_replicas=4)
-        counter = SlotCounter(self.start.num_layers, bank.num_slots)
-        parts = RankParts(rank, bank, table, counter, clock, digests)
+        clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
         links = Links(votes, transport, self.store, sink, journal=journal)
         given = {"sample_steps": 4, "vote_deadline_s": DEADLINE_S} | settings
-        agent = RankAgent(
-            AgentSettings("test", "run", self.topology, **given), parts, links, self.start
+        wired = wire_agent(
+            AgentSettings("test", "run", self.topology, **given),
+            HeldExperts(rank, self.banks[rank], digests, self.start),
+            links,
+            clock,
         )
-        self.agents.append(agent)
+        self.agents.append(wired.agent)
         self.clocks.append(clock)
         self.sinks.append(sink)
-        self.tables.append(table)
-        return agent
+        self.tables.append(wired.table)
+        return wired.agent
 
     def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
         """Write into a rank's slots what the start says that they hold."""

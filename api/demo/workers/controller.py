@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
 from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
 from api.processes.children import Parent, Turns
-from eplb.core.topology import Topology
 from eplb.errors import StoreError
-from eplb.planner import plan as make_plan
-from rebalance.controller.loop import Controller
+from rebalance.build.controller import build_controller
 from telemetry import open_store
 
 RETRY_S = 0.5
@@ -22,8 +18,7 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)
-    warm_up(plan.controller.policy)
-    controller = Controller(store, plan.controller, holder=plan.holder)
+    controller = build_controller(plan.controller, store, DEPLOYMENT, holder=plan.holder)
     turns = Turns(parent)
     parent.tell("ready")
 
@@ -38,11 +33,3 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
             parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)
     store.close()
-
-
-def warm_up(policy: str) -> None:
-    """Have the planner's kernels compiled: ten seconds, once for each checkout of the project."""
-    load = np.array([[[8, 4, 2, 1]], [[8, 4, 2, 2]]])
-    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
-    fresh = make_plan(load, ranks, policy=policy)
-    make_plan(load[:, :, ::-1], ranks, policy=policy, current=fresh.target)

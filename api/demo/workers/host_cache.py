@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent, Turns
 from api.processes.supervision import TURN_S
-from rebalance.preload.cache.server import HostSlab
-from runtime.checkpoint import Checkpoint
+from rebalance.build.host_cache import build_host_cache
 
 
 def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
     """Serve records to the ranks of a host until told to stop."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
-    checkpoint = Checkpoint(plan.weights)
-    settings = plan.slab
-    if settings.links is not None:
-        links = replace(settings.links, listen=settings.links.hosts[host])
-        settings = replace(settings, links=links)
-    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
+    slab = build_host_cache(
+        plan.slab, plan.slabs[host], plan.model, plan.schema, plan.weights, host=host
+    )
     turns = Turns(parent)
     parent.tell("ready")
     while not is_stopping.wait(TURN_S):

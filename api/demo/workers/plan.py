@@ -9,13 +9,13 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
-from telemetry.records.sample_codec import SAMPLE_VERSION
-from telemetry.reporter.drain import AT_ONCE, Tempo
-from telemetry.reporter.spool import DEFAULT_BYTES, Spool
 from telemetry.stores.redis.connection.address import without_password
 
 DEPLOYMENT = "demo"
@@ -26,26 +26,6 @@ SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 MAX_RELATIVE_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "fp8": 4e-2}
 # Router logits nearer than this may be chosen either way, for the same reason.
 ROUTE_TIE = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
-
-
-@dataclass(frozen=True)
-class Reporting:
-    """How ranks report."""
-
-    spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
-    spool_bytes: int = DEFAULT_BYTES  # of each rank
-    tempo: Tempo = AT_ONCE
-    sample_version: int = SAMPLE_VERSION
-
-    def spool_of(self, rank: int) -> Spool | None:
-        """Open a rank's spool; with what an earlier process of that rank left in it.
-
-        Raises:
-            StoreError: another process uses it.
-        """
-        if self.spool_dir is None:
-            return None
-        return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_bytes)
 
 
 @dataclass(frozen=True)
@@ -77,7 +57,7 @@ class WorkerPlan:
     window_seconds: float = 0.0  # 0: windows are of window_steps
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
-    reporting: Reporting = field(default_factory=Reporting)  # of every rank
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)  # of every rank
     scrub_every_steps: int = 64
     plan_deadline_s: float = 30.0
     vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
@@ -91,6 +71,22 @@ class WorkerPlan:
     def state_dir(self) -> Path:
         """The folder that the demo keeps what it writes in."""
         return self.weights.parent
+
+    @property
+    def rank_config(self) -> RankConfig:
+        """How its ranks balance."""
+        return RankConfig(
+            DEPLOYMENT,
+            sample_steps=self.sample_steps,
+            staging_experts=self.staging_experts,
+            vote_deadline_s=self.vote_deadline_s,
+            plan_deadline_s=self.plan_deadline_s,
+            scrub_every_steps=self.scrub_every_steps,
+            network=NetworkConfig(interface="lo"),  # a host name need not resolve to anything
+            rank_links=self.rank_links,
+            reporting=self.reporting,
+            journal_dir=self.state_dir / JOURNAL_FOLDER,
+        )
 
     @property
     def spare_slots(self) -> int:
@@ -107,10 +103,6 @@ class WorkerPlan:
         """(sequences, positions) of a rank's step."""
         length = min(SEQUENCE_LENGTH, self.tokens_per_rank)
         return self.tokens_per_rank // length, length
-
-    def host_of(self, rank: int) -> str | None:
-        """Where other ranks reach this one, if it is said; None: the rendezvous shows it."""
-        return self.rank_links.addresses[rank][0] if self.rank_links is not None else None
 
 
 def schema_of(hidden: int, intermediate: int, precision: str) -> ExpertSchema:

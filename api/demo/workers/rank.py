@@ -1,8 +1,8 @@
 """One rank of the demo: a serving process with a rank agent embedded in it.
 
-This is the example to read for whoever embeds the agent in an engine: ``build_rank`` in
-``api/demo/workers/build.py`` puts the parts together, and ``_serve`` is the engine's loop with two
-added calls.
+This is the example to read for whoever embeds the agent in an engine: ``build_demo_rank`` in
+``api/demo/workers/build.py`` calls the builder and makes the model over what it returns, and
+``_serve`` is the engine's loop with two added calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from api.demo.batches import Batches
 from api.demo.check_feed import CheckFeed
-from api.demo.workers.build import START_DEADLINE_S, Rank, build_rank, reach_rendezvous
+from api.demo.workers.build import START_DEADLINE_S, Rank, build_demo_rank, reach_rendezvous
 from api.demo.workers.checker import SampledStep
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent
@@ -28,7 +28,6 @@ from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
 
-FLUSH_DEADLINE_S = 20.0
 FIRST_WAITED = 1  # the step at which the first one's answer is complete
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
@@ -64,7 +63,7 @@ def run_rank(
                 agent.request_halt()
 
     parent.listen(on_command)
-    built = build_rank(plan, rank)
+    built = build_demo_rank(plan, rank)
     agents.append(built.agent)
     parent.tell("ready")
     if not started.wait(START_DEADLINE_S):
@@ -82,10 +81,7 @@ def run_rank(
         _survive(parent, plan, rank, built, exc)
         raise
     feed.close()
-    built.agent.close()
-    built.reporter.state(built.agent.describe())
-    built.reporter.close(FLUSH_DEADLINE_S)
-    built.journal.close()
+    built.parts.close()
     parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
 
@@ -98,7 +94,7 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
-        votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.host_of(rank))
+        votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.rank_config.host_of(rank))
         end_together(votes, record, built.agent.placement, rank)
         votes.close()
         parent.tell("recovered", record)
@@ -106,7 +102,7 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
         log.warning("rank %d: no recovery after %s: %s", rank, exc, failure)
         parent.tell("warning", f"no recovery after a death: {failure}")
     built.agent.close()  # takes its leave: the others must not mourn a rank that only ends
-    built.journal.close()
+    built.parts.close_journal()
 
 
 def _serve(
@@ -120,7 +116,7 @@ def _serve(
     batches = Batches(plan, rank, built.device)
     in_flight = Completion(is_cuda=built.device.type == "cuda")
     sample_until = 0
-    while built.agent.step():
+    while built.begin_step():
         started = time.perf_counter()
         step = built.dispatcher.steps
         token_ids, forced = batches.at(step, time.monotonic() - start_at)

@@ -16,8 +16,7 @@ from collections.abc import Collection, Sequence
 
 from rebalance.preload.cache.entries import Entry, Places, State
 from rebalance.preload.cache.requests import Request, no_room, refusal_of
-from rebalance.preload.cache.wire import Digest
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 
 WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
 WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1

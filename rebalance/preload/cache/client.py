@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
 from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import Digest, SlabAddress, call
+from rebalance.preload.cache.wire import SlabAddress, call
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import attach
 
 log = logging.getLogger(__name__)

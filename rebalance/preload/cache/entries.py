@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
-from rebalance.preload.cache.wire import Digest
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 
 
 class State(Enum):

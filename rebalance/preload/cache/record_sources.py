@@ -10,11 +10,10 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
 from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.client import OtherHosts
-from rebalance.preload.loader import Loaded, RecordLoader
+from rebalance.preload.records.loader import Loaded, RecordLoader
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rebalance.preload.cache.entries import Entry, Places
-from rebalance.preload.cache.wire import Digest
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 
 
 @dataclass(eq=False)

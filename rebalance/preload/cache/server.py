@@ -35,14 +35,15 @@ from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.session import SlabParts, SlabSession
 from rebalance.preload.cache.settings import SlabSettings
 from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import Digest, SlabAddress, listen
+from rebalance.preload.cache.wire import SlabAddress, listen
 from rebalance.preload.hosts.server import HostLinkServer
-from rebalance.preload.loader import WriteBehind, Written
+from rebalance.preload.records.loader import WriteBehind, Written
+from rebalance.types import Digest
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
 
-__all__ = ["Digest", "HostSlab", "SlabAddress", "SlabReader", "SlabSettings", "SlabStats"]
+__all__ = ["HostSlab", "SlabAddress", "SlabReader", "SlabSettings", "SlabStats"]
 
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0

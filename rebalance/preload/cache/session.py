@@ -22,9 +22,9 @@ from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
 from rebalance.preload.cache.cache import SlabCache
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.wire import Digest, welcome
+from rebalance.preload.cache.wire import welcome
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import SharedArena, digest
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from eplb.errors import MigrationError
 from rebalance.preload.cache.admission import peer_of
 
 MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
-Digest = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,10 @@ from rebalance.network.wire import (
     greet,
     reach,
 )
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.known_host import KnownHost
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import RunningDigest
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rebalance.network.back_off import BackOff
 from rebalance.preload.hosts.settings import HostAddress
-from rebalance.transport.interface import Record
+from rebalance.types import Record
 
 BOOK_AGE_S = 1.0  # a host's list of what it holds is asked for anew when it is as old as this
 

@@ -18,10 +18,9 @@ from rebalance.network.listener import Door, DoorPlate
 from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
 from rebalance.preload.cache.requests import Request
 from rebalance.preload.cache.session import SlabParts
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import digest
 
 log = logging.getLogger(__name__)

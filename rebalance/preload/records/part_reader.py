@@ -16,8 +16,8 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.records.direct_io import CHUNK_BYTES, DirectFile
+from rebalance.types import Digest
 from runtime.memory.shared import PAGE_BYTES, RunningDigest
 
 NUM_THREADS = max(4, min(16, os.cpu_count() or 1))

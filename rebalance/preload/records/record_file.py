@@ -20,12 +20,11 @@ from pathlib import Path
 import torch
 
 from eplb.errors import CheckpointError
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.records.direct_io import DirectFile
 from rebalance.preload.records.part_reader import PartReader
 from rebalance.preload.records.record_layout import MARK_BYTES, UNMARKED, RecordLayout
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import PAGE_BYTES
 
 FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs cooking them again

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from eplb.errors import CheckpointError
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.records.record_origin import RecordOrigin
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.memory.shared import PAGE_BYTES
 
 MAGIC = b"EPLBREC1"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from rebalance.transport.interface import Record
+from rebalance.types import Record
 from runtime.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -2,8 +2,8 @@
 
 It reads what serves and changes nothing. Neither the step nor the mover knows of it: a caller that
 dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
-read of a mapped peer, too (``rebalance.swap.serving.readable``); here it is refused, besides, where
-the slot does not hold the expert by what serves, and while the weights are being replaced.
+read of a mapped peer, too (``rebalance.stage.serving.readable``); here it is refused, besides,
+where the slot does not hold the expert by what serves, and while the weights are being replaced.
 """
 
 from __future__ import annotations

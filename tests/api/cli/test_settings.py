@@ -16,11 +16,10 @@ import api.http.requests
 from api.demo.settings import DemoSettings
 from api.demo.setup import begin, prepare
 from api.demo.state_dir import StateDir
-from api.demo.workers.build import agent_settings
 from api.http.requests import ExplainRequest
 from api.settings import load_settings
 from eplb.errors import ConfigError
-from rebalance.stage.settings import StageSettings
+from rebalance.build.rank import agent_settings
 from telemetry import open_store
 from telemetry.retention.pruning import Retention
 from telemetry.stores.redis.connection.address import Limits, parse_address
@@ -72,7 +71,8 @@ def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: P
     settings = load_settings(small, config=None, environ={}, named=given)
 
     with closing(StateDir(tmp_path / "state")) as state:
-        told = agent_settings(prepare(settings, state), StageSettings(), membership=4)
+        plan = prepare(settings, state)
+    told = agent_settings(plan.rank_config, plan.run, plan.topology, "cpu", membership=4)
 
     assert (told.scrub_every_steps, told.plan_deadline_s, told.vote_deadline_s) == (7, 2.5, 3.5)
     assert told.membership == 4

@@ -31,6 +31,7 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.network.listener import MOST_CALLERS
 from rebalance.network.wire import CHUNK_BYTES, Budget
 from rebalance.preload.cache.cache import SlabCache
@@ -41,13 +42,11 @@ from rebalance.preload.first_fill import fill_bank
 from rebalance.preload.hosts.known_host import KnownHost
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.protocol.local_votes import LocalVotes
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from runtime.checkpoint import Checkpoint, write_random_checkpoint
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import COMPILED_FROM_BYTES, digest
-from runtime.routing import RoutingTable
 from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
 
@@ -737,11 +736,10 @@ def start_ranks(hosts: list[Host], schema: ExpertSchema) -> Ranks:
         ranks.banks.append(bank)
     settings = AgentSettings("test", "run", TWO_HOSTS, sample_steps=4, vote_deadline_s=DEADLINE_S)
     for rank, (host, bank) in enumerate(zip(hosts, ranks.banks, strict=True)):
-        clock, table = StepClock(), RoutingTable(START, max_replicas=2)
-        parts = RankParts(rank, bank, table, SlotCounter(2, 4), clock, digests)
+        clock, held = StepClock(), HeldExperts(rank, bank, digests, START)
         transport = PullTransport(RankMemory(rank, bank, host.reader), NoPeers())
         wires = Links(votes.member(rank), transport, ranks.store, Sink(ranks.store))
-        ranks.agents.append(RankAgent(settings, parts, wires, START))
+        ranks.agents.append(wire_agent(settings, held, wires, clock).agent)
         ranks.clocks.append(clock)
         ranks.agents[-1].start()
     return ranks

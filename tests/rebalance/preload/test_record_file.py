@@ -19,8 +19,8 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from rebalance.preload.loader import RecordLoader, make_all
 from rebalance.preload.records.direct_io import DirectFile
+from rebalance.preload.records.loader import RecordLoader, make_all
 from rebalance.preload.records.record_file import RecordFile, record_file_beside
 from rebalance.preload.records.record_origin import RecordOrigin
 from runtime.checkpoint import INDEX_FILE, Checkpoint

@@ -9,7 +9,7 @@ import pytest
 from rebalance.preload.cache.cache import WRITER, SlabCache
 from rebalance.preload.cache.entries import Entry
 from rebalance.preload.cache.requests import Request
-from rebalance.transport.interface import Record
+from rebalance.types import Record
 
 RECORDS = [(0, expert) for expert in range(8)]
 

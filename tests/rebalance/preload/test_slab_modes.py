@@ -27,7 +27,7 @@ from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.preload.first_fill import fill_bank
-from rebalance.preload.loader import make_all
+from rebalance.preload.records.loader import make_all
 from rebalance.preload.records.record_file import RecordFile
 from rebalance.preload.records.record_origin import RecordOrigin
 from runtime.checkpoint import INDEX_FILE, Checkpoint

@@ -24,9 +24,9 @@ from repository import ROOT
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
-from rebalance.protocol.ballot import Outcome
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.liveness import Lifelines, address_towards, is_loopback
+from rebalance.types import Outcome
 
 FORK = get_context("fork")
 DEADLINE_S = 30.0

@@ -9,10 +9,10 @@ import pytest
 
 from eplb.errors import BrokenGroup
 from rebalance.protocol import phases
-from rebalance.protocol.ballot import Ballot, Outcome
+from rebalance.protocol.ballot import Ballot
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
-from rebalance.transport.interface import PendingVote
+from rebalance.types import Outcome, PendingVote
 
 NOTHING_PREPARED = phases.ballot(RankPhase(generation=0), step=0, membership=0, halt=False)
 

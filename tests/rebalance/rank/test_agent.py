@@ -17,7 +17,7 @@ from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 from eplb.migration.build import Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.rank.parts import StepFigures
+from rebalance.swap.swapper import StepFigures
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion

@@ -47,11 +47,11 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
 from rebalance.preload.first_fill import fill_bank
-from rebalance.protocol.ballot import Outcome
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.stage.settings import StageSettings
-from rebalance.transport.interface import PendingVote, Place, Record, VoteGroup, WeightTransport
+from rebalance.transport.interface import Place, WeightTransport
 from rebalance.transport.processes import PullTransport, RankMemory, SharedPeers
+from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion

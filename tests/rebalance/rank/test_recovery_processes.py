@@ -40,16 +40,15 @@ from eplb.errors import RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery.survivors import end_together, membership_of_start, recover, rejoin
 from rebalance.transport.local import LocalTransport
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
 from runtime.memory.shared import digest
-from runtime.routing import RoutingTable
 from telemetry.store import LoadStore, RankState
 from telemetry.stores.sqlite.store import SqliteStore
 
@@ -206,10 +205,8 @@ class Ranks:
         digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
         for (layer, expert), record in records.items():
             digests[layer, expert] = torch.tensor(digest(record))
-        table = RoutingTable(placement, max_replicas=4)
-        counter = SlotCounter(NUM_LAYERS, 3)
         dist.barrier()  # every bank is filled before anybody reads a peer's
-        return RankAgent(
+        return wire_agent(
             AgentSettings(
                 "test",
                 self.run,
@@ -218,7 +215,7 @@ class Ranks:
                 vote_deadline_s=DEADLINE_S,
                 membership=membership_of_start(store),
             ),
-            RankParts(rank, bank, table, counter, tokens, digests),
+            HeldExperts(rank, bank, digests, placement),
             Links(
                 votes,
                 LocalTransport(TOPOLOGY, rank, self.banks, records),
@@ -226,8 +223,8 @@ class Ranks:
                 Sink(),
                 journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
             ),
-            placement,
-        )
+            tokens,
+        ).agent
 
 
 def record_of(layer: int, expert: int) -> torch.Tensor:

@@ -20,13 +20,14 @@ from eplb.migration.build import Migration, Move, Pace, Source, Transaction, bui
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.stage.lanes import Pull
-from rebalance.stage.mover import Mover, MoverParts
+from rebalance.stage.mover import Mover, RankSlots
 from rebalance.stage.ring import StagingRing
 from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import PhaseBox, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
+from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
@@ -145,7 +146,7 @@ def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = Non
     digests = torch.tensor(
         [[digest(record_of((layer, expert))) for expert in range(3)] for layer in range(2)]
     )
-    parts = MoverParts(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
+    parts = RankSlots(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
     mover = Mover(parts, transport, SETTINGS, clock=clock, beat=beat)
     migration = build_migration(
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)

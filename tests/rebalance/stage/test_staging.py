@@ -24,7 +24,8 @@ from rebalance.stage.sources import HOST_RETRY_S, Sources
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
-from rebalance.transport.interface import HOST, Place, Record
+from rebalance.transport.interface import HOST, Place
+from rebalance.types import Record
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 

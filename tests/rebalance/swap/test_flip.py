@@ -13,8 +13,9 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Migration, Pace
-from rebalance.transport.interface import Place, Record
+from rebalance.transport.interface import Place
 from rebalance.transport.local import LocalTransport
+from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control

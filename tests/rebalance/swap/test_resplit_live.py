@@ -10,20 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from agent_group import StepClock
 
 from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.protocol.local_votes import LocalVotes
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.local import LocalTransport
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
-from runtime.routing import SHARE_ONE, RoutingTable
+from runtime.routing import SHARE_ONE
 from telemetry.store import RankState, RunInfo
 from telemetry.stores.memory import MemoryStore
 
@@ -57,17 +56,22 @@ class Serving:
     """Two ranks that route the same tokens in every step."""
 
     store: MemoryStore
-    agents: list[RankAgent]
-    parts: list[RankParts]
+    wired: list[WiredAgent]
+    banks: list[ExpertBank]
+    num_steps: int = 0
+
+    @property
+    def agents(self) -> list[RankAgent]:
+        return [wired.agent for wired in self.wired]
 
     def step(self) -> list[int]:
         """One step of every rank; tokens that each received."""
-        assert all(agent.step() for agent in self.agents)
-        slots = self.parts[0].table.choose(0, TOKENS, salt=self.parts[0].dispatcher.steps)
+        assert all(agent.step(self.num_steps) for agent in self.agents)
+        slots = self.wired[0].table.choose(0, TOKENS, salt=self.num_steps)
         received = torch.bincount(slots.flatten(), minlength=4).view(2, 2).to(torch.int32)
-        for part, mine in zip(self.parts, received, strict=True):
-            part.counter.add(0, mine)
-            part.dispatcher.steps += 1
+        for wired, mine in zip(self.wired, received, strict=True):
+            wired.counter.add(0, mine)
+        self.num_steps += 1
         return [int(each) for each in received.sum(dim=1)]
 
 
@@ -87,19 +91,16 @@ def serving() -> Iterator[Serving]:
         records[0, expert] = torch.full((SCHEMA.record_bytes,), expert, dtype=torch.uint8)
     digests = torch.tensor([[digest(records[0, expert]) for expert in range(3)]])
     banks = [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
-    made = Serving(store, [], [])
+    made = Serving(store, [], banks)
     known = AgentSettings(
         "test", "run", TOPOLOGY, sample_steps=WINDOW_STEPS, vote_deadline_s=DEADLINE_S
     )
     for rank, bank in enumerate(banks):
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):
             bank.live(0, slot).copy_(records[0, expert])
-        table = RoutingTable(START, max_replicas=2)
-        parts = RankParts(rank, bank, table, SlotCounter(1, 2), StepClock(), digests)
         transport = LocalTransport(TOPOLOGY, rank, banks, records)
         links = Links(votes.member(rank), transport, store, Sink(store))
-        made.agents.append(RankAgent(known, parts, links, START))
-        made.parts.append(parts)
+        made.wired.append(wire_agent(known, HeldExperts(rank, bank, digests, START), links))
     for agent in made.agents:
         agent.start()
     yield made
@@ -124,9 +125,9 @@ def test_new_shares_serve_under_a_new_generation_and_no_weight_moves(serving: Se
     assert placement.slot_to_expert.tolist() == START.slot_to_expert.tolist()
     assert serving.step() == pytest.approx([5000, 5000], abs=100)
     assert [agent.figures.experts_moved for agent in serving.agents] == [0, 0]
-    assert [int(part.bank.live(0, 1)[0]) for part in serving.parts] == [1, 2]
-    for part in serving.parts:
-        share = float(part.table.cumulative[0, 0, 0]) / SHARE_ONE
+    assert [int(bank.live(0, 1)[0]) for bank in serving.banks] == [1, 2]
+    for wired in serving.wired:
+        share = float(wired.table.cumulative[0, 0, 0]) / SHARE_ONE
         assert share == pytest.approx(placement.slot_share[0, 0], abs=1e-4)
 
 

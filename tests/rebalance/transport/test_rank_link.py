@@ -29,19 +29,20 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.network.listener import MOST_CALLERS
 from rebalance.network.wire import RefusedError, Wire, greet, reach
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.stage.lanes import Pull
+from rebalance.stage.serving import readable, serving_after_each
 from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
-from rebalance.swap.serving import readable, serving_after_each
 from rebalance.threads.waiting import PhaseBox, drive
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
@@ -50,7 +51,6 @@ from rebalance.transport.ranks.server import PIECE_BYTES, RankLinkServer, Served
 from rebalance.transport.ranks.settings import RankLinkSettings
 from rebalance.transport.ranks.wire import PROTOCOL, Ask, GroupName, Part
 from runtime.checkpoint import Checkpoint
-from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.model.compute import swiglu
@@ -655,15 +655,14 @@ def live_rank(
         transport = PullTransport(RankMemory(rank, bank, slab, others=others), NoPeers())
         store, clock = MemoryStore("test"), StepClock()
         store.commit(START, expected=None, reason="start")
-        table = RoutingTable(START, max_replicas=2)
-        agent = RankAgent(
+        agent = wire_agent(
             AgentSettings(
                 "test", name.run, TWO_RANKS, 4, vote_deadline_s=DEADLINE_S, rank_links=settings
             ),
-            RankParts(rank, bank, table, SlotCounter(2, 4), clock, digests),
+            HeldExperts(rank, bank, digests, START),
             Links(votes, transport, store, Sink()),
-            START,
-        )
+            clock,
+        ).agent
         agent.start()
         yield LiveRank(rank, agent, bank, store, clock)
 

@@ -27,24 +27,18 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Source
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
-from rebalance.protocol.ballot import BALLOT_SIZE, Outcome
+from rebalance.protocol.ballot import BALLOT_SIZE
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.transport.interface import (
-    HOST,
-    PendingVote,
-    Place,
-    Record,
-    VoteGroup,
-    WeightTransport,
-)
+from rebalance.transport.interface import HOST, Place, WeightTransport
 from rebalance.transport.local import LocalTransport
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory, SharedPeers
 from rebalance.transport.ranks.client import OtherRanks
 from rebalance.transport.ranks.server import RankLinkServer, Served
 from rebalance.transport.ranks.settings import RankLinkSettings
 from rebalance.transport.ranks.wire import GroupName
+from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
 from runtime.memory.shared import attach

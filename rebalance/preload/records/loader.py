@@ -18,10 +18,9 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from rebalance.preload.cache.wire import Digest
 from rebalance.preload.records.record_file import RecordFile
 from rebalance.preload.records.record_origin import RecordOrigin, ShardGuard
-from rebalance.transport.interface import Record
+from rebalance.types import Digest, Record
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena, digest

@@ -6,33 +6,56 @@ from dataclasses import replace
 
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import Ballot, Verdict
+from rebalance.protocol.journal import Diary
 from rebalance.protocol.phases import Phase
-from rebalance.rank.core import RankCore
+from rebalance.protocol.voter import Voter
 from rebalance.swap.swapper import Swapper
+from rebalance.swap.weights_fence import Fence
+from rebalance.threads.waiting import PhaseBox
 
 
 class Voting:
-    """One rank's votes, on the step's thread."""
+    """One rank's votes, on the step's thread.
 
-    def __init__(self, core: RankCore, swapper: Swapper) -> None:
-        self._core, self._swapper = core, swapper
+    Args:
+        voter: casts and reads.
+        swapper: does what a verdict orders.
+        box: the rank's phase.
+        fence: of which weights this rank serves.
+        diary: notes ballots and verdicts.
+        membership: number of the group of ranks.
+        vote_every: steps from one vote to the next.
+    """
+
+    def __init__(
+        self,
+        voter: Voter,
+        swapper: Swapper,
+        box: PhaseBox,
+        fence: Fence,
+        diary: Diary,
+        *,
+        membership: int,
+        vote_every: int,
+    ) -> None:
+        self._voter, self._swapper, self._box = voter, swapper, box
+        self._fence, self._diary = fence, diary
+        self._membership, self._vote_every = membership, vote_every
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
 
     def cast(self, step: int) -> None:
         """Vote by how this rank stands."""
-        core = self._core
-        with core.box.changed:
-            state = core.box.state
+        with self._box.changed:
+            state = self._box.state
             if state.plan is not None and self._swapper.last_swap.is_complete():
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
-                core.box.state = state
-        membership = core.settings.membership
-        ballot = phases.ballot(state, step=step, membership=membership, halt=self.wants_halt)
-        ballot = replace(ballot, weights_version=core.fence.ballot)
-        core.diary.note_ballot(ballot)
-        core.voter.cast(ballot)
+                self._box.state = state
+        ballot = phases.ballot(state, step=step, membership=self._membership, halt=self.wants_halt)
+        ballot = replace(ballot, weights_version=self._fence.ballot)
+        self._diary.note_ballot(ballot)
+        self._voter.cast(ballot)
 
     def read(self, step: int, *, must_finish: bool) -> Verdict | None:
         """Read the vote under way and obey it; None while it may be read later.
@@ -40,8 +63,8 @@ class Voting:
         Raises:
             RankError: a rank is dead or too late, or ranks are at different steps.
         """
-        swapped = self._core.box.state.swapped
-        found = self._core.voter.read(step, swapped=swapped, must_finish=must_finish)
+        swapped = self._box.state.swapped
+        found = self._voter.read(step, swapped=swapped, must_finish=must_finish)
         if found is None:
             return None
         self.obey(*found, step)
@@ -49,17 +72,16 @@ class Voting:
 
     def obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         """Do what a verdict on this rank's ballot asks for, before ``step``."""
-        core = self._core
-        core.diary.note_verdict(cast, verdict)
+        self._diary.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
-            self.halt_at = cast.step + core.settings.vote_every
-        with core.box.changed:
-            before = core.box.state
+            self.halt_at = cast.step + self._vote_every
+        with self._box.changed:
+            before = self._box.state
             state, order = phases.read_verdict(before, cast, verdict)
-            core.box.state = state
+            self._box.state = state
             if order is not None:
                 self._swapper.swap(order, step)
             elif state.phase is Phase.ABORTED and before.phase is not state.phase:
                 self._swapper.drop(state)
-            core.box.changed.notify_all()
+            self._box.changed.notify_all()

@@ -1,0 +1,122 @@
+"""The configuration of a rank: plain values, alike on every rank of a deployment.
+
+Nothing here reads a file or the environment; what does can fill these classes field by field. Host
+weight caches are configured by ``rebalance.preload.cache.settings.SlabSettings``, controllers by
+``rebalance.controller.loop.ControllerSettings``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eplb.core.load import Phase
+from eplb.errors import ConfigError
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.ranks.settings import RankLinkSettings
+from telemetry.records.sample_codec import SAMPLE_VERSION
+from telemetry.reporter.drain import AT_ONCE, Tempo
+from telemetry.reporter.spool import DEFAULT_BYTES, Spool
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """How the processes of ranks reach each other."""
+
+    # Of gloo, for example "eth0"; GLOO_SOCKET_IFNAME of the environment has precedence. None: the
+    # one that the machine's host name resolves to.
+    interface: str | None = None
+    # Address of each rank's machine by which the other ranks reach it, by rank. (): that of the
+    # rank's link where ranks have links, else the one from which the rendezvous is reached.
+    hosts: tuple[str, ...] = ()
+    join_deadline_s: float = 60.0  # for all ranks to form a group, and to reach the host cache
+    fill_deadline_s: float = 120.0  # for all ranks to load their first experts
+
+    def __post_init__(self) -> None:
+        check_positive(self, "join_deadline_s", "fill_deadline_s")
+
+
+@dataclass(frozen=True)
+class ReportingConfig:
+    """How a rank reports load to the store."""
+
+    spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
+    spool_bytes: int = DEFAULT_BYTES  # of each rank
+    tempo: Tempo = AT_ONCE
+    sample_version: int = SAMPLE_VERSION
+
+    def spool_of(self, rank: int) -> Spool | None:
+        """Open a rank's spool; with what an earlier process of that rank left in it.
+
+        Raises:
+            StoreError: another process uses it.
+        """
+        if self.spool_dir is None:
+            return None
+        return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_bytes)
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """How ranks balance; alike on every rank.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    deployment: str
+    sample_steps: int  # steps per sample; a divisor of the window
+    staging_experts: int  # entries of the staging ring; the pace of migrations must fit in it
+    vote_every: int = 2  # steps from one vote to the next
+    vote_deadline_s: float = 30.0  # for a rank's vote
+    plan_deadline_s: float = 30.0  # how long a migration may stand still; then it is dropped
+    scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
+    load_phase: Phase = "mixed"  # of forward passes whose phase the engine does not name
+    stage: StageSettings | None = None  # None: the device's, see ``stage_on``
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    journal_dir: Path | None = None  # None: no journal is kept
+
+    def __post_init__(self) -> None:
+        check_positive(self, "sample_steps", "vote_every", "vote_deadline_s", "plan_deadline_s")
+        for name in ("staging_experts", "scrub_every_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+
+    def stage_on(self, device_type: str) -> StageSettings:
+        """How much staging may take on "cuda" or "cpu"."""
+        if self.stage is not None:
+            return self.stage
+        return StageSettings.while_serving() if device_type == "cuda" else StageSettings()
+
+    def host_of(self, rank: int) -> str | None:
+        """Address by which other ranks reach this one; None: the rendezvous shows it."""
+        if self.network.hosts:
+            return self.network.hosts[rank]
+        return self.rank_links.addresses[rank][0] if self.rank_links is not None else None
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse addresses for another number of ranks.
+
+        Raises:
+            ConfigError: a rank has no address, or an address no rank.
+        """
+        if self.network.hosts and len(self.network.hosts) != num_ranks:
+            raise ConfigError(
+                f"network.hosts has {len(self.network.hosts)} addresses, "
+                f"expected one for each of {num_ranks} ranks"
+            )
+        if self.rank_links is not None:
+            self.rank_links.check(num_ranks)
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Refuse fields that are not above zero.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} is {getattr(config, name)}, expected more than 0")

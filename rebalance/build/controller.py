@@ -1,0 +1,50 @@
+"""Builds a controller: the process that plans. It loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from eplb.core.topology import Topology
+from eplb.planner import plan
+from rebalance.controller.loop import Controller, ControllerSettings
+from telemetry import open_store
+from telemetry.store import LoadStore
+
+
+def build_controller(
+    settings: ControllerSettings,
+    store: LoadStore | Path | str,
+    deployment: str,
+    *,
+    holder: str | None = None,
+) -> Controller:
+    """Build a controller that can lead at once; ``run`` plans until it is told to stop.
+
+    Several may be built for one deployment, on any host that reaches the store: one leads, by the
+    store's lease.
+
+    Args:
+        settings: how it decides.
+        store: of the deployment, open or by its URL.
+        deployment: for which it plans.
+        holder: under which it holds the lease; None: a new name.
+
+    Raises:
+        ConfigError: the settings name an unknown policy, or the URL an unknown store.
+        StoreError: the store cannot be used.
+    """
+    if isinstance(store, Path | str):
+        store = open_store(store, deployment)
+    controller = Controller(store, settings, holder=holder)
+    warm_up(settings.policy)
+    return controller
+
+
+def warm_up(policy: str) -> None:
+    """Have the planner's kernels compiled: ten seconds, once for each checkout of the project."""
+    load = np.array([[[8, 4, 2, 1]], [[8, 4, 2, 2]]])
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+    fresh = plan(load, ranks, policy=policy)
+    plan(load[:, :, ::-1], ranks, policy=policy, current=fresh.target)

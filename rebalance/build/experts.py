@@ -1,0 +1,173 @@
+"""A rank's experts at the start: memory, first records, digests that all agree on, the transport.
+
+The order matters: every bank is filled, and its bytes agreed on, before any rank may read a peer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from rebalance.build.config import RankConfig
+from rebalance.build.group import RankGroups
+from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.first_fill import fill_bank
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.stage.digest_table import agree_on_digests
+from rebalance.transport.choice import KnownRecords, choose_transport
+from rebalance.transport.interface import WeightTransport
+from rebalance.transport.processes import Peers, RankMemory, SharedPeers, ranks_beside
+from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.wire import GroupName
+from rebalance.types import Digest, Record
+from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
+from runtime.group.agreement import gathered
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank runs: what differs from rank to rank, or from start to start."""
+
+    rank: int
+    run: str  # name of this start of all ranks
+    topology: Topology
+    groups: RankGroups
+    device: torch.device
+    host_cache: SlabAddress  # of this rank's host
+
+
+@dataclass(frozen=True)
+class FirstExperts:
+    """What a rank holds of the experts at the start, and how it gets more."""
+
+    bank: ExpertBank
+    digests: torch.Tensor  # [L, E, 2] of every expert
+    votes: GlooVotes
+    transport: WeightTransport
+
+
+@dataclass(frozen=True)
+class _Memory:
+    bank: ExpertBank
+    is_filled: bool  # by the engine
+    unmapped: str = ""  # why peers cannot map it
+
+
+def take_experts(
+    config: RankConfig,
+    place: RankPlace,
+    model: ModelShape,
+    experts: ExpertSchema | ExpertBank,
+    placement: Placement,
+    *,
+    membership: int,
+) -> FirstExperts:
+    """Have this rank's slots hold what the placement says, and agree on it; collective.
+
+    Raises:
+        ConfigError: bank, placement and topology do not fit together.
+        MigrationError: a record cannot be read, or ranks hold different bytes of one expert.
+        BrokenGroup: a rank died or missed the deadline.
+    """
+    network, rank = config.network, place.rank
+    memory = _memory(config, place, model, experts)
+    bank, size = memory.bank, memory.bank.schema.record_bytes
+    cache = SlabReader(
+        place.host_cache,
+        model.num_experts,
+        size,
+        deadline_s=network.join_deadline_s,
+        for_gpu=place.device.type == "cuda",
+    )
+    held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
+    votes = GlooVotes(
+        place.groups.votes, host=config.host_of(rank), deadline_s=network.join_deadline_s
+    )
+    if memory.is_filled:
+        found = _digests_of(bank, held)
+    else:
+        found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
+    shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
+    digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+    handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
+    others = None
+    if config.rank_links is not None:
+        others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
+    transport, why = choose_transport(
+        RankMemory(rank, bank, cache, 1 + len(ranks_beside(rank, place.topology)), others),
+        lambda: _open_peers(place, memory, dict(enumerate(handles))),
+        KnownRecords(placement, place.topology, digests),
+        place.groups.votes,
+    )
+    log.info("rank %d: transport: %s", rank, why)
+    return FirstExperts(bank, digests, votes, transport)
+
+
+def _memory(
+    config: RankConfig, place: RankPlace, model: ModelShape, experts: ExpertSchema | ExpertBank
+) -> _Memory:
+    """The engine's bank, or memory that every rank of the host maps, or the rank's own alone.
+
+    GPU memory that cannot be mapped is refused on every rank alike; all weights then come through
+    the host.
+    """
+    if isinstance(experts, ExpertBank):
+        return _Memory(experts, is_filled=True)
+    slots, num_staging = place.topology.slots_of_rank, config.staging_experts
+    shape = (experts, model.num_layers, int(slots[place.rank]))
+    if place.device.type != "cuda":
+        return _Memory(ExpertBank(*shape, num_staging=num_staging), is_filled=False)
+    from runtime.memory.symmetric import SymmetricArena  # not there on a CPU
+
+    num_bytes = bank_bytes(experts, model.num_layers, int(slots.max()), num_staging)
+    arena: SymmetricArena | PlainArena
+    unmapped = ""
+    try:
+        arena = SymmetricArena(num_bytes, place.groups.tokens, place.device)
+    except ConfigError as exc:
+        arena, unmapped = PlainArena(num_bytes, place.device), str(exc)
+    bank = ExpertBank(*shape, num_staging=num_staging, arena=arena)
+    return _Memory(bank, is_filled=False, unmapped=unmapped)
+
+
+def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Digest]:
+    """Digests of what an engine has loaded, by the experts [L, C] that it was to load."""
+    return {
+        (layer, int(held[layer, slot])): bank.digest(layer, slot)
+        for layer, slot in np.argwhere(held != EMPTY).tolist()
+    }
+
+
+def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -> Peers:
+    """Map the slots of the other ranks of this host.
+
+    Raises:
+        ConfigError: they cannot be mapped.
+        MigrationError: a peer's memory cannot be attached.
+    """
+    bank = memory.bank
+    if memory.unmapped:
+        raise ConfigError(memory.unmapped)
+    if bank.device.type != "cuda":
+        return SharedPeers(place.rank, place.topology, bank, handles)
+    from rebalance.transport.gpus import SymmetricPeers
+    from runtime.memory.symmetric import SymmetricArena
+
+    if not isinstance(bank.arena, SymmetricArena):
+        raise ConfigError(
+            f"rank {place.rank}: other ranks cannot map the memory of its experts, "
+            f"expected a SymmetricArena, found {type(bank.arena).__name__}"
+        )
+    return SymmetricPeers(place.rank, place.topology, bank, bank.arena)

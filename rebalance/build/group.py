@@ -1,0 +1,94 @@
+"""How the processes of ranks form their groups: one for tokens, one of its own for votes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from eplb.errors import RankError
+from rebalance.build.config import NetworkConfig
+from runtime.group.listeners import gloo_listeners_closed
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """Every rank, twice."""
+
+    tokens: dist.ProcessGroup  # the engine's, for the exchange of tokens
+    votes: dist.ProcessGroup  # of gloo, for votes and for what ranks agree on at the start
+
+
+def join_ranks(
+    network: NetworkConfig, rendezvous: Store, rank: int, num_ranks: int, device: torch.device
+) -> RankGroups:
+    """Form both groups, as the process's default group and beside it; collective.
+
+    For processes that have no group yet; where an engine has formed its own, see ``join_votes``.
+
+    Args:
+        network: how ranks reach each other.
+        rendezvous: a store that every rank reaches, in a process that outlives them.
+        rank: this one.
+        num_ranks: of the group.
+        device: where this rank computes. On CUDA tokens are exchanged over NCCL.
+
+    Raises:
+        RankError: the ranks did not all join in time.
+    """
+    is_cuda = device.type == "cuda"
+    _use_interface(network)
+    try:
+        with ExitStack() as formed:
+            if not is_cuda:
+                formed.enter_context(gloo_listeners_closed())
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                store=rendezvous,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=network.join_deadline_s),
+                device_id=device if is_cuda else None,
+            )
+            if is_cuda:  # only now: NCCL goes on connecting ranks of the first group
+                formed.enter_context(gloo_listeners_closed())
+            votes = _new_votes(network)
+    except RuntimeError as exc:
+        raise RankError(f"rank {rank} could not join the others: {exc}") from exc
+    assert dist.group.WORLD is not None, "init_process_group sets it"
+    return RankGroups(dist.group.WORLD, votes)
+
+
+def join_votes(network: NetworkConfig) -> RankGroups:
+    """Form the votes' group beside the default group, which an engine has formed; collective.
+
+    Raises:
+        RankError: there is no default group, or the ranks did not all join in time.
+    """
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise RankError("no default process group, expected the engine to have formed it")
+    _use_interface(network)
+    try:
+        with gloo_listeners_closed():
+            votes = _new_votes(network)
+    except RuntimeError as exc:
+        raise RankError(f"rank {dist.get_rank()} could not join the votes: {exc}") from exc
+    return RankGroups(dist.group.WORLD, votes)
+
+
+def _use_interface(network: NetworkConfig) -> None:
+    # torch takes gloo's interface from the environment alone.
+    if network.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network.interface)
+
+
+def _new_votes(network: NetworkConfig) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=network.join_deadline_s)
+    votes = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(votes, dist.ProcessGroup), "every rank is a member"
+    return votes

@@ -1,0 +1,50 @@
+"""Builds the weight cache of one host: the process that brings experts from disk into memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from eplb.core.model import ModelShape
+from eplb.errors import ConfigError
+from rebalance.preload.cache.server import HostSlab
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+
+
+def build_host_cache(
+    settings: SlabSettings,
+    address: SlabAddress,
+    model: ModelShape,
+    schema: ExpertSchema,
+    checkpoint: Path | None,
+    *,
+    host: int = 0,
+) -> HostSlab:
+    """Build a host's cache; it answers from now on, until ``close``.
+
+    Args:
+        settings: alike on every host. Where they name several hosts (``links.hosts``), this one
+            listens for the others at its own address of them.
+        address: where the ranks of this host find it.
+        model: the MoE layers and their experts.
+        schema: what an expert consists of.
+        checkpoint: folder of the weights; None: other hosts give them.
+        host: number of this host in ``links.hosts``.
+
+    Raises:
+        ConfigError: this host is not among ``links.hosts``, or the settings leave no room or no
+            source for a record.
+        CheckpointError: a weight file is missing.
+        MigrationError: the address is in use, or there is no memory.
+    """
+    if (links := settings.links) is not None:
+        if not 0 <= host < len(links.hosts):
+            raise ConfigError(
+                f"host {host} has no address in links.hosts, expected 0..{len(links.hosts) - 1}"
+            )
+        settings = replace(settings, links=replace(links, listen=links.hosts[host]))
+    weights = Checkpoint(checkpoint) if checkpoint is not None else None
+    return HostSlab(address, weights, model, schema, settings)

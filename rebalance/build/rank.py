@@ -1,0 +1,170 @@
+"""Builds one rank of a deployment inside a serving process.
+
+    groups = join_votes(config.network)  # the engine has formed its default group
+    place = RankPlace(rank, run, topology, groups, device, host_cache)
+    rank = build_rank(config, place, model, ExpertSchema.swiglu(...), "redis://10.0.0.7")
+    ...                                  # the engine makes its model over rank.bank, rank.table
+    rank.agent.start()
+    while rank.agent.step(number, "decode"):
+        ...                              # a forward pass, which adds to rank.counter
+    rank.close()
+
+Every rank calls it, with one configuration. The first placement is in the store by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, StoreError
+from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.config import RankConfig
+from rebalance.build.experts import RankPlace, take_experts
+from rebalance.protocol.journal import Journal, NoJournal
+from rebalance.rank.parts import AgentSettings, Links
+from rebalance.recovery.survivors import membership_of_start
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.routing import RoutingTable
+from telemetry import open_store
+from telemetry.reporter.reporter import Reporter
+from telemetry.store import LoadStore
+
+FLUSH_DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """One rank, ready to start."""
+
+    agent: RankAgent
+    bank: ExpertBank  # the live slots, which the model's kernels read
+    table: RoutingTable  # chooses the slot of each routed token
+    counter: SlotCounter  # counts what each slot of this rank receives
+    store: LoadStore
+    reporter: Reporter
+    journal: Journal | None
+
+    def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
+        """End the agent, and write what it still has to report. The store stays open."""
+        self.agent.close()
+        self.reporter.state(self.agent.describe())
+        self.reporter.close(flush_deadline_s)
+        self.close_journal()
+
+    def close_journal(self) -> None:
+        """Write the notes that wait, if there is a journal."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def build_rank(
+    config: RankConfig,
+    place: RankPlace,
+    model: ModelShape,
+    experts: ExpertSchema | ExpertBank,
+    store: LoadStore | Path | str,
+) -> BuiltRank:
+    """Build a rank up to the point where its agent can start; collective.
+
+    Args:
+        config: alike on every rank.
+        place: where this rank runs.
+        model: the MoE layers and their experts.
+        experts: what an expert consists of: memory is reserved here, and filled from the cache of
+            the rank's host. Or the engine's own memory, which it has filled by the placement of
+            the store; see ``committed_placement``.
+        store: of the deployment, open or by its URL.
+
+    Raises:
+        ConfigError: configuration, model, placement and place do not fit together.
+        StoreError: the store cannot be used, or has no placement to start from.
+        RankError: a rank died or was late.
+        MigrationError: experts cannot be loaded, or ranks hold different bytes of one.
+    """
+    config.check_ranks(place.topology.num_ranks)
+    opened = _opened(store, config)
+    placement = committed_placement(opened)
+    _check_fit(model, placement, place, experts)
+    membership = membership_of_start(opened)
+    first = take_experts(config, place, model, experts, placement, membership=membership)
+    reporting = config.reporting
+    reporter = Reporter(
+        opened, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank
+    )
+    journal = None
+    if config.journal_dir is not None:
+        journal = Journal(config.journal_dir, place.run, place.rank)
+    wired = wire_agent(
+        agent_settings(config, place.run, place.topology, place.device.type, membership),
+        HeldExperts(place.rank, first.bank, first.digests, placement),
+        Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
+    )
+    return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
+
+
+def agent_settings(
+    config: RankConfig, run: str, topology: Topology, device_type: str, membership: int
+) -> AgentSettings:
+    """What every rank's agent is given alike."""
+    return AgentSettings(
+        config.deployment,
+        run,
+        topology,
+        config.sample_steps,
+        vote_every=config.vote_every,
+        vote_deadline_s=config.vote_deadline_s,
+        plan_deadline_s=config.plan_deadline_s,
+        scrub_every_steps=config.scrub_every_steps,
+        load_phase=config.load_phase,
+        stage=config.stage_on(device_type),
+        membership=membership,
+        rank_links=config.rank_links,
+    )
+
+
+def committed_placement(store: LoadStore) -> Placement:
+    """The placement that ranks start from.
+
+    Raises:
+        StoreError: there is none.
+    """
+    committed = store.committed()
+    if committed is None:
+        raise StoreError(
+            f"the store holds no committed placement of deployment {store.deployment!r}, "
+            "expected one to start from"
+        )
+    return committed.placement
+
+
+def _opened(store: LoadStore | Path | str, config: RankConfig) -> LoadStore:
+    if not isinstance(store, Path | str):
+        return store
+    return open_store(store, config.deployment, sample_version=config.reporting.sample_version)
+
+
+def _check_fit(
+    model: ModelShape, placement: Placement, place: RankPlace, experts: ExpertSchema | ExpertBank
+) -> None:
+    topology = place.topology
+    found = (placement.num_layers, placement.num_slots, placement.num_experts)
+    expected = (model.num_layers, topology.num_slots, model.num_experts)
+    if found != expected:
+        raise ConfigError(
+            f"the committed placement has (layers, slots, experts) {found}, expected {expected} "
+            "by the model and the topology"
+        )
+    if isinstance(experts, ExpertBank):
+        shape = (experts.num_layers, experts.num_slots)
+        wanted = (model.num_layers, int(topology.slots_of_rank[place.rank]))
+        if shape != wanted or experts.device.type != place.device.type:
+            raise ConfigError(
+                f"rank {place.rank}: a bank with (layers, slots) {shape} on {experts.device.type}, "
+                f"expected {wanted} on {place.device.type}"
+            )

@@ -1,0 +1,289 @@
+"""The builders of a rank, a host's weight cache and a controller, used as an engine would.
+
+Here and not in a folder ``build``: pytest does not look into folders of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from engine_rank import EngineSetup, serve
+from pydantic import TypeAdapter
+
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, RankError, StoreError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.build.controller import build_controller
+from rebalance.build.experts import RankPlace
+from rebalance.build.group import RankGroups, join_votes
+from rebalance.build.host_cache import build_host_cache
+from rebalance.build.rank import agent_settings, build_rank
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.ranks.settings import RankLinkSettings
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.group.launch import launch
+from telemetry import open_store
+from telemetry.reporter.drain import Tempo
+from telemetry.store import RunInfo
+from telemetry.stores.memory import MemoryStore
+
+DEADLINE_S = 90.0
+SECRET = bytes(range(16))
+RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
+START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], (2, 1)), num_experts=8)
+TARGET = Placement(np.tile([0, 1, 5, 3, 4, 2, 6, 7, 0, 1], (2, 1)), num_experts=8)
+
+
+def free_address(host: str) -> tuple[str, int]:
+    with closing(socket.create_server((host, 0))) as taken:
+        return host, taken.getsockname()[1]
+
+
+def config_of(**given: Any) -> RankConfig:
+    return RankConfig("test", sample_steps=4, staging_experts=4, **given)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "has_own_weights"), [(1, False), (2, True)], ids=["one host", "two hosts"]
+)
+def test_a_rank_embedded_in_an_engine_migrates_without_loading_api(
+    small_checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    tmp_path: Path,
+    num_hosts: int,
+    has_own_weights: bool,
+) -> None:
+    topology = Topology.uniform(num_hosts, 2 // num_hosts, slots_per_rank=5)
+    url, run = f"sqlite:{tmp_path / 'store.sqlite'}", f"run-{os.getpid()}-{num_hosts}"
+    caches = tuple(SlabAddress(f"{run}-{host}", os.urandom(16)) for host in range(num_hosts))
+    rank_links, settings = None, SlabSettings()
+    if num_hosts == 2:
+        hosts = ("127.0.0.2", "127.0.0.3")
+        rank_links = RankLinkSettings(tuple(map(free_address, hosts)), SECRET)
+        settings = SlabSettings(links=HostLinkSettings(tuple(map(free_address, hosts)), SECRET))
+    config = config_of(
+        network=NetworkConfig(interface="lo"),
+        rank_links=rank_links,
+        reporting=ReportingConfig(spool_dir=tmp_path / "spool"),
+        journal_dir=tmp_path / "journal",
+    )
+    setup = EngineSetup(
+        config,
+        run,
+        topology,
+        caches,
+        small_model,
+        small_schema,
+        small_checkpoint.path,
+        url,
+        TARGET,
+        has_own_weights,
+    )
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(open_store(url, "test")))
+        store.commit(START, expected=None, reason="start")
+        for host, address in enumerate(caches):
+            made = build_host_cache(
+                settings, address, small_model, small_schema, small_checkpoint.path, host=host
+            )
+            stack.enter_context(closing(made))
+        found = launch(serve, 2, setup, deadline_s=DEADLINE_S)
+        committed, states = store.committed(), store.rank_states(run)
+        samples = store.samples(run)
+
+    assert [one.foreign for one in found] == [[], []]
+    assert [(one.generation, one.num_wrong) for one in found] == [(1, 0), (1, 0)]
+    assert [one.num_moved for one in found] == [2, 2]
+    assert committed is not None
+    assert committed.placement.hash == TARGET.hash
+    assert [state.phase for state in states] == ["idle", "idle"]
+    assert {sample.phase for _, sample in samples} == {"decode"}
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == [
+        "rank-0000.jsonl",
+        "rank-0001.jsonl",
+    ]
+
+
+CONFIG = """
+deployment = "west"
+sample_steps = 16
+staging_experts = 8
+scrub_every_steps = 0
+journal_dir = "/var/lib/eplb/journal"
+
+[network]
+interface = "eth0"
+join_deadline_s = 90
+
+[stage]
+in_flight = 4
+peer = { chunk_bytes = 1048576, bytes_per_second = 6e9 }
+
+[reporting]
+tempo = { write_s = 0.5 }
+
+[rank_links]
+addresses = [["10.0.0.1", 7000], ["10.0.0.2", 7000]]
+secret = "sixteen bytes ok"
+"""
+
+
+def test_a_rank_config_is_filled_from_toml_field_by_field() -> None:
+    config = TypeAdapter(RankConfig).validate_python(tomllib.loads(CONFIG))
+
+    assert (config.deployment, config.sample_steps, config.staging_experts) == ("west", 16, 8)
+    assert config.network == NetworkConfig("eth0", join_deadline_s=90.0)
+    assert config.stage_on("cpu").in_flight == 4
+    assert config.reporting.tempo == Tempo(write_s=0.5)
+    assert config.journal_dir == Path("/var/lib/eplb/journal")
+    assert config.host_of(1) == "10.0.0.2"
+    assert config.vote_every == config_of().vote_every
+
+
+def test_a_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
+    found = {"deployment": "west", "sample_steps": "16", "staging_experts": "8"}
+
+    config = TypeAdapter(RankConfig).validate_python(found | {"vote_deadline_s": "2.5"})
+
+    assert (config.sample_steps, config.vote_deadline_s) == (16, 2.5)
+
+
+def test_the_agents_settings_are_those_of_the_config_and_the_device() -> None:
+    topology = Topology.uniform(1, 2, slots_per_rank=5)
+    config = config_of(vote_every=4, load_phase="decode")
+
+    on_cpu = agent_settings(config, "run", topology, "cpu", membership=3)
+    on_gpu = agent_settings(config, "run", topology, "cuda", membership=3)
+
+    assert (on_cpu.vote_every, on_cpu.load_phase, on_cpu.membership) == (4, "decode", 3)
+    assert (on_cpu.stage, on_gpu.stage) == (StageSettings(), StageSettings.while_serving())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"vote_every": 0}, "vote_every is 0, expected more than 0"),
+        ({"plan_deadline_s": -1.0}, "plan_deadline_s is -1.0, expected more than 0"),
+        ({"scrub_every_steps": -1}, "scrub_every_steps is -1, expected 0 or more"),
+    ],
+)
+def test_a_rank_config_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(**given)
+
+
+def test_a_network_config_without_a_deadline_is_refused() -> None:
+    with pytest.raises(ConfigError, match="join_deadline_s is 0, expected more than 0"):
+        NetworkConfig(join_deadline_s=0)
+
+
+def test_addresses_of_another_number_of_ranks_are_refused() -> None:
+    config = config_of(network=NetworkConfig(hosts=("10.0.0.1",)))
+
+    with pytest.raises(ConfigError, match=r"network.hosts has 1 addresses, expected one for each"):
+        config.check_ranks(2)
+
+
+def refusal(
+    model: ModelShape,
+    experts: ExpertSchema | ExpertBank,
+    store: MemoryStore,
+) -> str:
+    """Why the one rank of a group cannot be built."""
+    group = dist.group.WORLD
+    assert group is not None
+    place = RankPlace(
+        0,
+        "run",
+        Topology.uniform(1, 1, slots_per_rank=10),
+        RankGroups(group, group),
+        torch.device("cpu"),
+        SlabAddress("nobody", SECRET),
+    )
+    try:
+        build_rank(config_of(), place, model, experts, store)
+    except (ConfigError, StoreError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "built"
+
+
+def test_a_rank_that_does_not_fit_is_refused_before_it_waits_for_others(
+    run_ranks: RunRanks, small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    wide = ModelShape((0, 1, 2), 8, 2, hidden=16, intermediate=8)
+
+    def build(rank: int) -> list[str]:
+        empty, filled = MemoryStore("test"), MemoryStore("test")
+        filled.commit(START, expected=None, reason="start")
+        bank = ExpertBank(small_schema, 2, 3, num_staging=1)
+        return [
+            refusal(small_model, small_schema, empty),
+            refusal(wide, small_schema, filled),
+            refusal(small_model, bank, filled),
+        ]
+
+    ((unplaced, other_model, other_bank),) = run_ranks(1, build)
+
+    assert unplaced == (
+        "StoreError: the store holds no committed placement of deployment 'test', "
+        "expected one to start from"
+    )
+    assert "(layers, slots, experts) (2, 10, 8), expected (3, 10, 8)" in other_model
+    assert "rank 0: a bank with (layers, slots) (2, 3) on cpu, expected (2, 10)" in other_bank
+
+
+def test_votes_without_an_engines_group_are_refused() -> None:
+    with pytest.raises(RankError, match="no default process group, expected the engine to have"):
+        join_votes(NetworkConfig())
+
+
+def test_a_host_outside_the_list_of_hosts_gets_no_cache(
+    small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    links = HostLinkSettings((("127.0.0.1", 7000),), SECRET)
+    address = SlabAddress(f"test-{os.getpid()}-outside", os.urandom(16))
+
+    with pytest.raises(ConfigError, match=r"host 1 has no address in links.hosts, expected 0..0"):
+        build_host_cache(
+            SlabSettings(links=links), address, small_model, small_schema, None, host=1
+        )
+
+
+def test_a_controller_built_over_a_stores_url_takes_the_lease(
+    tmp_path: Path, small_model: ModelShape
+) -> None:
+    url = f"sqlite:{tmp_path / 'store.sqlite'}"
+    topology = topology_to_dict(Topology.uniform(1, 2, slots_per_rank=5))
+    controller = build_controller(ControllerSettings(), url, "test", holder="first")
+    with closing(open_store(url, "test")) as store:
+        store.commit(START, expected=None, reason="start")
+        store.begin_run(RunInfo("run", 1.0, model_to_dict(small_model), topology, 16))
+        controller.turn()
+        lease = store.lease()
+
+    assert lease is not None
+    assert lease.holder == "first"
+
+
+def test_a_controller_of_an_unknown_policy_is_not_built() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'best'"):
+        build_controller(ControllerSettings(policy="best"), MemoryStore("test"), "test")
