@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from document_facts import anchors, is_known, is_ready, metric_names, shell_lines
+from document_facts import anchors, is_known, is_ready, metric_names, run_to_end, shell_lines
 from documents import (
     GENERATED,
     PACKAGES,
@@ -36,7 +35,6 @@ from api.settings import load_settings
 from telemetry import open_store
 from telemetry.stores.redis.connection.process import RedisProcess
 
-DEADLINE_S = 60.0  # of a block
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
 LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
@@ -89,18 +87,15 @@ def test_python_of_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path
         if after.language == "output"
     }
 
-    done = subprocess.run(
+    status, output, errors = run_to_end(
         [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), page],
-        input=json.dumps([[block.line, block.code] for block in run]),
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+        tmp_path,
+        os.environ | {"PYTHONPATH": str(ROOT)},
+        json.dumps([[block.line, block.code] for block in run]),
     )
 
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split("\x1e\n")
+    assert status == 0, errors
+    printed = output.split("\x1e\n")
     for block, words in zip(run, printed, strict=False):
         if block.line in said:
             expected = re.escape(said[block.line]).replace(r"\.\.\.", ".*")
@@ -152,16 +147,13 @@ def test_shell_of_a_page_runs(block: Block, live: Any) -> None:
     live.sees("that all ranks report", lambda _: is_ready(address))
     environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
 
-    done = subprocess.run(
+    status, output, errors = run_to_end(
         ["bash", "-euc", block.code.replace(SERVICE, address)],
-        cwd=live.state_dir.parent,
-        env=environ | {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+        live.state_dir.parent,
+        environ | {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"},
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert status == 0, output + errors
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("toml", "json")], ids=named)

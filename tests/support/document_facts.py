@@ -1,19 +1,24 @@
-"""What tests look up for a page: commands of a shell block, anchors, modules, metrics."""
+"""What tests of a page need: its programs run to their end; commands, anchors, modules, metrics."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from repository import ROOT
 
 METRICS = ROOT / "api" / "metrics" / "rows.py"
+DEADLINE_S = 100.0  # of a block, or of all Python of a page
 ENDING_OF = {"_gauge": "", "_histogram": "", "_counter": "_total"}
 
 
@@ -70,3 +75,19 @@ def is_ready(address: str) -> bool:
             return bool(answer.status == 200)
     except urllib.error.HTTPError:
         return False
+
+
+def run_to_end(
+    command: list[str], folder: Path, environ: dict[str, str], given: str = ""
+) -> tuple[int, str, str]:
+    """Status, output and errors of a program. No process that it started outlives it."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    program = subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes
+    )
+    try:
+        output, errors = program.communicate(given, DEADLINE_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+    return program.wait(), output, errors

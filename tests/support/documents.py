@@ -191,11 +191,16 @@ def imports_section() -> str:
     """Who may import whom, as ``tests/test_imports.py`` checks it."""
     rules = runpy.run_path(str(ROOT / "tests" / "test_imports.py"))["RULES"]
     rows = [
-        f"| `{folder}` | {_names(rule.ours)} | {_names(rule.others)} | {_names(rule.never)} |"
+        f"| `{_on_disk(folder)}` | {_names(rule.ours)} | {_names(rule.others)} | {_names(rule.never)} |"
         for folder, rule in sorted(rules.items())
     ]
     head = "| folder | of this project | other libraries | never, of the standard library |"
     return "\n".join([head, "|---|---|---|---|", *rows, ""])
+
+
+def _on_disk(name: str) -> str:
+    """A folder, or the module of that name."""
+    return name if (ROOT / name).is_dir() else f"{name}.py"
 
 
 def _names(names: frozenset[str]) -> str:
