@@ -1,7 +1,7 @@
 """The one object that a serving process holds: a rank's part in balancing.
 
     agent.start()
-    while agent.step():        # between forward passes, on every rank, dummy batches included
+    while agent.step(number, "decode"):  # between forward passes, dummy batches included
         model.forward(batch)
     agent.close()
 
@@ -17,11 +17,11 @@ What the agent does is in its pieces (``rebalance.rank.core``): ``voting`` (ball
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
-from eplb.errors import RankError
+from eplb.errors import ConfigError, RankError
 from eplb.migration.build import Migration
 from eplb.migration.recovery import LastWords, Recovery
 from rebalance.protocol import phases
@@ -34,6 +34,8 @@ from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
+
+LOAD_PHASES: tuple[LoadPhase, ...] = get_args(LoadPhase)
 
 
 class RankAgent:
@@ -80,7 +82,13 @@ class RankAgent:
             BrokenGroup: a peer is dead or late. Run no further forward pass.
             RankError: ranks are out of step, this rank must not serve on, or nothing numbers the
                 step.
+            ConfigError: there is no such phase.
         """
+        if phase is not None and phase not in LOAD_PHASES:
+            raise ConfigError(
+                f"rank {self._parts.rank}: a forward pass of phase {phase!r}, "
+                f"expected one of: {', '.join(LOAD_PHASES)}"
+            )
         if self._has_ended:
             return False
         step = self._number() if step is None else step

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import preload
-
+from benchmarks.migration import preload
 from benchmarks.migration.agent import begin_store
 from benchmarks.migration.big_rank import Shapes, v3
 from benchmarks.migration.decode import measure_decode

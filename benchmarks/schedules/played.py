@@ -120,7 +120,7 @@ def make_agent(
         bank,  # type: ignore[arg-type]
         Table(house.start),  # type: ignore[arg-type]
         SlotCounter(layers, bank.num_slots),
-        steps,  # type: ignore[arg-type]
+        steps,
         digest_table(0, layers, experts).clone(),
     )
     links = Links(

@@ -113,6 +113,8 @@ def test_a_rank_embedded_in_an_engine_migrates_without_loading_api(
     assert [one.foreign for one in found] == [[], []]
     assert [(one.generation, one.num_wrong) for one in found] == [(1, 0), (1, 0)]
     assert [one.num_moved for one in found] == [2, 2]
+    source = "peer" if num_hosts == 1 else "host"  # each host has a cache of its own
+    assert [one.bytes_by_source[source] for one in found] == [2 * small_schema.record_bytes] * 2
     assert committed is not None
     assert committed.placement.hash == TARGET.hash
     assert [state.phase for state in states] == ["idle", "idle"]

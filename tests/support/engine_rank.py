@@ -46,6 +46,7 @@ class EngineSetup:
     store: str  # its URL
     target: Placement  # of the migration
     has_own_weights: bool  # the engine fills the slots itself
+    on_gpus: bool = False  # a GPU for each rank
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Embedded:
     num_wrong: int  # live slots whose bytes are not those of their expert
     num_moved: int
     num_steps: int
+    bytes_by_source: dict[str, int]
 
 
 def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
@@ -67,7 +69,7 @@ def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
         setup.run,
         setup.topology,
         join_votes(setup.config.network),
-        torch.device("cpu"),
+        torch.device("cuda", rank) if setup.on_gpus else torch.device("cpu"),
         setup.host_caches[host],
     )
     experts = own_weights(rank, setup) if setup.has_own_weights else setup.schema
@@ -80,6 +82,7 @@ def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
         num_wrong_slots(rank, setup, built.bank, built.agent.placement),
         built.agent.figures.experts_moved,
         num_steps,
+        dict(built.agent.describe().detail["bytes_by_source"]),
     )
     built.close()
     return found
@@ -108,7 +111,7 @@ def forward(
     for layer in range(setup.model.num_layers):
         shape = (NUM_TOKENS, setup.model.top_k)
         experts = torch.randint(setup.model.num_experts, shape, generator=random)
-        slots = built.table.choose(layer, experts, salt=step)
+        slots = built.table.choose(layer, experts.to(built.bank.device), salt=step)
         received = torch.bincount(slots.flatten(), minlength=setup.topology.num_slots)
         dist.all_reduce(received)
         built.counter.add(layer, received[own].to(torch.int32))

@@ -31,6 +31,7 @@ from rebalance.preload.cache.admission import Admission
 from rebalance.preload.cache.cache import WRITER, SlabCache
 from rebalance.preload.cache.client import SlabReader
 from rebalance.preload.cache.entries import Entry
+from rebalance.preload.cache.for_hosts import RecordsForHosts
 from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.session import SlabParts, SlabSession
 from rebalance.preload.cache.settings import SlabSettings
@@ -97,7 +98,9 @@ class HostSlab:
                 undo.callback(self._writer.close)
             undo.callback(self._end_readers)
             if links is not None and links.listen is not None:
-                self._door = HostLinkServer(links, self._parts, origin, self._holders)
+                self._door = HostLinkServer(
+                    links, RecordsForHosts(self._parts), origin, self._holders
+                )
                 undo.callback(self._door.close)
             self._start_readers(settings.num_readers)
             self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)

@@ -7,23 +7,53 @@ at most, so hosts that lack the same record never wait for one another in a circ
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from eplb.errors import CheckpointError
 from rebalance.network.listener import Door, DoorPlate
 from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
-from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.session import SlabParts
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
-from runtime.memory.shared import digest
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """How another host asks for a record."""
+
+    from_disk: bool  # else only of memory
+    is_suspect: bool  # it came with other bytes than its digest says: look at them first
+    weights_version: int
+    answer_s: float  # it is refused after this time
+
+
+class SharedRecords(Protocol):
+    """The records of this host (``rebalance.preload.cache.for_hosts``)."""
+
+    @property
+    def origin(self) -> RecordOrigin:
+        """What the records are of."""
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that serve; older records are void."""
+
+    def ready(self) -> Iterable[Record]:
+        """Records that are in memory."""
+
+    def lease(self, holder: int, record: Record, terms: LeaseTerms) -> tuple[Digest, memoryview]:
+        """Have a record in memory until ``drop``; return its digest and its bytes.
+
+        Raises:
+            RefusedError: it cannot be had, or not in time.
+        """
+
+    def drop(self, holder: int) -> None:
+        """End a holder's leases, and its wait for a record that is being read."""
 
 
 class HostLinkServer:
@@ -36,12 +66,12 @@ class HostLinkServer:
     def __init__(
         self,
         settings: HostLinkSettings,
-        parts: SlabParts,
+        records: SharedRecords,
         origin: Callable[[], RecordOrigin],
         holders: Iterator[int],
     ) -> None:
         assert settings.listen is not None, "a slab that gives nothing has no door"
-        self._settings, self._parts = settings, parts
+        self._settings, self._records = settings, records
         self._origin, self._holders = origin, holders
         plate = DoorPlate("host", settings.listen, PROTOCOL, settings.secret, settings.silence_s)
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
@@ -55,7 +85,7 @@ class HostLinkServer:
     def _hello(self) -> Message:
         return {
             "origin": asdict(self._origin()),
-            "weights_version": self._parts.cache.weights_version,
+            "weights_version": self._records.weights_version,
         }
 
     def _meet(self, wire: Wire) -> None:
@@ -66,7 +96,7 @@ class HostLinkServer:
         try:
             self._answer(wire, wire.receive(), holder)
         finally:
-            self._parts.cache.drop(holder)
+            self._records.drop(holder)
             with self._lock:
                 self._serving.discard(holder)
 
@@ -85,9 +115,9 @@ class HostLinkServer:
 
     def _book(self) -> str:
         """Which records are in memory: a bit each, in their order."""
-        origin = self._parts.origin
+        origin = self._records.origin
         bits = bytearray(-(-origin.num_records // 8))
-        for record in self._parts.cache.ready():
+        for record in self._records.ready():
             number = origin.number_of(record)
             bits[number // 8] |= 1 << number % 8
         return bits.hex()
@@ -103,63 +133,39 @@ class HostLinkServer:
         """
         layer, expert = ask["record"]
         answer_s = min(wire.left_s, float(ask["answer_s"]))
-        found, place = self._lease(holder, (int(layer), int(expert)), ask, answer_s)
+        found, held = self._lease(holder, (int(layer), int(expert)), ask, answer_s)
         if not self._turns.acquire(timeout=answer_s):
             num = self._settings.max_transfers
             raise RefusedError(f"{num} records are being sent, expected a turn in time")
         try:
-            size = self._parts.origin.record_bytes
-            wire.send({"digest": found, "num_bytes": size})
-            self._send_record(wire, place * size, size)
+            wire.send({"digest": found, "num_bytes": len(held)})
+            self._send_record(wire, held)
             with self._lock:
                 self.num_sent += 1
         finally:
             self._turns.release()
 
-    def _send_record(self, wire: Wire, start: int, size: int) -> None:
-        view = self._parts.arena.bytes.numpy().data[start : start + size]
-        for first in range(0, size, CHUNK_BYTES):
-            chunk = view[first : first + CHUNK_BYTES]
+    def _send_record(self, wire: Wire, held: memoryview) -> None:
+        for first in range(0, len(held), CHUNK_BYTES):
+            chunk = held[first : first + CHUNK_BYTES]
             self._outward.spend(len(chunk), wire.deadline)
             wire.send_bytes(chunk)
 
     def _lease(
         self, holder: int, record: Record, ask: Message, answer_s: float
-    ) -> tuple[Digest, int]:
-        """Have a record in memory for the time of this call; return its digest and place."""
+    ) -> tuple[Digest, memoryview]:
+        """Have a record in memory for the time of this call; return its digest and its bytes."""
         try:
-            self._parts.origin.number_of(record)
+            self._records.origin.number_of(record)
         except CheckpointError as exc:
             raise RefusedError(str(exc)) from exc
-        cache, version = self._parts.cache, int(ask["weights_version"])
-        ask_cache = cache.ask if ask["from_disk"] else cache.lease_ready
-        found, place = self._wait(ask_cache, holder, record, version, answer_s)
-        if not ask["is_suspect"]:
-            return found, place
-        size = self._parts.origin.record_bytes
-        if digest(self._parts.arena.bytes[place * size : (place + 1) * size]) == found:
-            return found, place
-        log.error("layer %d expert %d has rotted in memory and is read again", *record)
-        return self._wait(cache.reload, holder, record, version, answer_s)
-
-    def _wait(
-        self,
-        ask_cache: Callable[[Request], None],
-        holder: int,
-        record: Record,
-        version: int,
-        answer_s: float,
-    ) -> tuple[Digest, int]:
-        ended = threading.Event()
-        request = Request(
-            holder, 1, [record], lambda _: ended.set(), weights_version=version, is_for_host=True
+        terms = LeaseTerms(
+            from_disk=bool(ask["from_disk"]),
+            is_suspect=bool(ask["is_suspect"]),
+            weights_version=int(ask["weights_version"]),
+            answer_s=answer_s,
         )
-        ask_cache(request)
-        if not ended.wait(answer_s):
-            self._parts.cache.expire(request)
-        if request.error is not None:
-            raise RefusedError(request.error)
-        return request.found[record]
+        return self._records.lease(holder, record, terms)
 
     def close(self) -> None:
         """Stop answering, and hang up on whoever is connected."""
@@ -167,5 +173,5 @@ class HostLinkServer:
         with self._lock:
             serving = set(self._serving)
         for holder in serving:
-            self._parts.cache.drop(holder)  # ends its wait for a record that is being read
+            self._records.drop(holder)  # ends its wait for a record that is being read
         self._door.close()

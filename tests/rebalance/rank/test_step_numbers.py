@@ -1,0 +1,93 @@
+"""RankAgent.step: who numbers forward passes, and what phase the samples of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agent_group import AgentGroup, Sink, digests_of, record_of
+
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, RankError
+from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.rank.parts import AgentSettings, Links
+from rebalance.transport.local import LocalTransport
+from runtime.experts import ExpertBank, ExpertSchema
+
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+START = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
+RECORDS = {(0, expert): record_of(SCHEMA, 0, expert, 3) for expert in range(3)}
+SAMPLE_STEPS = 4  # as AgentGroup has it
+
+
+@pytest.fixture
+def group() -> Iterator[AgentGroup]:
+    made = AgentGroup(START, TOPOLOGY)
+    made.banks += [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
+    for rank in range(2):
+        made.fill(rank, RECORDS)
+        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests_of(RECORDS))
+    made.begin()
+    yield made
+    made.close()
+
+
+def step_all(group: AgentGroup, *args: Any) -> None:
+    assert [agent.step(*args) for agent in group.agents] == [True, True]
+
+
+def test_the_engines_step_numbers_are_used_in_place_of_the_counter(group: AgentGroup) -> None:
+    for number in range(2 * SAMPLE_STEPS + 1):  # the counters stay at 0
+        step_all(group, number)
+
+    found = [(one.first_step, one.last_step) for one in group.sinks[1].samples]
+    assert found == [(0, 3), (4, 7)]
+    assert [agent.describe().step for agent in group.agents] == [8, 8]
+
+
+def test_a_step_given_twice_does_nothing_the_second_time(group: AgentGroup) -> None:
+    step_all(group, 0)
+    step_all(group, 0)
+    step_all(group, 1)
+
+    assert [agent.describe().step for agent in group.agents] == [1, 1]
+
+
+def test_a_skipped_step_number_is_refused(group: AgentGroup) -> None:
+    step_all(group, 0)
+
+    with pytest.raises(RankError, match="rank 0: step 2 follows step 0, expected one call of"):
+        group.agents[0].step(2)
+
+
+def test_samples_carry_the_phase_of_their_passes_or_mixed(group: AgentGroup) -> None:
+    phases = ["prefill", "decode", "decode", "decode", *["decode"] * 4, *[None] * 4, "decode"]
+    for number, phase in enumerate(phases):
+        step_all(group, number, phase)
+
+    found = [sample.phase for sample in group.sinks[0].samples]
+    assert found == ["mixed", "decode", "mixed"]  # the last is of load_phase, "mixed"
+
+
+def test_an_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> None:
+    with pytest.raises(ConfigError, match="phase 'train', expected one of: prefill, decode, mixed"):
+        group.agents[0].step(0, "train")  # type: ignore[arg-type]
+
+    step_all(group, 0)
+
+
+def test_a_rank_without_a_counter_needs_a_step_number() -> None:
+    group, bank = AgentGroup(START, TOPOLOGY), ExpertBank(SCHEMA, 1, 2, num_staging=2)
+    settings = AgentSettings("test", "run", TOPOLOGY, sample_steps=SAMPLE_STEPS)
+    transport = LocalTransport(TOPOLOGY, 0, [bank, bank], RECORDS)
+    links = Links(group.votes.member(0), transport, group.store, Sink(group.store))
+    digests = torch.zeros((1, 3, 2), dtype=torch.int64)
+    agent = wire_agent(settings, HeldExperts(0, bank, digests, START), links).agent
+
+    with pytest.raises(RankError, match=r"rank 0: step\(\) without a number, expected one: this"):
+        agent.step()
