@@ -1,1 +1,5 @@
-"""api."""
+"""Settings, HTTP, page, terminal, command line, and the demo that wires all of it."""
+
+from eplb.siblings import check_siblings
+
+check_siblings()
