@@ -179,6 +179,11 @@ class MemoryStore:
         with self._use():
             return self._placements.latest()
 
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        with self._use():
+            return self._placements.get(generation)
+
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         with self._use():
@@ -316,6 +321,12 @@ class MemoryStore:
         with self._use():
             return self._events.past(after)[:limit]
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events newest first."""
+        with self._use():
+            older = [e for e in reversed(self._events.past(0)) if before is None or e.id < before]
+            return older[:limit]
+
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events."""
         with self._use():
@@ -337,10 +348,10 @@ class MemoryStore:
                 self._bump()
             return task
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state, oldest first."""
         with self._use():
-            return self._tasks.running()
+            return self._tasks.in_state(state, after)[:limit]
 
     def finish(
         self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None

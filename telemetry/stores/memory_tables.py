@@ -163,6 +163,10 @@ class PlacementTable:
         """Return the placement that serves."""
         return next(reversed(self._lines.values()), None)
 
+    def get(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        return self._lines.get(generation)
+
     def newest_first(self) -> list[CommittedPlacement]:
         """Return all committed placements."""
         return list(reversed(self._lines.values()))
@@ -217,9 +221,9 @@ class TaskTable:
                 return self._tasks[index]
         return None
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return [task for task in self._tasks if task.state == "running"]
+    def in_state(self, state: TaskState, after: int) -> list[Task]:
+        """Return tasks in a state past an id, oldest first."""
+        return [task for task in self._tasks if task.state == state and task.id > after]
 
     def finish(self, task_id: int, state: TaskState, result: Details) -> Task:
         """End a task."""

@@ -171,6 +171,10 @@ class RedisStore:
         """Return the placement that serves."""
         return self._placements.committed()
 
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        return self._placements.placement(generation)
+
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first; the last 1,000 are kept."""
         return self._placements.placements(limit)
@@ -255,6 +259,12 @@ class RedisStore:
         found = self.link.read("XRANGE", self._keys.events, first, "+", "COUNT", limit)
         return [rows.event_of(entry) for entry in found]
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events newest first."""
+        last = "+" if before is None else f"({before}-0"
+        found = self.link.read("XREVRANGE", self._keys.events, last, "-", "COUNT", limit)
+        return [rows.event_of(entry) for entry in found]
+
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events."""
         return int(self.link.write("XTRIM", self._keys.events, "MAXLEN", "=", max(0, keep)))
@@ -267,9 +277,9 @@ class RedisStore:
         """Take the oldest queued task."""
         return self._tasks.claim(fence)
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return self._tasks.running()
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state, oldest first."""
+        return self._tasks.in_state(state, after, limit)
 
     def finish(
         self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None

@@ -54,11 +54,13 @@ class Tasks:
             return None
         return self._changes.decide("claim of a task", decision)
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended, oldest first."""
-        found = self._link.read("ZRANGE", self._keys.running, 0, -1)
-        tasks = [self.get(int(task_id)) for task_id in found]
-        return [task for task in tasks if task is not None and task.state == "running"]
+    def in_state(self, state: TaskState, after: int, limit: int) -> list[Task]:
+        """Return tasks in a state past an id, oldest first."""
+        asked = (self._keys.tasks_in(state), f"({after}", "+inf", "LIMIT", 0, limit)
+        ids = self._link.read("ZRANGEBYSCORE", *asked)
+        found = self._link.read("HMGET", self._keys.tasks, *ids) if ids else []
+        tasks = [rows.task_from_text(text) for text in found if text is not None]
+        return [task for task in tasks if task.state == state]  # it may have changed since
 
     def finish(self, task_id: int, state: TaskState, result: Details, fence: int | None) -> None:
         """End a task."""
@@ -72,6 +74,7 @@ class Tasks:
             self._put(change, replace(found, state=state, result=rules.details_from_text(text)))
             change.write("ZREM", self._keys.queued, task_id)
             change.write("ZREM", self._keys.running, task_id)
+            change.write("ZADD", self._keys.tasks_in(state), task_id, task_id)
             change.event("task", rules.task_detail(task_id, found.kind, state))
 
         self._changes.decide(f"end of task {task_id}", decision)

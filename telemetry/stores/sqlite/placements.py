@@ -37,10 +37,14 @@ class PlacementReader:
         with self._unpacking:
             last = self._last_committed
             if last is None or last.placement.generation != generation:
-                query = f"{PLACEMENT} AND generation = ?"
-                (row,) = self._file.rows(query, self._deployment, generation)
-                last = self._last_committed = placement_of(row)
+                last = self._last_committed = self.placement(generation)
             return last
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        query = f"{PLACEMENT} AND generation = ?"
+        found = self._file.rows(query, self._deployment, generation)
+        return placement_of(found[0]) if found else None
 
     def placements(self, limit: int) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""

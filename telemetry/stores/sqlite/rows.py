@@ -83,6 +83,10 @@ LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"
 EVENTS = (
     "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
 )
+LATEST_EVENTS = (
+    "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id < ? "
+    "ORDER BY id DESC LIMIT ?"
+)
 PRUNE_EVENTS = (
     "DELETE FROM event WHERE deployment = ?1 AND id <= ("
     "SELECT id FROM event WHERE deployment = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)"
@@ -94,7 +98,7 @@ WORDS = (
 )
 RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"
 INSERT_RECOVERY = "INSERT INTO recovery VALUES (?, ?, ?)"
-RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
+TASKS = f"{TASK} AND state = ? AND id > ? ORDER BY id LIMIT ?"
 
 
 def run_row(info: RunInfo) -> Row:

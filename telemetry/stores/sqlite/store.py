@@ -45,6 +45,8 @@ from telemetry.stores.sqlite.samples import SampleTables
 
 _POLL_S = 0.02
 
+MAX_ID = 2**63 - 1  # of a row, by SQLite
+
 
 class SqliteStore:
     """LoadStore over one SQLite file, which may hold other deployments too.
@@ -171,6 +173,10 @@ class SqliteStore:
         """Return the placement that serves."""
         return self._placements.committed()
 
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        return self._placements.placement(generation)
+
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         return self._placements.placements(limit)
@@ -256,6 +262,11 @@ class SqliteStore:
         """Return events past the id ``after``."""
         return [rows.event_of(row) for row in self._rows(rows.EVENTS, after, limit)]
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events newest first."""
+        past_all = MAX_ID if before is None else before
+        return [rows.event_of(row) for row in self._rows(rows.LATEST_EVENTS, past_all, limit)]
+
     def prune_events(self, keep: int) -> int:
         """Delete all but the latest ``keep`` events."""
         with self._file.write() as connection:
@@ -276,9 +287,9 @@ class SqliteStore:
         with self._change(fence) as change:
             return change.claim()
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return [rows.task_of(row) for row in self._rows(rows.RUNNING_TASKS)]
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state, oldest first."""
+        return [rows.task_of(row) for row in self._rows(rows.TASKS, state, after, limit)]
 
     def finish(
         self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
