@@ -8,10 +8,9 @@ from eplb.migration.build import Migration
 from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
 from telemetry.stores.sqlite.file import SqliteFile
-from telemetry.stores.sqlite.rows import PLACEMENT, placement_of
+from telemetry.stores.sqlite.rows import OPEN_PLAN, PLACEMENT, placement_of
 
 _COMMITTED = "SELECT max(generation) FROM placement WHERE deployment = ?"
-_OPEN = "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'"
 _MIGRATION = "SELECT record FROM migration WHERE deployment = ? AND plan_id = ?"
 
 
@@ -53,7 +52,7 @@ class PlacementReader:
 
     def published(self) -> Migration | None:
         """Return the open migration."""
-        found = self._file.rows(_OPEN, self._deployment)
+        found = self._file.rows(OPEN_PLAN, self._deployment)
         if not found:
             return None
         ((plan_id,),) = found
