@@ -58,7 +58,7 @@ class MemoryStore(DecidingStore):
         self._changed = Condition()
         self._is_closed = False
         self._watch = LeaseWatch(monotonic or clock)
-        self._ledger = MemoryLedger(clock or time.time)
+        self.ledger = MemoryLedger(clock or time.time)
         self._rank_states: dict[tuple[str, int], RankState] = {}
         self._samples = SampleTable()
         self._rollups = RollupTable()
@@ -68,12 +68,12 @@ class MemoryStore(DecidingStore):
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
         with self._use():
-            return next(reversed(self._ledger.runs.values()), None)
+            return next(reversed(self.ledger.runs.values()), None)
 
     def runs(self) -> list[RunInfo]:
         """Return every start on record, oldest first."""
         with self._use():
-            return list(self._ledger.runs.values())
+            return list(self.ledger.runs.values())
 
     def report(self, state: RankState) -> None:
         """Replace what this rank last said of itself."""
@@ -140,28 +140,28 @@ class MemoryStore(DecidingStore):
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
         with self._use():
-            return self._ledger.latest()
+            return self.ledger.latest()
 
     def placement(self, generation: int) -> CommittedPlacement | None:
         """Return the placement of a generation."""
         with self._use():
-            return self._ledger.placements.get(generation)
+            return self.ledger.placements.get(generation)
 
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         with self._use():
-            return list(reversed(self._ledger.placements.values()))[:limit]
+            return list(reversed(self.ledger.placements.values()))[:limit]
 
     def published(self) -> Migration | None:
         """Return the open migration."""
         with self._use():
-            return self._ledger.published
+            return self.ledger.published
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
         with self._use():
             self._words[words.run, words.membership, words.rank] = words
-            self._ledger.wake()
+            self.ledger.wake()
 
     def words(self, run: str, membership: int) -> list[LastWords]:
         """Return what survivors of a group wrote, by rank."""
@@ -172,53 +172,53 @@ class MemoryStore(DecidingStore):
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
         with self._use():
-            return self._ledger.latest_recovery
+            return self.ledger.latest_recovery
 
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event."""
         with self._use():
-            return self._ledger.add_event(kind, detail)
+            return self.ledger.add_event(kind, detail)
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``."""
         with self._use():
-            return self._ledger.events.past(after)[:limit]
+            return self.ledger.events.past(after)[:limit]
 
     def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
         """Return events newest first."""
         with self._use():
             older = [
-                e for e in reversed(self._ledger.events.past(0)) if before is None or e.id < before
+                e for e in reversed(self.ledger.events.past(0)) if before is None or e.id < before
             ]
             return older[:limit]
 
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events."""
         with self._use():
-            return self._ledger.events.prune(keep)
+            return self.ledger.events.prune(keep)
 
     def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
         """Return tasks in a state, oldest first."""
         with self._use():
-            return [task for task in self._ledger.tasks[max(0, after) :] if task.state == state][
+            return [task for task in self.ledger.tasks[max(0, after) :] if task.state == state][
                 :limit
             ]
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
         with self._use():
-            return self._ledger.task(task_id)
+            return self.ledger.task(task_id)
 
     def control(self) -> Control:
         """Return the switches."""
         with self._use():
-            return self._ledger.control
+            return self.ledger.control
 
     def set_control(self, control: Control, *, reason: str) -> None:
         """Set the switches."""
         with self._use():
-            self._ledger.put_control(control)
-            self._ledger.add_event("control", rules.control_detail(control, reason))
+            self.ledger.put_control(control)
+            self.ledger.add_event("control", rules.control_detail(control, reason))
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next."""
@@ -229,21 +229,21 @@ class MemoryStore(DecidingStore):
         """Name what hosts may need next."""
         with self._use():
             self._candidates = candidates
-            self._ledger.wake()
+            self.ledger.wake()
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""
         with self._use():
-            return self._ledger.version
+            return self.ledger.version
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return once the version differs from ``version``, or after ``timeout_s``."""
         with self._use():
             self._changed.wait_for(
-                lambda: self._is_closed or self._ledger.version != version, timeout_s
+                lambda: self._is_closed or self.ledger.version != version, timeout_s
             )
             self._check_open()
-            return self._ledger.version
+            return self.ledger.version
 
     def close(self) -> None:
         """End every wait; the store cannot be used after."""
@@ -253,19 +253,19 @@ class MemoryStore(DecidingStore):
 
     def _decide(self, what: str, decision: Callable[[Ledger], T]) -> T:
         with self._use():
-            return decision(self._ledger)
+            return decision(self.ledger)
 
     def _latest_lease(self, of: LeaseOf) -> Lease | None:
         with self._use():
-            return self._ledger.latest_lease(of)
+            return self.ledger.latest_lease(of)
 
     @contextmanager
     def _use(self) -> Iterator[None]:
         with self._changed:
             self._check_open()
-            before = self._ledger.version
+            before = self.ledger.version
             yield
-            if self._ledger.version != before:
+            if self.ledger.version != before:
                 self._changed.notify_all()
 
     def _check_open(self) -> None:
