@@ -14,7 +14,7 @@ from api.cli.simulate import simulate
 from api.cli.store_commands import app as store_commands
 from api.cli.store_place import DEFAULT_STORE, StoreUrl
 from api.cli.switches import switch_movement
-from api.entry import interrupt_on_signals, leave, leave_on_signals
+from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load_settings
