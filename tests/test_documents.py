@@ -161,7 +161,8 @@ def test_data_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
     if block.language == "json":
         json.loads(block.code)
         return
-    assert tomllib.loads(block.code)
+    if "project" in tomllib.loads(block.code):  # of a user's own package
+        return
     (file := tmp_path / "settings.toml").write_text(block.code)
     load_settings({}, config=file, environ={})
 
