@@ -168,17 +168,17 @@ def choose(
     if why_not is not None:
         reason = f"the current placement cannot serve: {why_not}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
-    outlook = _outlook(problem, serving, proposed, received)
+    outlook, part = _outlook(problem, serving, proposed, received), 1.0
     # Judged on unseen windows a gain is what it is; else what chance may make of it is taken off.
     judged, moves = outlook, splits and outlook.num_moves > 0
     if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
         changed = moves_per_layer(serving.placement, proposed.placement) > 0
-        part, is_judged = expected_part(problem, promised, changed)
-        outlook = replace(outlook, expected=part)
-        judged = replace(outlook, noise=0.0) if is_judged else outlook
+        found = expected_part(problem, promised, changed)
+        part, outlook = found.part, replace(outlook, sure=found.sure)
+        judged = replace(outlook, noise=0.0) if found.is_judged else outlook
     decision, reason = decide(judged, problem.cost)
-    gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * outlook.expected
+    gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * part
     move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
     if not splits or decision is Decision.RESPLIT or is_noise:
@@ -192,7 +192,7 @@ def choose(
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
     """New shares alone where they pay and moving too does not."""
     after = _mean(problem, alone.score)
-    shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, expected=1.0)
+    shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, sure=1.0)
     decision, reason = decide(shares, problem.cost)
     if decision is not Decision.RESPLIT:
         return move

@@ -3,7 +3,8 @@
 Two witnesses. The record of earlier plans says what part of a promise is kept. Cross-fitting says
 it of this plan: the windows that neither what serves nor the plan may have been fitted to are cut
 into runs; for each run the search plans on all other windows, at the same price, and is judged on
-the run. Both are weighed by how sure they are, and doubt is held against the plan.
+the run. Both are weighed by how sure they are. The estimate is the promise that a plan is held to;
+a decision counts on less, because doubt is held against the plan.
 
 Shapes:  T windows, L MoE layers, U unseen windows.
 """
@@ -11,6 +12,7 @@ Shapes:  T windows, L MoE layers, U unseen windows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +27,22 @@ from eplb.policies.incremental import incremental
 FEWEST = 3  # windows, to plan on some of them and judge on others
 FOLDS = 4
 SAMPLED = 16  # layers, at most, that are planned again
-PRIOR_WINDOWS = 4  # unseen windows with which the record is believed by half
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, as a part of it
 CAUTION = 0.5  # standard deviations that are taken off at first
 LOOKS = 16  # windows after which another one is: who looks often enough sees a gain by chance
 MOST_CAUTION = 3.0
 
 
-def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> tuple[float, bool]:
-    """Part of the promised gain that may be counted on, and whether unseen windows vouch for it.
+class Expected(NamedTuple):
+    """Part of a promised gain that lasts on windows to come."""
+
+    part: float  # the estimate
+    sure: float  # the estimate less doubt: what a decision may count on
+    is_judged: bool  # whether unseen windows are part of the estimate
+
+
+def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> Expected:
+    """Part of the promised gain that is expected, and that may be counted on.
 
     Args:
         problem: with a current placement, which can serve.
@@ -43,26 +52,22 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     gain = float(promised.mean())
     unseen = problem.num_unseen
     if gain <= 0 or not unseen:
-        return 0.0, False
-    # One window from a caller who keeps no account of windows is the load itself, and no sample.
-    is_summary = problem.unseen is None and problem.history.num_windows == 1
-    part = problem.record.kept * (1.0 if is_summary else unseen / (unseen + PRIOR_WINDOWS))
+        return Expected(0.0, 0.0, False)
+    part = problem.record.kept
     doubt = PRIOR_DOUBT * part
     seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
-    if len(seen) > 1:
-        # Few runs tell little of how much they scatter.
-        spread = seen.std(ddof=1) / len(seen) ** 0.5 * (len(seen) + 1) / (len(seen) - 1)
-        scale = float(changed.mean()) / gain
-        evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
-        weight = doubt**2 / (error**2 + doubt**2)
-        part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    is_judged, caution = len(seen) > 1, CAUTION
-    if is_judged:
-        looks = unseen if problem.unseen is None else problem.unseen
-        caution = min(caution + looks / LOOKS, MOST_CAUTION)
-    # Else the record alone speaks, and says the same at every look: more looks find nothing by
-    # chance, and a placement that has served for long must not keep every gain away.
-    return part - caution * doubt, is_judged
+    if len(seen) < 2:
+        # The record alone says the same at every look: more looks find nothing by chance, and a
+        # placement that has served for long must not keep every gain away.
+        return Expected(part, part - CAUTION * doubt, False)
+    # Few runs tell little of how much they scatter.
+    spread = seen.std(ddof=1) / len(seen) ** 0.5 * (len(seen) + 1) / (len(seen) - 1)
+    scale = float(changed.mean()) / gain
+    evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
+    weight = doubt**2 / (error**2 + doubt**2)
+    part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
+    looks = unseen if problem.unseen is None else problem.unseen
+    return Expected(part, part - min(CAUTION + looks / LOOKS, MOST_CAUTION) * doubt, True)
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:

@@ -111,7 +111,7 @@ class Outlook:
     noise: float  # imbalance that chance alone makes of one window
     num_moves: int
     cost_s: float  # serving time that its moves take
-    expected: float = 1.0  # part of the gain that is expected on windows that were not planned on
+    sure: float = 1.0  # part of the gain that may be counted on in windows not planned on
     in_time: float = 1.0  # part of the gain that is time at this batch, by the curve
     dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
     of: str = "imbalance"  # name of the figures
@@ -134,13 +134,13 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
             f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
         )
     reachable = max(outlook.after, floor)
-    gain = (outlook.before - reachable) * outlook.expected * outlook.in_time
+    gain = (outlook.before - reachable) * outlook.sure * outlook.in_time
     lost = cost.seconds_per_rebalance + outlook.cost_s
     saved = cost.saved_seconds(gain)
     if outlook.after < floor:
         change += f" (counted down to the sampling noise, {floor:.3f})"
-    if outlook.expected != 1.0:
-        change += f", of which {outlook.expected:.0%} is expected to last"
+    if outlook.sure != 1.0:
+        change += f", of which {outlook.sure:.0%} is counted on"
     if outlook.in_time != 1.0:
         change += f", {outlook.in_time:.0%} of it time at this batch"
     figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"

@@ -43,7 +43,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     coolest = int(np.argmax(gaps))  # first: its gain lets most of the others be passed over
     for turn in range(-1, len(first_slot) - 1):
         rank = coolest if turn < 0 else turn
-        if rank != hot and (len(on_hot) == 0 or gaps[rank] <= 0):
+        if rank != hot and len(on_hot) == 0:
             continue
         least, slow_there = bound.least[rank], slowness[rank]
         if rank != hot:
@@ -58,11 +58,12 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
             leaves = held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):
                 continue
-            # The hot rank must get lighter, and this one stay lighter than that one was.
-            slack = gaps[rank]
-            if leaves >= 0:
-                slack += each[leaves] * slow_there
-            most_gain = min(slack - least_kept * slow_there, most_relief)
+            # The hot rank must get lighter, and this one, if it gets busier, stay below that one.
+            goes = each[leaves] if leaves >= 0 else 0.0
+            slack = gaps[rank] + goes * slow_there
+            most_gain = most_relief
+            if goes < least_kept:
+                most_gain = min(slack - least_kept * slow_there, most_relief)
             if rank != hot and most_gain <= score * least:
                 continue
             if leaves >= 0 and not may_leave(search, leaves, rank, NONE):
@@ -95,9 +96,11 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                     expert = place if rank == hot else on_hot[place]
                 if expert < 0 or (must_relieve and rank != hot and not holds[expert, hot]):
                     continue
-                gain = slack - (each[expert] - relief[expert]) * slow_there
+                comes = each[expert] - relief[expert]
+                gain = slack - comes * slow_there
                 if rank != hot:
-                    gain = min(gain, relief[expert] * slow - added)
+                    relieved = relief[expert] * slow - added
+                    gain = min(gain, relieved) if goes < comes else relieved
                 # One that the new replica relieves too gets less heavy than that.
                 if gain > score * least and nearest >= 0 and not holds[expert, nearest]:
                     gain = min(gain, most)
@@ -176,7 +179,9 @@ def _copy_gain(
         if leaves >= 0:
             gone = each[leaves, window]
             heavier = replica_time(layer, leaves, window, replicas[leaves] - 1) - gone
-        worst = time[rank, window] + (share - gone) * slowness[rank]
+        worst = -np.inf
+        if rank == hot or share > gone or step >= num_hot:
+            worst = time[rank, window] + (share - gone) * slowness[rank]
         if rank != hot:
             at = time[hot, window]
             if expert >= 0 and holds[expert, hot]:

@@ -95,14 +95,14 @@ def test_the_pay_back_dial_decides_between_keep_and_move() -> None:
     assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
 
 
-def test_the_gate_counts_what_is_expected_and_not_what_is_promised() -> None:
+def test_the_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     cost = CostModel(pay_back_s=10.0, expert_part=0.5, seconds_per_rebalance=0.1)
     sure = Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9)
 
     assert decide(sure, cost)[0] is Decision.MOVE  # 10 s x 0.5 x 0.4 = 2 s for 1 s
-    decision, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9, expected=0.4), cost)
+    decision, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9, sure=0.4), cost)
     assert decision is Decision.KEEP
-    assert "40% is expected to last: saves 0.8 s in 10 s, costs 1 s" in reason
+    assert "40% is counted on: saves 0.8 s in 10 s, costs 1 s" in reason
 
 
 def test_a_placement_without_unseen_windows_is_kept() -> None:
@@ -121,9 +121,31 @@ def test_a_promise_that_unseen_windows_confirm_is_believed_more() -> None:
         current = plan(problem.history.tokens[:1], ranks, policy="contiguous").base
         found = plan(problem.history, ranks, current=current)
         promised = found.before_per_layer - found.after_per_layer
-        parts.append(expected_part(found.problem, promised, np.array([True, True]))[0])
+        parts.append(expected_part(found.problem, promised, np.array([True, True])).part)
 
     assert parts[0] > 0.5 > parts[1]
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_windows_too_few_to_judge_leave_the_record_as_the_estimate(windows: int) -> None:
+    ranks = Topology.uniform(1, 4, 9)
+    load = LoadHistory(skewed(1, (windows, 2, 32)))
+    current = plan(load, ranks, policy="contiguous").base
+    problem = Problem(load, ranks, current=current, unseen=windows, record=Record(9.9, 6.95))
+
+    found = expected_part(problem, np.array([0.3, 0.3]), np.array([True, True]))
+
+    # (0.05 + 6.95) / (0.1 + 9.9): the share that earlier plans kept, however few windows there are.
+    assert found.part == pytest.approx(0.7)
+    assert 0 < found.sure < found.part
+    assert not found.is_judged
+
+
+def test_a_plan_promises_its_estimate_and_is_decided_on_less() -> None:
+    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, unseen=1)
+
+    assert found.expected_gain == pytest.approx(0.5 * (found.before - found.after))
+    assert "of which 38% is counted on" in found.reason
 
 
 def test_a_large_gain_on_too_few_windows_to_judge_is_taken_however_long_one_has_served() -> None:

@@ -112,14 +112,14 @@ def test_replicas_and_packing_equal_the_slow_reference(data: st.DataObject) -> N
     assert [[expert for expert in mine if expert >= 0] for mine in held] == slow
 
 
-# ``best_copy`` bounds a copy's gain by the rank that takes it, even where that rank gets less busy,
-# as rank 1 does here (1.078 -> 1.066); ``gain_of_change`` counts ranks that get busier alone.
-@pytest.mark.xfail(reason="best_copy counts a rank that a copy makes less busy", strict=True)
-def test_a_copy_onto_a_rank_that_gives_up_more_than_it_gets_is_found() -> None:
-    check_each_step(seed=4471, copies=COPIES_ALWAYS)
+@pytest.mark.parametrize("seed", [4471, 4540, 5676, 6331, 7212])
+def test_a_copy_onto_a_rank_that_gives_up_more_than_it_gets_is_found(seed: int) -> None:
+    # The rank that takes the copy gets less busy, so it bounds no gain.
+    check_each_step(seed, copies=COPIES_ALWAYS)
 
 
-# The same examples at every run: about one seed in 1,500 is like the case above.
+# The same examples at every run: about one seed in 12,000 has two ranks that are equally busy,
+# of which the reference relieves the one that gains more (8603).
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), copies=st.sampled_from([COPIES_NEVER, COPIES_ALWAYS]))
 @example(seed=4001, copies=COPIES_ALWAYS)
