@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.config import config as config_command
+from api.cli.config import named_settings
 from api.cli.journal import journal
 from api.cli.simulate import simulate
 from api.cli.store_commands import app as store_commands
@@ -35,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(journal)
+app.command(name="config")(config_command)
 app.command()(observability)
 app.add_typer(store_commands, name="store")
 
@@ -80,7 +83,7 @@ def demo(
     leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
         check_siblings()
-        named = _more_settings(setting or [])
+        named = named_settings(setting or [])
         settings = load_settings(flags, config=config, environ=os.environ, named=named)
         # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
         # children at once.
@@ -123,12 +126,6 @@ def main() -> None:
     """Entry point of the console script."""
     set_up_logging()
     app()
-
-
-def _more_settings(pairs: list[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; the settings check names and values."""
-    split = (pair.partition("=") for pair in pairs)
-    return {name.replace("-", "_"): value for name, _, value in split}
 
 
 def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:

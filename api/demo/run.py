@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from api.config.tree import Settings
 from api.demo.crew import Crew, DeadRank
-from api.demo.settings import DemoSettings
 from api.demo.setup import begin, begin_again, give_up_lease, prepare
 from api.demo.state_dir import StateDir
 from api.demo.summary import RankReport, render_summary, summarise
@@ -27,7 +27,7 @@ from api.http.server import HttpService
 from api.monitor.monitor import Monitor
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.descriptors import raise_descriptor_limit
-from api.processes.supervision import RestartBudget, SupervisionSettings, Supervisor
+from api.processes.supervision import RestartBudget, Supervisor
 from api.terminal.live import LiveView
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
@@ -38,7 +38,7 @@ HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
 
 
-def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
+def run_demo(settings: Settings, console: Console) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, on until interrupted.
 
     Raises:
@@ -46,25 +46,23 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     """
     raise_descriptor_limit()
     with ExitStack() as stack:
-        summary_file = SummaryFile(settings.json_path)
+        summary_file = SummaryFile(settings.demo.json_path)
         stack.callback(summary_file.close)
-        state = StateDir(settings.state_dir)
+        state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
-        store = open_store(settings.store or state.store, DEPLOYMENT)
+        store = open_store(settings.deployment.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
-        deployment = DeploymentLease(store, settings.lease_ttl_s, joins=settings.join)
+        deployment = DeploymentLease(
+            store, settings.controller.lease_ttl_s, joins=settings.demo.join
+        )
         deployment.take()
         stack.callback(deployment.release)
-        supervisor = Supervisor(
-            SupervisionSettings(
-                settings.process_restarts,
-                settings.restart_window_s,
-                settings.restart_delay_s,
-                settings.hung_after_s,
-            )
+        supervisor = Supervisor(settings.supervision.settings())
+        http, limits = settings.http, settings.http.limits()
+        app = create_app(
+            store, metrics_level=http.metrics_level, supervision=supervisor.view, limits=limits
         )
-        app = create_app(store, metrics_level=settings.metrics_level, supervision=supervisor.view)
-        service = HttpService(app, settings.host, settings.port)
+        service = HttpService(app, http.host, http.port, limits=limits)
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)
@@ -85,7 +83,7 @@ class Demo:
 
     def __init__(
         self,
-        settings: DemoSettings,
+        settings: Settings,
         plan: WorkerPlan,
         store: LoadStore,
         console: Console,
@@ -99,7 +97,9 @@ class Demo:
         self._supervisor, self._unserved = supervisor, supervisor.unserved
         self._crew = Crew(plan, store, supervisor)
         self._losses: list[str] = []  # why ranks were started again
-        self._budget = RestartBudget(settings.restart_after_death, settings.restart_window_s)
+        self._budget = RestartBudget(
+            settings.supervision.restart_after_death, settings.supervision.restart_window_s
+        )
 
     def watch_over(self, service: HttpService) -> None:
         """Start the HTTP service again when its thread ends."""
@@ -126,14 +126,14 @@ class Demo:
         Raises:
             RankError: a rank or another process died; what is known is written all the same.
         """
-        until = self._started + self._settings.seconds
+        until = self._started + self._settings.demo.seconds
         reports: list[RankReport] = []
         failure: BaseException | None = None
         try:
-            with LiveView(self._monitor, view=self._settings.view, console=self._console):
+            with LiveView(self._monitor, view=self._settings.demo.view, console=self._console):
                 try:
                     self._serve_until(lambda: time.monotonic() >= until)
-                    if self._settings.serve:
+                    if self._settings.demo.serve:
                         self._serve_until(lambda: False)
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)

@@ -22,6 +22,7 @@ from fastapi.staticfiles import StaticFiles
 
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
+from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from api.http.problems import correct_media_types, documented, report_problems
 from api.http.requests import (
     MAX_ID,
@@ -208,6 +209,7 @@ def create_app(
     probe_wait_s: float = WAIT_S,
     metrics_level: Level = "default",
     supervision: Callable[[], SupervisionView] = SupervisionView,
+    limits: HttpLimits = DEFAULT_LIMITS,
 ) -> FastAPI:
     """Make the service of one deployment; who binds it to a port is the caller's business."""
     # No documentation page: FastAPI's own loads its scripts from another site.
@@ -224,7 +226,7 @@ def create_app(
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-    app.add_middleware(Guard)
+    app.add_middleware(Guard, limits=limits)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

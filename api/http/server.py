@@ -10,11 +10,13 @@ import ipaddress
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from api.http.connections import BoundedConnection
+from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +38,19 @@ class HttpService:
             that is in use.
     """
 
-    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: HttpLimits = DEFAULT_LIMITS,
+    ) -> None:
         self._host, self._port = loopback_address(host), port
         config = uvicorn.Config(
             app,
-            http=BoundedConnection,
+            # uvicorn calls it as it would the class.
+            http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
             ws="none",
             proxy_headers=False,  # a client must not name its own address
             backlog=ACCEPTED_AT_ONCE,

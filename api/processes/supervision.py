@@ -24,7 +24,6 @@ from telemetry.store import Lease
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
-START_DEADLINE_S = 300.0  # for the first turn: a fresh checkout compiles kernels first
 TURN_S = 0.5  # how often a process reports a turn, about
 
 Clock = Callable[[], float]
@@ -40,6 +39,7 @@ class SupervisionSettings:
     window_s: float = 3600.0
     max_delay_s: float = 5.0  # before a restart
     hung_after_s: float = 30.0  # without a turn: SIGKILL. More than a plan takes
+    start_deadline_s: float = 300.0  # for the first turn: a fresh checkout compiles kernels first
 
 
 class RestartBudget:
@@ -202,7 +202,7 @@ class Supervised:
         if not self._has_turns:
             return
         is_starting = self.state is ProcessState.STARTING
-        limit_s = START_DEADLINE_S if is_starting else self._settings.hung_after_s
+        limit_s = self._settings.start_deadline_s if is_starting else self._settings.hung_after_s
         since = self._started if is_starting or self._turned is None else self._turned
         silent_s = now - since
         if silent_s >= limit_s:

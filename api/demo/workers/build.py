@@ -123,7 +123,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     reporter = Reporter(store, spool=reporting.spool_of(rank), tempo=reporting.tempo, seed=rank)
     journal = Journal(plan.state_dir / JOURNAL_FOLDER, plan.run, rank)
     agent = RankAgent(
-        agent_settings(plan, place.stage, membership),
+        agent_settings(plan, plan.staging.applied_to(place.stage), membership),
         RankParts(rank, held.bank, table, counter, dispatcher, held.digests),
         Links(held.votes, held.transport, store, reporter, journal=journal),
         placement,
@@ -143,6 +143,7 @@ def agent_settings(plan: WorkerPlan, stage: StageSettings, membership: int) -> A
         plan.sample_steps,
         stage=stage,
         membership=membership,
+        vote_every=plan.vote_every,
         vote_deadline_s=plan.vote_deadline_s,
         plan_deadline_s=plan.plan_deadline_s,
         scrub_every_steps=plan.scrub_every_steps,

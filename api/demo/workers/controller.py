@@ -33,7 +33,7 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
 
     while not is_stopping.is_set():
         try:
-            controller.run(has_to_stop)
+            controller.run(has_to_stop, poll_s=plan.controller_poll_s)
         except StoreError as exc:
             parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from api.config.migration import Staging
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.controller.loop import ControllerSettings
@@ -78,7 +79,10 @@ class WorkerPlan:
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
+    controller_poll_s: float = 0.2
+    staging: Staging = field(default_factory=Staging)  # what was set of the device's defaults
     scrub_every_steps: int = 64
+    vote_every: int = 2
     plan_deadline_s: float = 30.0
     vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
 

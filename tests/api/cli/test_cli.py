@@ -78,7 +78,7 @@ def test_words_that_nobody_knows_are_refused(words: list[str], found: str) -> No
         ),
         (
             ["demo", "--setting", "hidden"],
-            "hidden is '' in --setting hidden, expected a whole number",
+            "--setting is 'hidden', expected NAME=VALUE",
         ),
         (
             ["demo", "--config", "/nowhere.toml"],

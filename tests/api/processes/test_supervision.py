@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from api.processes.supervision import (
-    START_DEADLINE_S,
     ProcessState,
     RestartBudget,
     Supervised,
@@ -136,7 +135,7 @@ def test_a_process_that_never_has_a_first_turn_is_killed() -> None:
     scene = Scene()
     scene.process.retire()
     scene.process.begin()
-    scene.passes(START_DEADLINE_S - 1.0, 1.0)
+    scene.passes(SupervisionSettings.start_deadline_s - 1.0, 1.0)
     assert not scene.started[-1].is_killed
     scene.passes(1.0, 1.0)
 
