@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -15,13 +16,15 @@ from api.cli.journal import journal
 from api.cli.simulate import simulate
 from api.cli.store_commands import app as store_commands
 from api.cli.store_place import DEFAULT_STORE, StoreUrl
+from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
+from api.demo.settings import DEPLOYMENT
 from api.entry import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
-from api.settings import load_settings
+from api.settings import load
 from api.terminal.console import lasting_console
-from api.terminal.logs import set_up_logging
+from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
@@ -39,6 +42,7 @@ app.command()(simulate)
 app.command()(journal)
 app.command(name="config")(config_command)
 app.command()(observability)
+app.command()(support_bundle)
 app.add_typer(store_commands, name="store")
 
 Deployment = Annotated[str, typer.Option(help="Whose switches.")]
@@ -73,6 +77,8 @@ def demo(
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     metrics_level: Annotated[str | None, typer.Option(help="layer or rank: more series.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json, one line each.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Any other: NAME=VALUE.")] = None,
 ) -> None:
     """Serve a small real model on rank processes, let its load drift, and balance it."""
@@ -84,7 +90,9 @@ def demo(
     try:
         check_siblings()
         named = named_settings(setting or [])
-        settings = load_settings(flags, config=config, environ=os.environ, named=named)
+        loaded = load(flags, config=config, environ=os.environ, named=named)
+        log = loaded.settings.log
+        set_up_logging(LogSettings(log.format, log.level, DEPLOYMENT), process="demo")
         # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
         # children at once.
         preload_modules(*WORKER_MODULES)
@@ -92,11 +100,14 @@ def demo(
         from api.demo.run import run_demo
 
         interrupt_on_signals()
-        summary = run_demo(settings, console)
+        summary = run_demo(loaded, console)
     except KeyboardInterrupt:
         leave()
     except EplbError as exc:
-        print_error(exc)
+        if log_settings().format == "json":
+            logging.getLogger("eplb").error("%s", exc)
+        else:
+            print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     if summary["reference_failures"] or summary["samples_lost"] or summary["missing"]:
         raise typer.Exit(WRONG_RESULT)

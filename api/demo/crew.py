@@ -165,7 +165,7 @@ class Crew:
         step_times = get_context("forkserver").RawArray("d", num_ranks)
         self._supervisor.step_times = step_times
         self._ranks = [
-            self._started(Child(f"rank {rank}", run_rank, plan, rank, step_times))
+            self._started(Child(f"rank {rank}", run_rank, plan, rank, step_times, rank=rank))
             for rank in range(num_ranks)
         ]
         self._checker.begin()

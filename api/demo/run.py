@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from api.config.reference import effective
 from api.config.tree import Settings
 from api.demo.crew import Crew, DeadRank
 from api.demo.setup import begin, begin_again, give_up_lease, prepare
@@ -28,6 +29,7 @@ from api.monitor.monitor import Monitor
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import RestartBudget, Supervisor
+from api.settings import Loaded
 from api.terminal.live import LiveView
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
@@ -38,18 +40,20 @@ HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
 
 
-def run_demo(settings: Settings, console: Console) -> dict[str, Any]:
+def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, on until interrupted.
 
     Raises:
         EplbError: anything that keeps it from running, or that ended it; nothing is left running.
     """
     raise_descriptor_limit()
+    settings = loaded.settings
     with ExitStack() as stack:
         summary_file = SummaryFile(settings.demo.json_path)
         stack.callback(summary_file.close)
         state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
+        state.save_settings(effective(settings, loaded.places))
         store = open_store(settings.deployment.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
         deployment = DeploymentLease(

@@ -10,6 +10,7 @@ from pydantic import ValidationInfo, field_validator
 
 from api.config.fields import YEAR_S, Number, Section, Whole, setting
 
+DEPLOYMENT = "demo"
 DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
 
 View = Literal["auto", "live", "plain", "off"]

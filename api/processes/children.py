@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import TURN_S
-from api.terminal.logs import set_up_logging
+from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from eplb.errors import BrokenGroup, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
@@ -84,13 +84,18 @@ class Turns:
 class Child:
     """A parent's side: one process that runs ``main(parent, *args)``."""
 
-    def __init__(self, name: str, main: Callable[..., None], *args: Any) -> None:
+    def __init__(
+        self, name: str, main: Callable[..., None], *args: Any, rank: int | None = None
+    ) -> None:
         context = get_context("forkserver")
         commands, self._commands = context.Pipe(duplex=False)
         self.messages, messages = context.Pipe(duplex=False)
         self.name = name
         self.process = context.Process(
-            target=_run_child, args=(name, main, commands, messages, args), name=name, daemon=True
+            target=_run_child,
+            args=(name, main, commands, messages, args, (log_settings(), rank)),
+            name=name,
+            daemon=True,
         )
         self.process.start()
         commands.close()
@@ -172,12 +177,14 @@ def _run_child(
     commands: Connection,
     messages: Connection,
     args: tuple[Any, ...],
+    logs: tuple[LogSettings, int | None],
 ) -> None:
     Path("/proc/self/comm").write_text(title_of(name))
     raise_descriptor_limit()
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up_logging()
+    settings, rank = logs
+    set_up_logging(settings, process=name.removeprefix("the "), rank=rank)
     parent = Parent(commands, messages)
     try:
         main(parent, *args)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from api.config.migration import Staging
+from api.demo.settings import DEPLOYMENT as DEPLOYMENT
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.controller.loop import ControllerSettings
@@ -19,7 +20,6 @@ from telemetry.reporter.drain import AT_ONCE, Tempo
 from telemetry.reporter.spool import DEFAULT_BYTES, Spool
 from telemetry.stores.redis.connection.address import without_password
 
-DEPLOYMENT = "demo"
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 
 # Largest relative error of a right answer: float32 sums in another order stay far below theirs;

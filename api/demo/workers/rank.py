@@ -20,6 +20,7 @@ from api.demo.workers.build import START_DEADLINE_S, Rank, build_rank, reach_ren
 from api.demo.workers.checker import SampledStep
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent
+from api.terminal.logs import set_process_fields
 from eplb.errors import BrokenGroup, EplbError, RankError
 from rebalance.agent import RankAgent
 from rebalance.recovery.survivors import end_together, recover, rejoin
@@ -66,6 +67,7 @@ def run_rank(
     parent.listen(on_command)
     built = build_rank(plan, rank)
     agents.append(built.agent)
+    set_process_fields(generation=lambda: built.agent.placement.generation)
     parent.tell("ready")
     if not started.wait(START_DEADLINE_S):
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
