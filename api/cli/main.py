@@ -45,8 +45,8 @@ app.command()(observability)
 app.command()(support_bundle)
 app.add_typer(store_commands, name="store")
 
-Deployment = Annotated[str, typer.Option(help="Whose switches.")]
-Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
+Deployment = Annotated[str, typer.Option(help="Name of the deployment.")]
+Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
 
 
 @app.command()
@@ -54,24 +54,24 @@ def demo(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default cpu.")] = None,
     precision: Annotated[str | None, typer.Option(help="cuda: bfloat16 or fp8.")] = None,
-    dispatcher: Annotated[str | None, typer.Option(help="cuda: which one. auto.")] = None,
+    dispatcher: Annotated[str | None, typer.Option(help="cuda: auto, or a name.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes. Default 8.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes they form. Default 2.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the ranks. Default 2.")] = None,
     layers: Annotated[int | None, typer.Option(help="MoE layers. Default 6.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts a layer. Default 64.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts a token. Default 6.")] = None,
     slots: Annotated[int | None, typer.Option(help="Slots a layer. Default 1.25x.")] = None,
     seconds: Annotated[float | None, typer.Option(help="How long. Default 60.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text instead of what is there.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Files or folders of text.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded routing instead of text.")] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy. Default auto.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all that is drawn.")] = None,
-    observe: Annotated[bool | None, typer.Option(help="Plan and report; move nothing.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    observe: Annotated[bool | None, typer.Option(help="Plan and report; publish nothing.")] = None,
     movement: Annotated[bool | None, typer.Option(help="The kill switch.")] = None,
-    serve: Annotated[bool | None, typer.Option(help="Stay up until interrupted.")] = None,
-    resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
-    join: Annotated[bool | None, typer.Option(help="Run beside another on its store.")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
+    serve: Annotated[bool | None, typer.Option(help="Serve until interrupted.")] = None,
+    resume: Annotated[bool | None, typer.Option(help="Start from the last placement.")] = None,
+    join: Annotated[bool | None, typer.Option(help="Share the store of another one.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free. 8765.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     store: Annotated[str | None, typer.Option(help="URL of the store; none: a file.")] = None,
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,

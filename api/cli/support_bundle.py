@@ -66,7 +66,7 @@ def support_bundle(
         ".eplb"
     ),
     store: Annotated[str, typer.Option(help="URL of the store; none: the folder's file.")] = "",
-    deployment: Annotated[str, typer.Option(help="Whose state.")] = DEPLOYMENT,
+    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = DEPLOYMENT,
     max_mb: Annotated[
         int, typer.Option(min=1, max=10_000, help="Most megabytes, before compression.")
     ] = 64,

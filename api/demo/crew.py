@@ -290,7 +290,7 @@ class Crew:
         elif kind == "checked":
             self.checks.append(body)
             if not is_right(body, self._plan.precision):
-                self.note("reference", f"{body} is not the reference's answer")
+                self.note("reference", f"output differs from the reference: {body}")
         elif kind == "served":
             self._reports[child.name] = body
             self._done.add(child.name)
@@ -310,7 +310,7 @@ class Crew:
         elif kind == "failed":
             raise self._cause(self._failure_of(child, body))
         else:
-            raise AssertionError(f"{child.name} sent {kind!r}, which nobody expects")
+            raise AssertionError(f"unexpected message {kind!r} from {child.name}")
 
     def _leave_behind(self, record: Recovery) -> None:
         """Note whom the survivors went on without. One that only stood still may wake up yet.
@@ -407,4 +407,4 @@ class Crew:
         try:
             self._store.add_event(kind, detail)
         except StoreError as exc:
-            log.warning("not written down: %s", exc)
+            log.warning("event not stored: %s", exc)

@@ -155,7 +155,7 @@ class Demo:
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
         """Put together what is known; ``missing`` says what is not."""
-        missing = [f"an end in order: {type(failure).__name__}: {failure}"] if failure else []
+        missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
         counts: Mapping[int, int] | None = None
         try:
             self._monitor.refresh()
@@ -202,7 +202,7 @@ class Demo:
                 how = broken.how if isinstance(broken, DeadRank) else str(broken)
                 self._losses.append(how)
                 self._unserved.broken(self._supervisor.last_token())
-                self._crew.note("ranks", f"{how}; all ranks start again")
+                self._crew.note("ranks", f"{how}; restarting all ranks")
 
     def _start_again(self) -> None:
         try:
@@ -212,8 +212,8 @@ class Demo:
             self._crew.let_ranks_serve(self._started)
             self._crew.wait_until_all_serve()
         except KeyboardInterrupt as exc:
-            raise RankError("interrupted while the ranks were started again") from exc
+            raise RankError("interrupted while the ranks were restarting") from exc
         except OSError as exc:  # no descriptor, say
-            raise RankError(f"the ranks could not be started again: {exc}") from exc
+            raise RankError(f"the ranks could not be restarted: {exc}") from exc
         gap_s = round(self._unserved.serving(), 2)
         self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

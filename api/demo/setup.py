@@ -195,7 +195,7 @@ def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
         if lease is not None and lease.holder == plan.holder:
             store.release_lease(lease)
     except StoreError as exc:  # the demo has served all the same, and the lease runs out
-        log.warning("the lease was not given up: %s", exc)
+        log.warning("the lease was not released: %s", exc)
 
 
 def new_run_name() -> str:

@@ -47,7 +47,7 @@ class Guard:
             return
         takes_thread = scope["path"] not in PROBES
         if takes_thread and self._under_way >= self._limits.max_requests:
-            detail = f"{self._under_way} requests are under way, expected fewer"
+            detail = f"{self._under_way} requests are in progress, expected fewer"
             await problem(503, detail, {"Retry-After": "1"})(scope, receive, send)
             return
         self._under_way += takes_thread

@@ -163,7 +163,7 @@ def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:
 
 
 def oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | None, str]:
-    """Give the age of what has got on least, as far as anybody knows, and say what it is."""
+    """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
             max(0.0, now - state.time) + float(state.detail.get("progress_age_s", 0.0)),

@@ -123,7 +123,7 @@ class Child:
             return f"{self.name} is still running"
         if status < 0:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
-        return f"{self.name} ended with status {status}"
+        return f"{self.name} exited with status {status}"
 
     def kill(self) -> None:
         """End the process at once, even one that stands still."""

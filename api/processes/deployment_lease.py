@@ -47,7 +47,7 @@ class DeploymentLease:
         while not self._hold.is_held():
             found = self._store.lease("deployment")
             if self._joins:
-                log.warning("joins a deployment that is at work: both write to the store")
+                log.warning("joining a running deployment: both write to the store")
                 return
             if first is not None and found is not None and _mark(found) != _mark(first):
                 raise ConfigError(self._refusal(found))
@@ -65,7 +65,7 @@ class DeploymentLease:
         if self._lost_to:
             raise StoreError(
                 f"deployment {self._store.deployment!r} was taken over by {self._lost_to}, after "
-                f"this process did not renew its lease for {self._ttl_s:g} s: it ends"
+                f"this process did not renew its lease for {self._ttl_s:g} s"
             )
 
     def release(self) -> None:
@@ -77,7 +77,7 @@ class DeploymentLease:
         try:
             self._hold.give_up()
         except StoreError as exc:  # it runs out
-            log.warning("the lease of the deployment was not given up: %s", exc)
+            log.warning("the lease of the deployment was not released: %s", exc)
 
     def _keep(self) -> None:
         while not self._closing.wait(self._ttl_s / RENEWALS / 2):

@@ -82,7 +82,7 @@ class ProcessView:
     kind: str  # controller, checker, host_cache, http: the label of metrics
     state: ProcessState
     turn_age_s: float | None  # since its last turn, over restarts; None: it reports none
-    is_late: bool  # no turn for half of the deadline
+    is_late: bool  # no report for half of the deadline
     restarts: int  # since the deployment was started
     reason: str  # of the latest end; empty: none yet
 
@@ -158,10 +158,10 @@ class Supervised:
         self._due, self._delay_s = now + delay_s, 2 * self._delay_s
         if self._budget.is_used_up:
             self.state = ProcessState.DEGRADED
-            self._note(self.name, f"{how}; {self._budget} are used up, serving goes on without it")
+            self._note(self.name, f"{how}; {self._budget} used up, serving continues without it")
         else:
             self.state = ProcessState.BACK_OFF
-            self._note(self.name, f"{how}; it is started again in {delay_s:.1f} s")
+            self._note(self.name, f"{how}; restarting in {delay_s:.1f} s")
 
     # -- asked often
 
@@ -207,12 +207,12 @@ class Supervised:
         silent_s = now - since
         if silent_s >= limit_s:
             expected = f"expected one within {limit_s:g} s"
-            self._note(self.name, f"no turn for {silent_s:.1f} s, {expected}: killed")
+            self._note(self.name, f"no report for {silent_s:.1f} s, {expected}: killed")
             kill()
             self._started = self._turned = now  # its end is reported by itself, and soon
         elif not is_starting and silent_s >= limit_s / 2 and not self._is_late_noted:
             self._is_late_noted = True
-            self._note(self.name, f"no turn for {silent_s:.1f} s, it is killed after {limit_s:g} s")
+            self._note(self.name, f"no report for {silent_s:.1f} s, SIGKILL after {limit_s:g} s")
 
     def view(self) -> ProcessView:
         """Say how it stands."""

@@ -199,7 +199,7 @@ def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
             assert run("pause", "--store", url)[0] == 0
         assert store.control() == Control(movement=False)
         status, output, _ = run("store", "purge", "--store", url, "--before", "1h")
-        assert (status, output.startswith("demo: forgot 0 samples")) == (0, True)
+        assert (status, output.startswith("demo: removed 0 samples")) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_purge_forgets_samples_and_roll_ups_before_a_time(path: Path, before: 
     done = run("purge", "--store", path, "--before", before)
 
     assert done.exit_code == 0, done.output
-    assert "demo: forgot 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
+    assert "demo: removed 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
     with closing(SqliteStore(path, "demo")) as store:
         assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
         assert [len(store.rollups(seconds)) for seconds in (MINUTE, HOUR)] == [1, 1]

@@ -379,8 +379,8 @@ def test_a_demo_lives_through_two_deaths_and_says_so(tmp_path: Path, start_demo:
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
         errors = [event.detail["message"] for event in store.events() if event.kind == "error"]
     assert errors == [
-        "rank 1 was killed by SIGKILL; all ranks start again",
-        "rank 0 was killed by SIGKILL; all ranks start again",
+        "rank 1 was killed by SIGKILL; restarting all ranks",
+        "rank 0 was killed by SIGKILL; restarting all ranks",
     ]
 
 

@@ -332,7 +332,7 @@ def test_a_rank_of_any_host_killed_in_any_state_is_survived(
         assert record.reason == f"{title} died"
 
     assert patient.num_descriptors() == descriptors
-    assert patient.errors() == [f"{t} was killed by SIGKILL; all ranks start again" for t in killed]
+    assert patient.errors() == [f"{t} was killed by SIGKILL; restarting all ranks" for t in killed]
     assert patient.halts_right()["deaths"] == 5
 
 

@@ -193,7 +193,7 @@ def test_requests_too_many_are_refused_and_probes_are_answered(
         client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
         refused = client.get("/api/v1/state")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert f"{MAX_REQUESTS} requests are under way" in refused.json()["detail"]
+        assert f"{MAX_REQUESTS} requests are in progress" in refused.json()["detail"]
         assert client.get("/livez").status_code == 200
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["detail"]) == (

@@ -255,7 +255,7 @@ def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) 
             [{}, {"progress_age_s": 31, "progress_of": "mover: pulling layer 3 expert 17"}],
             "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling layer 3 exp",
         ),
-        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 takes part in no migration any more: torn"),
+        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 has migrations disabled: torn"),
     ],
 )
 def test_what_is_not_ready_says_why(

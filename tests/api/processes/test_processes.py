@@ -76,7 +76,7 @@ def test_messages_arrive_in_order_and_then_the_end(start: StartChild) -> None:
     child.process.join(DEADLINE_S)
 
     assert heard == [("number", 0), ("number", 1), ("number", 2), None]
-    assert child.how_it_ended() == "the counter ended with status 0"
+    assert child.how_it_ended() == "the counter exited with status 0"
 
 
 def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
@@ -87,7 +87,7 @@ def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
 
     assert (kind, body) == ("failed", ("PlacementError", "layer 3: expert 5 has no slot"))
     assert str(refusal("rank 2", body)) == "rank 2: layer 3: expert 5 has no slot"
-    assert child.how_it_ended() == f"rank 2 ended with status {FAILED}"
+    assert child.how_it_ended() == f"rank 2 exited with status {FAILED}"
 
 
 def test_a_rank_names_itself_in_its_own_errors() -> None:
@@ -104,7 +104,7 @@ def test_an_end_without_words_is_told_by_its_status(start: StartChild) -> None:
 
     assert next_message(child) is None
     child.process.join(DEADLINE_S)
-    assert child.how_it_ended() == "rank 1 ended with status 7"
+    assert child.how_it_ended() == "rank 1 exited with status 7"
 
 
 def test_a_killed_child_is_told_by_its_signal(start: StartChild) -> None:

@@ -86,7 +86,7 @@ def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     scene = Scene()
     scene.dies()
     assert scene.notes[-1] == (
-        "the controller: the controller was killed by SIGKILL; it is started again in 0.1 s"
+        "the controller: the controller was killed by SIGKILL; restarting in 0.1 s"
     )
     scene.passes(0.05, 0.05)
     assert len(scene.started) == 1
@@ -94,7 +94,7 @@ def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     assert len(scene.started) == 2
     scene.dies()
 
-    assert scene.notes[-1].endswith("it is started again in 0.2 s")
+    assert scene.notes[-1].endswith("; restarting in 0.2 s")
 
 
 def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
@@ -104,7 +104,7 @@ def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
         scene.passes(10.0)
 
     assert scene.process.view().state is ProcessState.DEGRADED
-    assert "2 restarts within 600 s are used up, serving goes on without it" in scene.notes[-1]
+    assert "2 restarts within 600 s used up, serving continues without it" in scene.notes[-1]
     assert (len(scene.started), scene.process.restarts) == (3, 2)
 
     scene.passes(600.0)
@@ -119,11 +119,11 @@ def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
     scene.passes(2.0, 1.0)
 
     assert scene.process.view().is_late
-    assert scene.notes == ["the controller: no turn for 15.0 s, it is killed after 30 s"]
+    assert scene.notes == ["the controller: no report for 15.0 s, SIGKILL after 30 s"]
     scene.passes(14.0, 1.0)
     assert scene.started[0].is_killed
     assert scene.notes[-1] == (
-        "the controller: no turn for 30.0 s, expected one within 30 s: killed"
+        "the controller: no report for 30.0 s, expected one within 30 s: killed"
     )
 
     scene.dies()
