@@ -86,7 +86,7 @@ def render(entries: Sequence[Entry]) -> Table:
 
 
 def detail_of(entry: Entry) -> str:
-    """Give what is particular to an entry as words."""
+    """Give the detail of an entry as text."""
     said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
     return _cell("  ".join(said))
 

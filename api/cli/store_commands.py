@@ -47,7 +47,7 @@ def purge(
     deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
     shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
 ) -> None:
-    """Forget samples and roll-ups older than a time, without rolling them up.
+    """Remove samples and roll-ups older than a time, without rolling them up.
 
     Placements, tasks and events stay.
     """

@@ -66,7 +66,7 @@ def setting(
 
 
 def about(field: FieldInfo, key: str) -> Any:
-    """Give what ``setting`` was told under ``key``."""
+    """Give the argument ``key`` of ``setting``."""
     assert isinstance(field.json_schema_extra, dict), "every setting is declared by setting()"
     return field.json_schema_extra[key]
 

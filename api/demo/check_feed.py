@@ -37,7 +37,7 @@ class CheckFeed:
             self._pipe = pipe
 
     def close(self) -> None:
-        """Send what waits, and tell the checker that nothing follows."""
+        """Send what waits, and then the end of the stream."""
         self._waiting.put(None, timeout=CLOSE_DEADLINE_S)
         self._thread.join(CLOSE_DEADLINE_S)
         self._hang_up()

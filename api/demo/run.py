@@ -128,7 +128,7 @@ class Demo:
         """Serve for the time that was asked for, halt, sum up and write, however it ends.
 
         Raises:
-            RankError: a rank or another process died; what is known is written all the same.
+            RankError: a rank or another process exited; what is known is written all the same.
         """
         until = self._started + self._settings.demo.seconds
         reports: list[RankReport] = []
@@ -154,7 +154,7 @@ class Demo:
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
-        """Put together what is known; ``missing`` says what is not."""
+        """Put together what is known; ``missing`` names what is not."""
         missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
         counts: Mapping[int, int] | None = None
         try:
@@ -213,7 +213,7 @@ class Demo:
             self._crew.wait_until_all_serve()
         except KeyboardInterrupt as exc:
             raise RankError("interrupted while the ranks were restarting") from exc
-        except OSError as exc:  # no descriptor, say
+        except OSError as exc:  # no descriptor, for example
             raise RankError(f"the ranks could not be restarted: {exc}") from exc
         gap_s = round(self._unserved.serving(), 2)
         self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

@@ -43,15 +43,15 @@ from telemetry.retention.pruning import Retention
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = 23718  # of slabs; ranks have the next ones. Below those that systems give to callers
+HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
 
-LOST_GENERATIONS = 1000  # left out where nobody knows how far they had come
+LOST_GENERATIONS = 1000  # left out where the generations before are unknown
 
 log = logging.getLogger(__name__)
 
 
 def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
-    """Write weights and text, and lay out what every process is told. Starts nothing.
+    """Write weights and text, and make the plan that every process is given. Starts nothing.
 
     Raises:
         ConfigError: settings, text or trace that cannot be used.
@@ -189,7 +189,7 @@ def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerP
 
 
 def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
-    """Let whoever comes next lead at once, now that this demo's controller has ended."""
+    """Release the lease of this demo's controller, which has ended: the next one leads at once."""
     try:
         lease = store.lease()
         if lease is not None and lease.holder == plan.holder:

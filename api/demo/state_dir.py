@@ -70,7 +70,7 @@ class StateDir:
         return path
 
     def save_settings(self, text: str) -> None:
-        """Keep the effective settings of this start, for whoever looks for the cause of a fault.
+        """Keep the effective settings of this start, for support bundles.
 
         Raises:
             ConfigError: the disk is full or read-only.

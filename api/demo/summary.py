@@ -17,7 +17,7 @@ from api.monitor.snapshot import Snapshot, WindowScore
 
 FINAL_WINDOWS = 5
 
-RankReport = Mapping[str, Any]  # what api.demo.workers.rank tells at its end
+RankReport = Mapping[str, Any]  # what api.demo.workers.rank reports at its end
 
 
 def summarise(
@@ -114,7 +114,7 @@ def final_windows(snapshot: Snapshot) -> list[WindowScore]:
 
 
 def is_right(check: CheckedStep, precision: str) -> bool:
-    """Say whether an answer is the reference's; a NaN is not."""
+    """Return whether an answer is the reference's; a NaN is not."""
     return check.max_error <= MAX_RELATIVE_ERROR[precision] and check.wrong_routes == 0
 
 
@@ -187,7 +187,7 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _deaths(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Nothing is said of deaths when there was none."""
+    """No line about exits of ranks when there was none."""
     if not summary.get("deaths"):
         return []
     said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens until all "

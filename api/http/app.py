@@ -1,4 +1,4 @@
-"""The HTTP service: routes to AdminService, problems in words, and the page.
+"""The HTTP service: routes to AdminService, problems (RFC 9457), and the page.
 
     GET  /            the page          GET  /healthz /livez /readyz /metrics
     GET  /api/v1/...  questions         POST, PATCH /api/v1/...  requests
@@ -72,7 +72,7 @@ TASK_ANSWERS = documented(409) | {
 
 @probes.get("/livez", summary="Is the HTTP service alive?")
 async def get_livez() -> Health:
-    """Answers as long as the process does."""
+    """Answers while the process runs."""
     return Health(detail=f"eplb {__version__}")
 
 
@@ -172,12 +172,12 @@ def post_rebalance(service: Service, body: RebalanceRequest, response: Response)
     responses=TASK_ANSWERS,
 )
 def post_explanation(service: Service, body: ExplainRequest, response: Response) -> TaskAnswer:
-    """Asks the controller to plan now and to say why; moves nothing. Words are in `sentences`."""
+    """Plans now and explains one expert; moves nothing. The text is in `sentences`."""
     return _answered(service.explain(body), response)
 
 
 def _answered(task: TaskAnswer, response: Response) -> TaskAnswer:
-    """The task, with the status that says whether it is done."""
+    """The task, with status 202 until it is done."""
     if task.state in ("queued", "running"):
         response.status_code = 202
         response.headers["Location"] = f"/api/v1/tasks/{task.id}"
@@ -192,7 +192,7 @@ def post_pause(service: Service, body: ReasonRequest) -> ControlAnswer:
 
 @act.post("/resume", summary="Let weights move again")
 def post_resume(service: Service, body: ReasonRequest) -> ControlAnswer:
-    """Undoes a pause."""
+    """Ends a pause."""
     return service.set_control(ControlRequest(reason=body.reason, movement=True))
 
 
@@ -211,7 +211,7 @@ def create_app(
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
 ) -> FastAPI:
-    """Make the service of one deployment; who binds it to a port is the caller's business."""
+    """Make the service of one deployment; ``HttpService`` binds it to a port."""
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
         title="EPLB admin API",

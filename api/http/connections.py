@@ -84,13 +84,13 @@ class BoundedConnection(H11Protocol):
         return self.client[0] if self.client else ""
 
     def is_served(self) -> bool:
-        """Say whether a whole request has come, so that a handler may be at work for it."""
+        """Return whether a whole request has come, so that a handler may be processing it."""
         return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request; where there are too many connections, close one."""
         super().connection_made(transport)
-        with contextlib.suppress(OSError):  # the client may be gone already
+        with contextlib.suppress(OSError):  # the client may have disconnected already
             transport.get_extra_info("socket").setsockopt(
                 socket.IPPROTO_TCP,
                 socket.TCP_USER_TIMEOUT,
@@ -102,7 +102,7 @@ class BoundedConnection(H11Protocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline."""
         super().connection_lost(exc)
         self._others.discard(self)
         self._stop_deadline()

@@ -1,7 +1,7 @@
 """What a request must be before a handler runs.
 
 ``Guard`` needs neither the store nor a thread: the host is a loopback name, the body is small and
-whole, and not too many requests are under way. ``check_request`` knows
+whole, and not too many requests are in progress. ``check_request`` knows
 the route: query parameters are known ones, and what changes state is JSON and not sent by a page
 of another site. A page can send JSON to another origin only after a preflight, which fails here.
 """
@@ -29,14 +29,14 @@ class Guard:
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Answer, or pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if refused := self._refusal(Headers(scope=scope)):
             await problem(*refused)(scope, receive, send)
             return
-        # Before it counts as under way: half-sent bodies take no place from whole requests.
+        # Before it counts as in progress: half-sent bodies take no place from whole requests.
         most_bytes = self._limits.max_body_bytes
         body = await whole_body(receive, most_bytes)
         if body is None:
@@ -68,7 +68,7 @@ class Guard:
 
 
 async def whole_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """Read a body, up to the first chunk past the limit; None: the client has gone."""
+    """Read a body, up to the first chunk past the limit; None: the client disconnected."""
     body = b""
     while len(body) <= most_bytes:
         message = await receive()
@@ -91,7 +91,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def check_request(request: Request) -> None:
-    """Refuse a request that its route cannot be meant by; a dependency of every route.
+    """Refuse a request that does not fit its route; a dependency of every route.
 
     Raises:
         HTTPException: 422, an unknown or repeated query parameter; 403, sent by a page of another

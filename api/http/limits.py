@@ -1,4 +1,4 @@
-"""What one client may take of the HTTP service."""
+"""Limits of the HTTP service."""
 
 from __future__ import annotations
 

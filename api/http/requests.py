@@ -1,4 +1,4 @@
-"""What comes in over HTTP. A key that nobody knows is an error."""
+"""Bodies of HTTP requests. An unknown key is an error."""
 
 from __future__ import annotations
 

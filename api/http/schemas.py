@@ -230,7 +230,7 @@ class TaskAnswer(Answer):
 
 
 class Problem(Answer):
-    """What went wrong, in words (RFC 9457)."""
+    """A problem (RFC 9457)."""
 
     type: str = "about:blank"
     title: str

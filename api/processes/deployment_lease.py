@@ -40,7 +40,7 @@ class DeploymentLease:
         """Take the lease and keep it in a thread.
 
         Raises:
-            ConfigError: another deployment is at work.
+            ConfigError: another deployment is running.
             StoreError: the store failed.
         """
         first: Lease | None = None
@@ -57,10 +57,10 @@ class DeploymentLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Refuse to go on beside another.
+        """Refuse to continue beside another deployment.
 
         Raises:
-            StoreError: another has taken the deployment over, after this process stood still.
+            StoreError: another has taken the deployment over, after this process was suspended.
         """
         if self._lost_to:
             raise StoreError(
@@ -86,7 +86,7 @@ class DeploymentLease:
                     found = self._store.lease("deployment")
                     self._lost_to = shown(found.holder) if found else "another"
                     return
-            except StoreError as exc:  # while the store is down, nobody else can take it
+            except StoreError as exc:  # while the store is down, no other process can take it
                 log.warning("the lease of the deployment was not renewed: %s", exc)
 
     def _refusal(self, lease: Lease) -> str:

@@ -45,7 +45,7 @@ class Device(Protocol):
         """Reserve the memory of live slots and staging."""
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
-        """Pick a dispatcher, and say why."""
+        """Choose a dispatcher, and return the reason."""
 
     def experts(self, bank: ExpertBank) -> Experts:
         """Make what computes."""
@@ -57,7 +57,7 @@ class Device(Protocol):
         known: KnownRecords,
         group: dist.ProcessGroup,
     ) -> tuple[WeightTransport, str]:
-        """Pick what brings weights, and say why."""
+        """Choose a weight transport, and return the reason."""
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
         """Make what the loop calls."""
@@ -132,7 +132,7 @@ class GpuDevice:
         """Reserve GPU memory that every rank of the node maps, or, where none can, its own alone.
 
         What cannot be mapped is refused on every rank alike: ``transport`` then takes all weights
-        through the host, and says so.
+        through the host, and reports it.
         """
         # Imported here and below: none of it is needed, or there, on a CPU.
         from runtime.memory.symmetric import SymmetricArena

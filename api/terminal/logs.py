@@ -44,9 +44,9 @@ class EscapingFormatter(logging.Formatter):
 
 
 class RepeatLimit(logging.Filter):
-    """Lets ``MOST`` messages of one kind through in ``PERIOD_S``, and then says how many were not.
+    """Passes ``MOST`` messages of one kind in ``PERIOD_S``, and then reports how many it dropped.
 
-    A kind is a place in the code: the arguments of a message may be a stranger's.
+    A kind is a place in the code: the arguments of a message may come from an untrusted client.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, int], tuple[float, int]] = {}  # since when, and how many
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is printed."""
+        """Return whether a record is printed."""
         now, place = self._clock(), (record.pathname, record.lineno)
         since, count = self._seen.pop(place, (now, 0))
         if now - since >= PERIOD_S:

@@ -116,7 +116,9 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
     )
     model = _model(plan, place, held.bank, table, dispatcher)
     counter.drain()  # proving and warming up were no load
-    if place.device.type == "cpu":  # on GPUs the lifelines and the votes tell, not the exchange
+    if (
+        place.device.type == "cpu"
+    ):  # on GPUs liveness connections and votes detect a dead peer, not the exchange
         # From now on: to meet at the start may take longer.
         distributed_c10d._set_pg_timeout(timedelta(seconds=plan.vote_deadline_s), group)
     reporting = plan.reporting
@@ -135,7 +137,7 @@ def build_rank(plan: WorkerPlan, rank: int) -> Rank:
 
 
 def agent_settings(plan: WorkerPlan, stage: StageSettings, membership: int) -> AgentSettings:
-    """What every rank's agent is told alike."""
+    """The settings of every rank's agent, alike on all ranks."""
     return AgentSettings(
         DEPLOYMENT,
         plan.run,
@@ -251,7 +253,7 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def reach_rendezvous(plan: WorkerPlan) -> Store:
-    """Reach the rendezvous in the demo's own process: rank 0 is as mortal as any other."""
+    """Connect to the rendezvous in the demo's own process: rank 0 may exit as any other."""
     try:
         return reach(plan.rendezvous, GROUP_DEADLINE_S)
     except RuntimeError as exc:

@@ -1,4 +1,4 @@
-"""The single process that knows the right answers: it recomputes sampled steps of the ranks."""
+"""The reference checker: a process that recomputes sampled steps of the ranks."""
 
 from __future__ import annotations
 

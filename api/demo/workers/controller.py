@@ -18,7 +18,7 @@ RETRY_S = 0.5
 
 
 def run_controller(parent: Parent, plan: WorkerPlan) -> None:
-    """Decide until told to stop; a store that fails is tried again."""
+    """Plan until stopped; a store that fails is retried."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)

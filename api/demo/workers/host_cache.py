@@ -13,7 +13,7 @@ from runtime.checkpoint import Checkpoint
 
 
 def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
-    """Serve records to the ranks of a host until told to stop."""
+    """Serve records to the ranks of a host until stopped."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     checkpoint = Checkpoint(plan.weights)

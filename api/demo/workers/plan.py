@@ -1,4 +1,4 @@
-"""What every process of the demo is told at its start: plain data that crosses to a child."""
+"""What every process of the demo is given at its start: plain data that crosses to a child."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class WorkerPlan:
         return self.tokens_per_rank // length, length
 
     def host_of(self, rank: int) -> str | None:
-        """Where other ranks reach this one, if it is said; None: the rendezvous shows it."""
+        """Where other ranks reach this one, if it is configured; None: the rendezvous shows it."""
         return self.rank_links.addresses[rank][0] if self.rank_links is not None else None
 
 

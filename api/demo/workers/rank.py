@@ -41,7 +41,7 @@ def run_rank(
 
     Args:
         parent: the process that started it.
-        plan: what all processes are told alike.
+        plan: what all processes are given alike.
         rank: which one this is.
         step_times: [R] when each rank last finished a step, in memory that the parent reads.
 
@@ -94,9 +94,9 @@ def run_rank(
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
     """Agree with the other survivors on one placement, and end with them.
 
-    A peer that is late without end is not told from one that is dead: who says no last words in
-    time is left behind. What goes wrong here is told and no more: a start of all ranks is right
-    without it, because it loads every slot anew from the placement that the store names.
+    A peer that hangs looks like one that has exited: a rank without a survivor report in time is
+    excluded. A failure here is only reported: a start of all ranks is right without it, because it
+    loads every slot anew from the placement that the store names.
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
@@ -107,7 +107,7 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
     except EplbError as failure:
         log.warning("rank %d: no recovery after %s: %s", rank, exc, failure)
         parent.tell("warning", f"no recovery after a death: {failure}")
-    built.agent.close()  # takes its leave: the others must not mourn a rank that only ends
+    built.agent.close()  # an orderly leave: the others must not handle it as the exit of a rank
     built.journal.close()
 
 
