@@ -141,12 +141,12 @@ def main() -> None:
 
 def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
     try:
-        words, is_heard = switch_movement(url, deployment, movement=movement, reason=reason)
+        change, has_reports = switch_movement(url, deployment, movement=movement, reason=reason)
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(words)
-    if not is_heard:
+    typer.echo(change)
+    if not has_reports:
         typer.echo(
             "eplb: no rank reports to this store: the switch is written, and may have no effect",
             err=True,

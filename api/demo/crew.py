@@ -79,7 +79,7 @@ class Crew:
         self._ready: set[str] = set()
         self._done: set[str] = set()
         self._serving: set[str] = set()  # ranks that have answered since the last start
-        self._left_behind: list[Child] = []  # ranks that the survivors excluded
+        self._excluded: list[Child] = []  # ranks that the survivors excluded
         self._are_ranks_ending = False  # after the exit of a rank the others are expected to end
         self._is_halting = False
 
@@ -197,14 +197,14 @@ class Crew:
         # Ranks that had not served have nothing to agree on, and would wait for the exited one.
         deadline = time.monotonic() + (RECOVERY_DEADLINE_S if self._serving else 0.0)
         while not names <= self._done and time.monotonic() < deadline:
-            for child in self._left_behind:
+            for child in self._excluded:
                 child.kill()
             self._listen()
         self._are_ranks_ending = False
         for child in ending:
             child.stop(deadline_s=0.0)
             self._children.remove(child)
-        for forgotten in (self._ranks, self._left_behind):
+        for forgotten in (self._ranks, self._excluded):
             forgotten.clear()
         self._serving.clear()
         self._reports.clear()
@@ -269,17 +269,17 @@ class Crew:
             child = pipes[pipe]
             # All messages: a supervised process is judged by the age of its latest report.
             while (message := child.receive()) is not None:
-                self._hear(child, *message)
+                self._handle(child, *message)
                 # A process that is done sends no more: the end of its pipe is expected.
                 if child.name in self._done or not child.messages.poll():
                     break
             else:
-                self._mourn(child)
+                self._handle_exit(child)
         self._look_at_http()
         self._look_at_lease()
         self._supervisor.look()
 
-    def _hear(self, child: Child, kind: str, body: Any) -> None:
+    def _handle(self, child: Child, kind: str, body: Any) -> None:
         helper = self._helpers.get(child.name)
         if helper is not None and kind != "failed":
             helper.turned()
@@ -300,7 +300,7 @@ class Crew:
             self._serving.add(child.name)
         elif kind == "recovered":
             log.info("%s: generation %d, %s", child.name, body.generation, body.reason)
-            self._leave_behind(body)
+            self._exclude(body)
         elif kind == "warning":
             self.note(child.name, body)
         elif kind == "failed" and self._is_ending(child):
@@ -312,14 +312,14 @@ class Crew:
         else:
             raise AssertionError(f"unexpected message {kind!r} from {child.name}")
 
-    def _leave_behind(self, record: Recovery) -> None:
+    def _exclude(self, record: Recovery) -> None:
         """Record which ranks the survivors excluded. A suspended one may resume later.
 
         Raises:
             DeadRank: the first report of it.
         """
         ranks = enumerate(self._ranks)
-        self._left_behind = [child for rank, child in ranks if rank not in record.survivors]
+        self._excluded = [child for rank, child in ranks if rank not in record.survivors]
         if not self._are_ranks_ending:
             raise self._cause(DeadRank(record.reason))
 
@@ -329,7 +329,7 @@ class Crew:
     def _is_ending(self, child: Child) -> bool:
         return self._are_ranks_ending and self._is_of_ranks(child)
 
-    def _mourn(self, child: Child) -> None:
+    def _handle_exit(self, child: Child) -> None:
         child.process.join(GRACE_S)
         if self._is_ending(child):
             self._done.add(child.name)

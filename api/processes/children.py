@@ -46,7 +46,7 @@ class Parent:
         self._commands, self._messages = commands, messages
         self._sending = threading.Lock()
 
-    def tell(self, kind: str, body: Any = None) -> None:
+    def send(self, kind: str, body: Any = None) -> None:
         """Send a message. An exited parent is no error: this process is about to exit."""
         with self._sending:
             try:
@@ -57,14 +57,14 @@ class Parent:
     def listen(self, on_command: Callable[[Message], None]) -> None:
         """Receive commands on a thread until the parent exits, and exit with it."""
 
-        def hear() -> None:
+        def receive() -> None:
             while True:
                 try:
                     on_command(self._commands.recv())
                 except (EOFError, OSError):
                     _end_orphaned()
 
-        threading.Thread(target=hear, name="lifeline", daemon=True).start()
+        threading.Thread(target=receive, name="commands", daemon=True).start()
 
 
 class Turns:
@@ -78,7 +78,7 @@ class Turns:
         now = self._clock()
         if now - self._reported >= TURN_S:
             self._reported = now
-            self._parent.tell("turn")
+            self._parent.send("turn")
 
 
 class Child:
@@ -189,7 +189,7 @@ def _run_child(
     try:
         main(parent, *args)
     except EplbError as exc:
-        parent.tell("failed", (type(exc).__name__, str(exc)))
+        parent.send("failed", (type(exc).__name__, str(exc)))
         os._exit(FAILED)
     os._exit(0)  # daemon threads of libraries must not keep a finished child alive
 

@@ -25,7 +25,7 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
     warm_up(plan.controller.policy)
     controller = Controller(store, plan.controller, holder=plan.holder)
     turns = Turns(parent)
-    parent.tell("ready")
+    parent.send("ready")
 
     def has_to_stop() -> bool:  # asked once in each turn of the controller
         turns.report()
@@ -35,7 +35,7 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
         try:
             controller.run(has_to_stop, poll_s=plan.controller_poll_s)
         except StoreError as exc:
-            parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
+            parent.send("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)
     store.close()
 

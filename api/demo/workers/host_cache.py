@@ -23,7 +23,7 @@ def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
         settings = replace(settings, links=links)
     slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
     turns = Turns(parent)
-    parent.tell("ready")
+    parent.send("ready")
     while not is_stopping.wait(TURN_S):
         slab.stats()  # takes the cache's lock: a deadlock is no turn
         turns.report()

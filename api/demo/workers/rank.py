@@ -68,7 +68,7 @@ def run_rank(
     built = build_rank(plan, rank)
     agents.append(built.agent)
     set_process_fields(generation=lambda: built.agent.placement.generation)
-    parent.tell("ready")
+    parent.send("ready")
     if not started.wait(START_DEADLINE_S):
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
     built.agent.start()
@@ -76,7 +76,7 @@ def run_rank(
     def served(step: int) -> None:
         step_times[rank] = time.monotonic()
         if step == FIRST_WAITED:
-            parent.tell("serving")
+            parent.send("serving")
 
     try:
         _serve(plan, rank, built, feed, start_at[0], served)
@@ -88,7 +88,7 @@ def run_rank(
     built.reporter.state(built.agent.describe())
     built.reporter.close(FLUSH_DEADLINE_S)
     built.journal.close()
-    parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
+    parent.send("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
 
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
@@ -103,10 +103,10 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
         votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.host_of(rank))
         end_together(votes, record, built.agent.placement, rank)
         votes.close()
-        parent.tell("recovered", record)
+        parent.send("recovered", record)
     except EplbError as failure:
         log.warning("rank %d: no recovery after %s: %s", rank, exc, failure)
-        parent.tell("warning", f"no recovery after a death: {failure}")
+        parent.send("warning", f"no recovery after a death: {failure}")
     built.agent.close()  # an orderly leave: the others must not handle it as the exit of a rank
     built.journal.close()
 

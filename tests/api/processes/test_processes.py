@@ -23,7 +23,7 @@ StartChild = Callable[..., Child]
 
 def count(parent: Parent, last: int) -> None:
     for number in range(last):
-        parent.tell("number", number)
+        parent.send("number", number)
 
 
 def refuse(parent: Parent) -> None:
@@ -38,15 +38,15 @@ def listen(parent: Parent) -> None:
     """Answer each command with itself, for ever."""
 
     def answer(command: Message) -> None:
-        parent.tell(*command)
+        parent.send(*command)
 
     parent.listen(answer)
-    parent.tell("ready", Path("/proc/self/comm").read_text().strip())
+    parent.send("ready", Path("/proc/self/comm").read_text().strip())
     threading.Event().wait()
 
 
 def hear_nothing(parent: Parent) -> None:
-    parent.tell("ready")
+    parent.send("ready")
     threading.Event().wait()
 
 
