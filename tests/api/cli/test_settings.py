@@ -69,7 +69,7 @@ def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
         load_settings({}, config=None, environ={}, named={"spare_slots": "-1"})
 
 
-def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: Path) -> None:
+def test_agent_settings_have_the_deadlines_and_the_scrub_interval(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
     given = {"scrub_every_steps": "7", "plan_deadline_s": "2.5", "vote_deadline_s": "3.5"}
@@ -83,7 +83,7 @@ def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: P
     assert told.membership == 4
 
 
-def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_path: Path) -> None:
+def test_controller_settings_have_retention_and_lease_time(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
     small = {"layers": 1, "experts": 8, "top_k": 2, "hidden": 8, "intermediate": 8, "text": [text]}
@@ -103,7 +103,7 @@ def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_pa
     assert run.window_seconds == 0.5
 
 
-def test_a_sample_version_that_nobody_reads_is_refused() -> None:
+def test_unknown_sample_version_is_refused() -> None:
     words = "sample_version is 3 in flag --sample-version, expected at least 1 and at most 2"
     assert refusal({"sample_version": 3}) == words
 

@@ -156,7 +156,7 @@ def test_a_hung_process_that_does_not_serve_is_restarted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_host_cache_killed_while_ranks_rebalance_comes_back_and_moves_resume(
+def test_killed_host_cache_restarts_and_migrations_resume(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT)
@@ -205,7 +205,7 @@ def test_a_checker_that_is_killed_is_restarted_and_checks_go_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_without_its_controller_serving_goes_on_and_readiness_says_so(
+def test_without_a_controller_serving_continues_and_readyz_fails(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, process_restarts=1)

@@ -131,7 +131,7 @@ def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
     assert (len(scene.started), scene.process.restarts) == (2, 1)
 
 
-def test_a_process_that_never_has_a_first_turn_is_killed() -> None:
+def test_process_without_a_first_report_is_killed() -> None:
     scene = Scene()
     scene.process.retire()
     scene.process.begin()
@@ -142,7 +142,7 @@ def test_a_process_that_never_has_a_first_turn_is_killed() -> None:
     assert scene.started[-1].is_killed
 
 
-def test_a_supervisor_that_stood_still_itself_kills_nobody() -> None:
+def test_suspended_supervisor_kills_no_process() -> None:
     scene = Scene()
     scene.process.look()
     scene.clock.now += 100
@@ -166,7 +166,7 @@ def test_time_without_tokens_begins_with_the_last_token() -> None:
     assert unserved.total_s == 50.0
 
 
-def test_a_second_death_before_ranks_serve_again_is_one_time_without_tokens() -> None:
+def test_second_rank_exit_before_serving_extends_one_unserved_time() -> None:
     clock = Clock()
     unserved = UnservedTime(clock)
     unserved.broken(990.0)
