@@ -132,11 +132,16 @@ class HostLink(Transport):
 class HostCache(Section):
     """The records that a host keeps in memory for its ranks."""
 
-    slab_mode: Literal["full", "hot", "ring"] = setting(
-        "full", "records in host memory: all, those used last, or a small ring"
+    mode: Literal["full", "hot", "ring"] = setting(
+        "full", "records in host memory: all, those used last, or a small ring", short="slab_mode"
     )
-    slab_records: Whole = setting(
-        0, "capacity with hot or ring; 0 with full", unit="records", ge=0, le=100_000_000
+    records: Whole = setting(
+        0,
+        "capacity with hot or ring; 0 with full",
+        unit="records",
+        short="slab_records",
+        ge=0,
+        le=100_000_000,
     )
     record_file: bool = setting(False, "keep expert records in a file beside the weights")
     num_readers: Whole = setting(
@@ -146,9 +151,9 @@ class HostCache(Section):
         "off", "whether and when records are requested from other hosts and their ranks"
     )
 
-    @field_validator("slab_records")
+    @field_validator("records")
     @classmethod
-    def _slab_has_room(cls, records: int, info: ValidationInfo) -> int:
-        if (info.data.get("slab_mode") == "full") != (records == 0):
+    def _cache_has_room(cls, records: int, info: ValidationInfo) -> int:
+        if (info.data.get("mode") == "full") != (records == 0):
             raise ValueError("expected a number of records with hot or ring, and none with full")
         return records

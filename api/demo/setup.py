@@ -223,13 +223,11 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
 
 def _slab(settings: Settings, weights: Path, model: ModelShape) -> SlabSettings:
     """How every host keeps records; the file is shared, as the weights are."""
-    records = settings.host_cache.slab_records
+    records = settings.host_cache.records
     return SlabSettings(
-        mode=settings.host_cache.slab_mode,
-        budget_bytes=records * model.expert_bytes
-        if settings.host_cache.slab_mode == "hot"
-        else None,
-        ring_records=records if settings.host_cache.slab_mode == "ring" else None,
+        mode=settings.host_cache.mode,
+        budget_bytes=records * model.expert_bytes if settings.host_cache.mode == "hot" else None,
+        ring_records=records if settings.host_cache.mode == "ring" else None,
         record_file=record_file_beside(weights) if settings.host_cache.record_file else None,
         num_readers=settings.host_cache.num_readers or NUM_READERS,
         links=_links(settings),

@@ -101,17 +101,17 @@ def test_every_setting_has_a_meaning_and_live_ones_are_in_the_store() -> None:
 
 @pytest.mark.parametrize("name", OLD_NAMES.split())
 def test_name_without_section_stands_for_one_setting(name: str) -> None:
-    assert known_names()[name].name == name
+    assert known_names()[name].short == name
 
 
 def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
     file = tmp_path / "eplb.toml"
-    file.write_text("[host_cache]\nslab_mode = 'ring'\nslab_records = 3\n[log]\nlevel = 'info'\n")
+    file.write_text("[host_cache]\nmode = 'ring'\nrecords = 3\n[log]\nlevel = 'info'\n")
     environ = {"EPLB_TRANSPORT__DEADLINE_S": "1.5", "EPLB_LOG_FORMAT": "json"}
 
     settings = load_settings({}, config=file, environ=environ, named={"planner.max_moves": "7"})
 
-    assert (settings.host_cache.slab_mode, settings.host_cache.slab_records) == ("ring", 3)
+    assert (settings.host_cache.mode, settings.host_cache.records) == ("ring", 3)
     assert (settings.log.level, settings.log.format) == ("info", "json")
     assert (settings.transport.deadline_s, settings.planner.max_moves) == (1.5, 7)
 

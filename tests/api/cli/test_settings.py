@@ -238,10 +238,10 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_slab_s_room_goes_with_its_mode() -> None:
-    assert HostCache(slab_mode="ring", slab_records=8).slab_records == 8
+    assert HostCache(mode="ring", records=8).records == 8
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
-            HostCache(slab_mode=mode, slab_records=records)
+            HostCache(mode=mode, records=records)
 
 
 def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None:
