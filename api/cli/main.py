@@ -119,7 +119,7 @@ def pause(
     deployment: Deployment = "demo",
     reason: Reason = "paused from the command line",
 ) -> None:
-    """Stop all movement of weights, at once; serving goes on."""
+    """Stop all movement of weights at once; serving continues."""
     _switch(store, deployment, movement=False, reason=reason)
 
 

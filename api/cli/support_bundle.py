@@ -52,7 +52,7 @@ PACKAGES = (
     "redis",
 )
 
-# Passwords of URLs, and values after a name that says what they are.
+# Passwords of URLs, and values after the name of a secret.
 _SECRETS = (
     re.compile(r"(://[^\s\"'/:@]*):[^\s\"']*@"),
     re.compile(r"((?:password|passwd|secret)\\?[\"']?\s*[=:]\s*\\?[\"']?)[^\s\"'\\,&}\]]+", re.I),

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from api.demo.workers.checker import SampledStep
 
 CLOSE_DEADLINE_S = 20.0
-MAX_WAITING = 4  # sampled steps; more are left out and counted
+MAX_WAITING = 4  # sampled steps; more are dropped and counted
 
 
 class CheckFeed:

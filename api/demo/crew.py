@@ -48,7 +48,7 @@ class DeadRank(BrokenGroup):
     """A rank exited unexpectedly, or the survivors excluded it."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(f"{how}, the demo cannot go on without it")
+        super().__init__(f"{how}, the demo cannot continue without it")
         self.how = how
 
 
@@ -239,7 +239,7 @@ class Crew:
         """Handle messages until it is so.
 
         Raises:
-            BrokenGroup: a rank is dead or late; all ranks may be started again.
+            BrokenGroup: a rank exited or is late; all ranks may be restarted.
             EplbError: a rank refused to serve on.
         """
         while not is_reached():

@@ -100,7 +100,7 @@ class Demo:
         self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
         self._supervisor, self._unserved = supervisor, supervisor.unserved
         self._crew = Crew(plan, store, supervisor)
-        self._losses: list[str] = []  # why ranks were started again
+        self._losses: list[str] = []  # why ranks were restarted
         self._budget = RestartBudget(
             settings.supervision.restart_after_death, settings.supervision.restart_window_s
         )
@@ -125,7 +125,7 @@ class Demo:
         self._crew.end()
 
     def serve(self, summary_file: SummaryFile) -> dict[str, Any]:
-        """Serve for the time that was asked for, halt, sum up and write, however it ends.
+        """Serve for the time that was set, halt, sum up and write, however it ends.
 
         Raises:
             RankError: a rank or another process exited; what is known is written all the same.
@@ -175,7 +175,7 @@ class Demo:
         }
 
     def _serve_until(self, is_reached: Callable[[], bool]) -> None:
-        """Serve; a group that broke ends on all ranks, which are started again from the store.
+        """Serve; a group that broke ends on all ranks, which are restarted from the store.
 
         Not only after a death: where a rank is late without end the others end just so, and what
         the store names as committed is right for a start of all ranks, whatever broke the group.

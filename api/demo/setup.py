@@ -45,7 +45,7 @@ from telemetry.store import Control, LoadStore, RunInfo
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
 
-LOST_GENERATIONS = 1000  # left out where the generations before are unknown
+LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ def _links(settings: Settings) -> HostLinkSettings | None:
 
 
 def _rank_links(settings: Settings) -> RankLinkSettings | None:
-    """Where each rank can be asked: at an address of its host, which its own host asks at too."""
+    """Where each rank listens: at an address of its host, which its own host uses too."""
     if settings.host_cache.other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"

@@ -1,4 +1,4 @@
-"""What a demo measured, as one dictionary, and as a table for people."""
+"""What a demo measured, as one dictionary, and as a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def summarise(
 
     ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
     really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
-    the ranks in order. ``stored`` is None where the store could not be asked.
+    the ranks in order. ``stored`` is None where the store could not be read.
     """
     final = final_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
@@ -95,7 +95,7 @@ def summarise(
 
 
 def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None) -> int | None:
-    """None where the store or the ranks could not be asked."""
+    """None where the store or the ranks did not answer."""
     if stored is None or not ranks:
         return None
     cut: int = sum(rank["samples"] for rank in ranks)

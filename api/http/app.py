@@ -84,7 +84,7 @@ def get_healthz(service: Service) -> Health:
 
 @probes.get("/readyz", summary="Does every rank serve?", responses=documented(503))
 async def get_readyz(request: Request) -> Health:
-    """A run has begun, every rank reports, and steps go on."""
+    """A run has begun, every rank reports, and steps make progress."""
     latest: LatestAnswer = request.app.state.readiness
     return await latest.get()
 
@@ -146,7 +146,7 @@ def get_events(
     after: Id = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> list[EventAnswer]:
-    """Oldest first, past an id: ask again with the last id to go on."""
+    """Oldest first, past an id: repeat with the last id to continue."""
     return service.events(after, limit)
 
 
@@ -162,7 +162,7 @@ def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
     responses=TASK_ANSWERS,
 )
 def post_rebalance(service: Service, body: RebalanceRequest, response: Response) -> TaskAnswer:
-    """Asks the controller and waits a while for its answer."""
+    """Submits a task to the controller and waits a while for its result."""
     return _answered(service.rebalance(body), response)
 
 

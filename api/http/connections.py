@@ -37,7 +37,7 @@ class OpenConnections:
     """A server's open connections by client address, oldest first.
 
     A thousand connections may be accepted in one turn of the event loop, so none of them may cost
-    a look at all others.
+    a scan of all others.
     """
 
     def __init__(self) -> None:

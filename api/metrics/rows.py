@@ -26,7 +26,7 @@ from telemetry.windows.step_windows import Window
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations
 
-# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks are asked.
+# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks send it.
 LINK_OF_SOURCE = {
     "same_rank": "same_rank",
     "peer": "intra",
@@ -58,7 +58,7 @@ class Scrape:
     migration: Migration | None  # the open one
     samples_stored: int
     backend: str  # kind of store
-    received: NDArray[np.int64] | None = None  # [L, R] where it was asked for
+    received: NDArray[np.int64] | None = None  # [L, R] if requested
 
 
 def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:

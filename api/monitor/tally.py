@@ -1,7 +1,7 @@
 """Counters of a run: figures that only grow, summed over events and ranks.
 
 A process that begins to follow a run later counts the same, because all of it is in the store. So a
-counter does not fall when the process that shows it is started again.
+counter does not fall when the process that shows it restarts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A second start is refused; the error names the holder. The lease alone shows whether the holder is
 alive (``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
-refusal comes within that time; after a death a start on the same host goes on at once, and on
-another host after one time to live.
+refusal comes within that time. After an exit of the holder, a start on the same host continues at
+once, and on another host after one time to live.
 """
 
 from __future__ import annotations

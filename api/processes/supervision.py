@@ -33,7 +33,7 @@ Note = Callable[[str, str], None]  # stores an event: name of the process, what 
 
 @dataclass(frozen=True)
 class SupervisionSettings:
-    """How often processes may be started again, and when one that runs counts as hung."""
+    """How often processes may be restarted, and when one that runs counts as hung."""
 
     restarts: int = 20  # of each process, within the window
     window_s: float = 3600.0
@@ -101,7 +101,7 @@ class Supervised:
     """One process that does not serve. ``view`` may be called by any thread, the rest by one.
 
     Args:
-        name: for people.
+        name: shown in events and messages.
         kind: the label of metrics.
         start: starts one more, and returns what ends it at once, even where it hangs.
         note: stores an event.
@@ -283,7 +283,7 @@ class Supervisor:
         return process
 
     def look(self) -> None:
-        """Kill what hangs, start again what is due."""
+        """Kill what hangs, restart what is due."""
         for process in self.processes:
             process.look()
 

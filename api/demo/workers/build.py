@@ -234,7 +234,7 @@ def _join(
                 timeout=timeout,
                 device_id=place.device if is_cuda else None,
             )
-            if is_cuda:  # only now: NCCL goes on connecting ranks of the first group
+            if is_cuda:  # only now: NCCL continues to connect ranks of the first group
                 formed.enter_context(gloo_listeners_closed())
             votes = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as exc:

@@ -1,4 +1,4 @@
-"""The controller's process. It may be killed and started again at any moment."""
+"""The controller's process. It may be killed and restarted at any moment."""
 
 from __future__ import annotations
 

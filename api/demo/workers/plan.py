@@ -73,11 +73,11 @@ class WorkerPlan:
     precision: str  # float32, bfloat16 or fp8
     dispatcher: str  # a name of runtime.dispatch.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
-    # Of the controller's lease: it is started again only once it is dead, so one name will do.
+    # Of the controller's lease: it is restarted only once it has exited, so one name will do.
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
-    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
+    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not used
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
     controller_poll_s: float = 0.2
     staging: Staging = field(default_factory=Staging)  # what was set of the device's defaults
@@ -88,7 +88,7 @@ class WorkerPlan:
 
     @property
     def store_shown(self) -> str:
-        """Where the store is, as people may see it."""
+        """Where the store is, without its password."""
         return without_password(str(self.store))
 
     @property

@@ -312,7 +312,7 @@ def test_disk_that_stays_full_ends_the_demo_with_one_line(
 
 def ends_in_words(demo: Any, what: str) -> None:
     status = demo.ends()
-    sentence = f"eplb: {what}, the demo cannot go on without it"
+    sentence = f"eplb: {what}, the demo cannot continue without it"
     assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
     assert "Traceback" not in demo.errors
     assert demo.summary()["missing"], "what is known is written, and what is not is named"
