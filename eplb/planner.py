@@ -36,13 +36,12 @@ from eplb.policies.frontier import Curve
 from eplb.policies.greedy import frame_of, step_ms
 from eplb.policies.incremental import repaired
 from eplb.policies.legality import complaints_of, unfit_layers
-from eplb.policies.table import contiguous_policy, propose
+from eplb.policies.table import contiguous_policy, policy_named
 from eplb.shares.traffic import nearer
 
 __all__ = ["Plan", "plan", "plan_for"]
 
 # Policies that plan shares as well. The others are there to be compared with: equal split.
-SPLITTING = frozenset({"auto"})
 
 
 def plan(
@@ -119,7 +118,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(complaints)] = True
     serving = Option(base, score_of(problem, base))
-    splits = policy in SPLITTING and problem.dispatch.uses_shares
+    splits = policy_named(policy).resplits and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
     if splits:
         proposed = with_shares(problem, proposed)
@@ -162,10 +161,11 @@ def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, Curve]:
     """What the policy aims at within the budget, and the curve that leads there."""
-    if policy in SPLITTING and problem.dispatch.by_rank:
+    entry = policy_named(policy)
+    if entry.resplits and problem.dispatch.by_rank:
         return _for_rule(problem, policy, serving)
-    placement, curve = propose(policy, problem)
-    if problem.cost.node_traffic and policy in SPLITTING:
+    placement, curve = entry.propose(problem)
+    if problem.cost.node_traffic and entry.resplits:
         placement = nearer(problem, placement)
     proposed = Option(placement, score_of(problem, placement))
     if curve is not None:
@@ -189,7 +189,7 @@ def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, C
     is, and only a fresh plan starts from one for an equal split.
     """
     if problem.current is None:
-        start, _ = propose(policy, problem)
+        start, _ = policy_named(policy).propose(problem)
     else:
         base = problem.current.slot_to_expert.astype(np.int64)
         held = repaired(problem, frame_of(problem), base).astype(np.int32)

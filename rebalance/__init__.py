@@ -1,1 +1,36 @@
-"""rebalance."""
+"""The rebalancer: a rank's agent, the controller, and how experts move between them.
+
+Names are imported when they are first used, and torch with those of the rank.
+"""
+
+from typing import TYPE_CHECKING
+
+from eplb.lazy import lazy_exports
+from eplb.siblings import check_siblings
+
+if TYPE_CHECKING:
+    from rebalance.agent import RankAgent
+    from rebalance.controller.loop import Controller, ControllerSettings
+    from rebalance.rank.parts import AgentSettings, Links, RankParts
+    from rebalance.stage.settings import LinkSettings, StageSettings
+
+__all__ = [
+    "AgentSettings",
+    "Controller",
+    "ControllerSettings",
+    "LinkSettings",
+    "Links",
+    "RankAgent",
+    "RankParts",
+    "StageSettings",
+]
+
+_EXPORTS = {
+    "rebalance.agent": "RankAgent",
+    "rebalance.controller.loop": "Controller ControllerSettings",
+    "rebalance.rank.parts": "AgentSettings Links RankParts",
+    "rebalance.stage.settings": "LinkSettings StageSettings",
+}
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
+
+check_siblings(("runtime", "telemetry"))

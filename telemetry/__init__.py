@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eplb.errors import ConfigError
+from eplb.lazy import lazy_exports
 from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.store import (
+    CommittedPlacement,
+    Control,
+    Event,
+    Lease,
+    LoadStore,
+    RankState,
+    RunInfo,
+    Task,
+)
 from telemetry.stores.redis.connection import address as redis_address
-from telemetry.stores.redis.store import RedisStore
-from telemetry.stores.sqlite.store import SqliteStore
 
-__all__ = ["file_of", "open_store"]
+if TYPE_CHECKING:
+    from telemetry.reporter.reporter import Reporter
+    from telemetry.stores.memory import MemoryStore
+    from telemetry.stores.redis.store import RedisStore
+    from telemetry.stores.sqlite.store import SqliteStore
+
+__all__ = [
+    "CommittedPlacement",
+    "Control",
+    "Event",
+    "Lease",
+    "LoadStore",
+    "MemoryStore",
+    "RankState",
+    "RedisStore",
+    "Reporter",
+    "RunInfo",
+    "SqliteStore",
+    "Task",
+    "file_of",
+    "open_store",
+]
+
+_EXPORTS = {
+    "telemetry.reporter.reporter": "Reporter",
+    "telemetry.stores.memory": "MemoryStore",
+    "telemetry.stores.redis.store": "RedisStore",
+    "telemetry.stores.sqlite.store": "SqliteStore",
+}
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 
 
 def file_of(url: str | Path) -> Path | None:
@@ -45,14 +82,21 @@ def open_store(
         raise ConfigError(
             f"samples of version {sample_version} asked for, expected one of: {known}"
         )
+    # Late: each brings what it needs, a database driver among it.
     if url == "memory:":
+        from telemetry.stores.memory import MemoryStore
+
         return MemoryStore(deployment)
     path = file_of(url)
     if path is not None:
+        from telemetry.stores.sqlite.store import SqliteStore
+
         return SqliteStore(path, deployment, sample_version=sample_version)
     url = str(url)
     scheme, _, rest = url.partition(":")
     if scheme in redis_address.SCHEMES and rest.startswith("//"):
+        from telemetry.stores.redis.store import RedisStore
+
         return RedisStore(url, deployment, sample_version=sample_version)
     raise ConfigError(
         f"unknown store {redis_address.without_password(url)!r}, expected one of: memory:, "

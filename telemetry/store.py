@@ -11,7 +11,7 @@ There is one controller, the holder of the lease: whoever held it before is refu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -118,18 +118,13 @@ class CommittedPlacement:
     reason: str
 
 
-class LoadStore(Protocol):
-    """One deployment's samples, placements, migrations, events, tasks and switches.
-
-    Every method raises StoreError when the store itself fails (disk full, read-only, damaged).
-    Methods may be called from any thread.
-    """
+class RunStore(Protocol):
+    """Starts of the serving processes, and the last report of each rank."""
 
     @property
     def deployment(self) -> str:
         """Name of the deployment that this store object speaks for."""
 
-    # -- runs and ranks
     def begin_run(self, info: RunInfo) -> None:
         """Record a start of the serving processes; the same again changes nothing.
 
@@ -149,7 +144,10 @@ class LoadStore(Protocol):
     def rank_states(self, run: str) -> list[RankState]:
         """Return the last report of every rank of a run, by rank."""
 
-    # -- samples
+
+class SampleStore(Protocol):
+    """Samples of ranks, in order of arrival."""
+
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples and return how many were new; a repeated (run, rank, sequence) is not."""
 
@@ -180,7 +178,10 @@ class LoadStore(Protocol):
         record that is read again is not counted again.
         """
 
-    # -- roll-ups
+
+class RollupStore(Protocol):
+    """What is kept of samples that were pruned."""
+
     def add_rollups(self, rollups: Sequence[Rollup]) -> int:
         """Add roll-ups, all or none, and return how many were new.
 
@@ -193,7 +194,10 @@ class LoadStore(Protocol):
     def prune_rollups(self, seconds: int, before_time: float) -> int:
         """Forget roll-ups of that length that ended by ``before_time``, and return how many."""
 
-    # -- the one controller, the one owner
+
+class LeaseStore(Protocol):
+    """Who acts as the one controller, and who owns the deployment."""
+
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
         """Take a lease, or renew one's own; None while another holds it.
 
@@ -211,9 +215,15 @@ class LoadStore(Protocol):
     def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now, as far as this object has seen, or None."""
 
-    # -- placements and migrations
+
+class PlacementStore(Protocol):
+    """Committed placements, and the open migration."""
+
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves, or None before the first."""
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement that was committed as this generation, or None."""
 
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
@@ -269,27 +279,10 @@ class LoadStore(Protocol):
             FencedOut: as ``publish``.
         """
 
-    # -- after the store lost its contents
-    def restore(
-        self,
-        run: RunInfo,
-        placement: Placement,
-        control: Control,
-        *,
-        last_plan_id: int,
-        reason: str,
-    ) -> bool:
-        """Write what a rank knows into a store that lost its contents, atomically, as an event.
 
-        Of all that call this one writes. False: a placement is committed, or another run is
-        current; nothing is changed.
+class RecoveryStore(Protocol):
+    """What survivors know after a death, and after a store lost its contents."""
 
-        Args:
-            placement: what serves; the next commit follows its generation.
-            last_plan_id: the newest that the caller knows of; later ids are well above it.
-        """
-
-    # -- after a death
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows; its words of that run and membership are replaced."""
 
@@ -313,15 +306,44 @@ class LoadStore(Protocol):
     def recovery(self) -> Recovery | None:
         """Return the latest record, or None before the first death."""
 
-    # -- events, tasks, switches
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents, atomically, as an event.
+
+        Of all that call this one writes. False: a placement is committed, or another run is
+        current; nothing is changed.
+
+        Args:
+            placement: what serves; the next commit follows its generation.
+            last_plan_id: the newest that the caller knows of; later ids are well above it.
+        """
+
+
+class EventStore(Protocol):
+    """What happened, for people and for the audit."""
+
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event and return its id."""
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events below the id ``before``, newest first; None: from the newest on."""
+
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
+
+
+class TaskStore(Protocol):
+    """Requests that the controller works off."""
 
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
@@ -333,8 +355,8 @@ class LoadStore(Protocol):
             FencedOut: as ``publish``.
         """
 
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended, oldest first."""
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state past the id ``after``, oldest first."""
 
     def finish(
         self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
@@ -347,6 +369,10 @@ class LoadStore(Protocol):
 
     def task(self, task_id: int) -> Task | None:
         """Return a task, or None when there is no such task."""
+
+
+class ControlStore(Protocol):
+    """Switches that every process obeys, and hints to the hosts."""
 
     def control(self) -> Control:
         """Return the switches."""
@@ -361,7 +387,10 @@ class LoadStore(Protocol):
         """Name what hosts may need next. No event: it changes often, and nothing follows from it
         but reading ahead. The latest counts, whoever wrote it."""
 
-    # -- waiting
+
+class WaitStore(Protocol):
+    """Waiting for a change."""
+
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
@@ -371,6 +400,42 @@ class LoadStore(Protocol):
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return once the version differs from ``version``, or after ``timeout_s``."""
+
+
+class ReporterStore(RunStore, SampleStore, Protocol):
+    """What the reporter of a rank writes to."""
+
+
+class ElectionStore(LeaseStore, EventStore, Protocol):
+    """What candidates for the one controller write to."""
+
+
+def events_backwards(store: EventStore, kinds: Container[str]) -> Iterator[Event]:
+    """Give events of some kinds, newest first, a page at a time as long as more are asked for."""
+    before = None
+    while page := store.latest_events(before=before):
+        yield from (event for event in page if event.kind in kinds)
+        before = page[-1].id
+
+
+class LoadStore(
+    RunStore,
+    SampleStore,
+    RollupStore,
+    LeaseStore,
+    PlacementStore,
+    RecoveryStore,
+    EventStore,
+    TaskStore,
+    ControlStore,
+    WaitStore,
+    Protocol,
+):
+    """One deployment's memory: the interfaces above, each of which a consumer may take alone.
+
+    Every method raises StoreError when the store itself fails (disk full, read-only, damaged).
+    Methods may be called from any thread.
+    """
 
     def close(self) -> None:
         """Release files and threads; what was acknowledged stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,18 +126,17 @@ def test_the_rules_say_what_they_are_read_as(name: str, source: str, allowed: bo
 def modules() -> dict[str, Path]:
     return {
         ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): source
-        for folder in OURS
+        for folder in (*OURS, "benchmarks")
         for source in sources(folder)
     }
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and for types count too."""
     ours = modules()
     edges = {
         module: {
-            full if full in ours else full.rpartition(".")[0]
-            for line, full in imports(source)
-            if line not in late_lines(source)
+            full if full in ours else full.rpartition(".")[0] for line, full in imports(source)
         }
         & ours.keys() - {module}
         for module, source in ours.items()
@@ -226,3 +226,36 @@ def test_a_package_leaves_torch_alone(package: str) -> None:
     )
 
     assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("package", ["eplb", "telemetry", "runtime", "rebalance"])
+def test_what_a_package_exports_is_what_its_types_say(package: str) -> None:
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    for_types = {
+        alias.asname or alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    module = importlib.import_module(package)
+    lazy = {name: mod for mod, names in module._EXPORTS.items() for name in names.split()}
+
+    assert lazy == for_types
+    assert set(lazy) <= set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def test_import_of_the_planner_loads_no_compiler_and_no_solver() -> None:
+    code = "import sys, eplb; eplb.Topology.uniform(1, 2, 3); print(sorted(sys.modules))"
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    ).stdout
+
+    assert "'eplb.core.topology'" in loaded
+    assert "'numba" not in loaded
+    assert "'scipy" not in loaded
+    assert "'ortools" not in loaded

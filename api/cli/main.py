@@ -19,7 +19,7 @@ from api.cli.store_place import DEFAULT_STORE, StoreUrl
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.demo.settings import DEPLOYMENT
-from api.entry import interrupt_on_signals, leave, leave_on_signals
+from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.settings import load

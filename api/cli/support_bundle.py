@@ -17,7 +17,6 @@ import re
 import sys
 import tarfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -39,7 +38,6 @@ from telemetry.store import LoadStore
 BAD_INPUT = 2
 MB = 1_000_000
 LAST_EVENTS, LAST_PLACEMENTS = 10_000, 100
-EVENTS_PER_READ = 10_000
 PACKAGES = (
     "numpy",
     "scipy",
@@ -186,13 +184,9 @@ def _add_state(bundle: Bundle, store: LoadStore) -> None:
     }
     for name, answer in answers.items():
         bundle.try_to(f"state/{name}.json", lambda answer=answer: _json(answer()))  # type: ignore[misc]
-    last: deque[str] = deque(maxlen=LAST_EVENTS)
-    after = 0
-    while events := store.events(after=after, limit=EVENTS_PER_READ):
-        last.extend(json.dumps(asdict(event), default=str) for event in events)
-        after = events[-1].id
+    events = reversed(store.latest_events(limit=LAST_EVENTS))
     # Half of what is left: journals must find room too.
-    lines = "".join(f"{line}\n" for line in last).encode()
+    lines = "".join(json.dumps(asdict(event), default=str) + "\n" for event in events).encode()
     bundle.add_end("events.jsonl", lines, bundle.room // 2)
 
 

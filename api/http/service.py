@@ -45,8 +45,6 @@ from eplb.errors import EplbError
 from eplb.policies.table import policy_named
 from telemetry.store import CommittedPlacement, Control, LoadStore, Task
 
-PLACEMENTS_SEARCHED = 10_000
-
 
 class Refused(EplbError):
     """A request that cannot be served; ``status`` is its HTTP status."""
@@ -138,9 +136,8 @@ class AdminService:
             found = self._store.committed()
             wanted = "a committed placement"
         else:
-            lines = self._store.placements(limit=PLACEMENTS_SEARCHED)
             wanted = f"generation {generation}"
-            found = next((one for one in lines if one.placement.generation == generation), None)
+            found = self._store.placement(generation)
         if found is None:
             raise Refused(404, f"the store holds no placement that is {wanted}")
         placement = found.placement

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from api.http.schemas import PlanEnd, TaskAnswer
 from telemetry.rules import EVENT_OF_OUTCOME
-from telemetry.store import Event, LoadStore, Outcome, Task
+from telemetry.store import EventStore, Outcome, Task, events_backwards
 
 OUTCOMES: dict[str, Outcome] = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
-AT_ONCE = 1000  # events
 
 
-def task_answer(store: LoadStore, task: Task) -> TaskAnswer:
+def task_answer(store: EventStore, task: Task) -> TaskAnswer:
     """A task with the end of its plan, once it has published one."""
     plan_id = task.result.get("plan_id") if task.state == "done" else None
     end = plan_end(store, int(plan_id)) if plan_id else None
     return TaskAnswer(**vars(task), plan_end=end)
 
 
-def plan_end(store: LoadStore, plan_id: int) -> PlanEnd | None:
+def plan_end(store: EventStore, plan_id: int) -> PlanEnd | None:
     """How a plan has ended, and why; None while it is open, or once its event was removed."""
-    for event in _events(store):
-        if event.kind in OUTCOMES and event.detail.get("plan_id") == plan_id:
+    for event in events_backwards(store, OUTCOMES):
+        if event.detail.get("plan_id") == plan_id:
             reason = str(event.detail.get("reason", ""))
             return PlanEnd(outcome=OUTCOMES[event.kind], reason=reason, time=event.time)
     return None
-
-
-def _events(store: LoadStore) -> Iterator[Event]:
-    last = 0
-    while found := store.events(after=last, limit=AT_ONCE):
-        yield from found
-        last = found[-1].id

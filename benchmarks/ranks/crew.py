@@ -91,6 +91,8 @@ class Crew:
                 heard_at[child.name] = time.monotonic()
                 if message[0] == LAST_WORD:
                     self._done.add(child.name)
+                if message[0] == "turn":
+                    continue  # a process that is supervised elsewhere shows that it goes on
                 if message[0] == kind:
                     said[child.name] = message[1]
                 else:

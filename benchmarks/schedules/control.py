@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from random import Random
+from typing import Protocol
 
-from benchmarks.schedules.ballots import Violation
+from benchmarks.schedules.ballots import Violation, Votes
+from benchmarks.schedules.claims import Claims
 from benchmarks.schedules.device import Step
+from benchmarks.schedules.houses import House
 from benchmarks.schedules.program import AFTER_A_DEATH, Doing, Program
 from benchmarks.schedules.rank import Life, Rank
+from benchmarks.schedules.wires import Faults, Store
 from eplb.migration.build import Source
 from rebalance.protocol.phases import Phase
 from rebalance.transport.interface import HOST, Place
 from telemetry.store import Control as Switches
-
-if TYPE_CHECKING:
-    from benchmarks.schedules.world import Schedule
 
 NEVER = -1
 DELAYS = ((0,), (0, 5, 15, 40, 80), (10, 40, 80))  # turns, from one doing to the next
 DEADLINE_S, QUIET_DEADLINE_S = 100.0, 1000.0  # for a migration
 
 
+class Controlled(Protocol):
+    """A schedule, as far as its program reaches into it."""
+
+    rng: Random
+    house: House
+    now: float
+    trace: list[tuple[str, int]]
+    counts: Counter[str]
+    store: Store
+    faults: Faults
+    ranks: list[Rank]
+    votes: Votes
+    claims: Claims
+
+    def may_update(self) -> None:
+        """Let ranks begin the update of their weights."""
+
+    def may_recover(self) -> None:
+        """Let survivors of a death recover."""
+
+
 class Control:
     """Publishes plans, turns switches, breaks and mends things."""
 
-    def __init__(self, schedule: Schedule, program: Program) -> None:
+    def __init__(self, schedule: Controlled, program: Program) -> None:
         self._schedule, self._store, self._rng = schedule, schedule.store, schedule.rng
         self.program, self._left = program, list(program.doings)
         self.version, self.updates_at = 0, NEVER
@@ -66,7 +89,7 @@ class Control:
         """As the real controller does: no migration is open for ever, e.g. one for old weights."""
         deadline_s = QUIET_DEADLINE_S if self.program.is_quiet else DEADLINE_S
         is_old = self._schedule.now - self._published_at > deadline_s
-        return is_old and not self._store.is_down and self._store._placements.open is not None
+        return is_old and not self._store.is_down and self._store.ledger.published is not None
 
     def _has_updated(self) -> bool:
         return all(rank.core.fence.version == self.version for rank in self._schedule.ranks)
@@ -78,8 +101,10 @@ class Control:
 
     def _may(self, doing: Doing) -> bool:
         if doing is Doing.PUBLISH:
-            is_held = not self._store._control.movement  # a plan may wait for the switch for ever
-            is_open = self._store._placements.open is not None
+            is_held = (
+                not self._store.ledger.control.movement
+            )  # a plan may wait for the switch for ever
+            is_open = self._store.ledger.published is not None
             return not self._store.is_down and (is_held or not is_open)
         if doing in (Doing.SWITCH_OFF, Doing.SWITCH_ON, Doing.WITHDRAW):
             return not self._store.is_down
@@ -174,7 +199,7 @@ class Control:
             return all(rank.life in (Life.RECOVERED, Life.REFUSED) for rank in alive)
         if self.updates_at != NEVER and not self._has_updated():
             return False
-        return self._store._placements.open is None
+        return self._store.ledger.published is None
 
     def _is_at_rest(self, rank: Rank) -> bool:
         if rank.life is Life.REFUSED:
@@ -191,7 +216,7 @@ class Control:
             f"{r.wait.what if r.wait else 'nothing'} {r.update_waits_for} {r.why}"
             for r in self._schedule.ranks
         ]
-        opened = self._store._placements.open
+        opened = self._store.ledger.published
         left = [doing.value for doing in self._left]
         return f"left {left}, open plan {opened and opened.plan_id}\n" + "\n".join(ranks)
 

@@ -114,9 +114,9 @@ class Rank:
         """Say whether the store has news, or it is time to look again all the same."""
         if not self.is_alive:
             return False
-        if self.heard_version != self.world.store._version:
+        if self.heard_version != self.world.store.ledger.version:
             return True
-        opened = self.world.store._placements.open
+        opened = self.world.store.ledger.published
         is_news = (opened.plan_id if opened else 0) != self._plan_id()
         return is_news and self.world.clock() >= self.hears_at
 

@@ -20,14 +20,14 @@ from eplb.core.topology import Topology
 from eplb.decision.allowance import moves_per_layer
 from eplb.decision.gate import Decision
 from eplb.dispatch.plans import booked_and_effective
+from eplb.explanation.explainer import explain
 from eplb.explanation.figures import Explanation, finite
 from eplb.measure.balance import live_shares
 from eplb.measure.lower_bound import bound_of
-from eplb.migration.build import Move, Source, moves_between
+from eplb.migration.build import Move, moves_between
+from eplb.migration.moves import LINKS, link_of
 from eplb.policies.frontier import Curve
 from eplb.shares.traffic import crossing
-
-LINKS = ("same_rank", "node", "network", "host")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +124,6 @@ class Plan:
         Raises:
             ConfigError: no such layer or expert.
         """
-        from eplb.explanation.explainer import explain  # late: it explains plans
-
         return explain(self, layer, expert)
 
     @cached_property
@@ -183,13 +181,3 @@ def lost_tokens(problem: Problem, placement: Placement) -> float:
     _, uncovered = live_shares(placement, problem.topology)
     total = float(problem.work.sum())
     return float((problem.work * uncovered).sum()) / total if total else 0.0
-
-
-def link_of(move: Move, topology: Topology) -> str:
-    """The kind of link that a move's bytes go over: one of LINKS."""
-    if move.source is Source.SAME_RANK:
-        return "same_rank"
-    if move.source is not Source.PEER:
-        return "host"
-    same_node = topology.node_of_slot[move.src_slot] == topology.node_of_slot[move.dst_slot]
-    return "node" if same_node else "network"

@@ -8,23 +8,65 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.outcome import LINKS, Plan, link_of
 from eplb.dispatch.plans import as_dispatched
 from eplb.errors import ConfigError
 from eplb.explanation.figures import Explanation, LayerExplanation, RankLoad
 from eplb.explanation.wording import layer_sentences, sentences
 from eplb.measure.balance import imbalance, rank_load
-from eplb.migration.build import Move
+from eplb.migration.moves import LINKS, Move, link_of
 
 
-def explain(plan: Plan, layer: int, expert: int) -> Explanation:
+class Explained(Protocol):
+    """A plan (``eplb.decision.outcome.Plan``), as far as it is explained."""
+
+    @property
+    def decision(self) -> Enum:
+        """What is done."""
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+
+    @property
+    def problem(self) -> Problem:
+        """What was planned."""
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and slots."""
+
+    @property
+    def base(self) -> Placement:
+        """What serves."""
+
+    @property
+    def target(self) -> Placement:
+        """What is aimed at."""
+
+    @property
+    def moves(self) -> Sequence[Move]:
+        """What it takes."""
+
+    @property
+    def lower_bound(self) -> NDArray[np.float64]:
+        """[L] the least cost of any placement."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's weights."""
+
+
+def explain(plan: Explained, layer: int, expert: int) -> Explanation:
     """Say why an expert has its replicas, why on these ranks, and what that takes.
 
     Args:
@@ -71,7 +113,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
     return found.saying(sentences(found, plan.topology, view.rank_loads))
 
 
-def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
+def explain_layer(plan: Explained, layer: int) -> LayerExplanation:
     """Say what a plan does to a layer, and why.
 
     Raises:
@@ -99,7 +141,7 @@ def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
     return found.saying(layer_sentences(found))
 
 
-def marginal(plan: Plan, layer: int, expert: int) -> tuple[float | None, float | None]:
+def marginal(plan: Explained, layer: int, expert: int) -> tuple[float | None, float | None]:
     """The layer's imbalance with one replica fewer, and with one more, at equal split.
 
     One fewer leaves the slot empty where that hurts least. One more takes an empty slot, or the
@@ -146,7 +188,7 @@ class _View(NamedTuple):
     moves: tuple[Move, ...]
 
 
-def _view(plan: Plan, layer: int) -> _View:
+def _view(plan: Explained, layer: int) -> _View:
     if not 0 <= layer < plan.base.num_layers:
         raise ConfigError(f"layer {layer}, expected 0..{plan.base.num_layers - 1}")
     problem, topology = plan.problem, plan.topology
@@ -169,6 +211,6 @@ def _ranks_with(
     return tuple(topology.rank_of_slot[slots].tolist())
 
 
-def _bytes(plan: Plan, moves: tuple[Move, ...]) -> dict[str, int]:
+def _bytes(plan: Explained, moves: tuple[Move, ...]) -> dict[str, int]:
     links = [link_of(move, plan.topology) for move in moves]
     return {link: links.count(link) * plan.expert_bytes for link in LINKS}

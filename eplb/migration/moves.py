@@ -37,6 +37,19 @@ class Move:
     src_slot: int = EMPTY  # for SAME_RANK and PEER
 
 
+LINKS = ("same_rank", "node", "network", "host")  # kinds that bytes of a move go over
+
+
+def link_of(move: Move, topology: Topology) -> str:
+    """The kind of link that a move's bytes go over: one of LINKS."""
+    if move.source is Source.SAME_RANK:
+        return "same_rank"
+    if move.source is not Source.PEER:
+        return "host"
+    same_node = topology.node_of_slot[move.src_slot] == topology.node_of_slot[move.dst_slot]
+    return "node" if same_node else "network"
+
+
 class Sourcing:
     """Gives each move its source, and remembers who has sent how much.
 

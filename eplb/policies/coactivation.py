@@ -58,7 +58,7 @@ def nodes_per_token(
     return nodes
 
 
-def brought_together(
+def colocate_coactivated(
     problem: Problem,
     placement: Placement,
     together: FloatArray,

@@ -1,13 +1,15 @@
-"""The known ways to place experts, by name. A policy is a function: ``Problem -> Placement``.
+"""The policy table: every way to place experts, by name.
 
-A researcher adds one with ``register``, or here; the table is a plain dict. A policy that knows how
-far each part of the budget takes it may give a ``Proposal`` as well.
+A policy is a function: ``Problem -> Placement``, or ``Proposal`` where it knows what fewer moves
+would have brought. A policy of a user's own is an entry like any other: added by
+``register_policy``, or by an installed package under the entry point group ``eplb.policies``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from eplb.policies.legality import why_it_cannot_serve
 from eplb.policies.objectives import best_fresh, best_improved
 from eplb.policies.relabel import with_singles_kept
 
-Policy = Callable[[Problem], Placement]
+ENTRY_POINTS = "eplb.policies"
 
 
 class Proposal(NamedTuple):
@@ -34,6 +36,38 @@ class Proposal(NamedTuple):
 
     placement: Placement
     curve: Curve | None = None  # None: the policy knows only the whole of it
+
+
+Policy = Callable[[Problem], Placement | Proposal]
+
+
+@dataclass(frozen=True)
+class PolicyEntry:
+    """A policy, and what the planner may do with its placements.
+
+    Args:
+        policy: places experts.
+        keeps_constraints: it keeps to constraints itself, so its placements are not checked.
+        resplits: token shares of replicas, node traffic and the engine's dispatch rule are
+            optimised on top of its placements.
+    """
+
+    policy: Policy
+    keeps_constraints: bool = False
+    resplits: bool = False
+
+    def __call__(self, problem: Problem) -> Placement:
+        """Place experts."""
+        return self.propose(problem).placement
+
+    def propose(self, problem: Problem) -> Proposal:
+        """Place experts; a placement that violates constraints is repaired."""
+        found = self.policy(problem)
+        proposal = found if isinstance(found, Proposal) else Proposal(found)
+        if self.keeps_constraints or why_it_cannot_serve(problem, proposal.placement) is None:
+            return proposal
+        held = proposal.placement.slot_to_expert.astype(np.int64)
+        return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
 
 
 def contiguous_policy(problem: Problem) -> Placement:
@@ -73,12 +107,8 @@ def greedy_policy(problem: Problem) -> Placement:
     return _placed(problem, greedy(problem))
 
 
-def auto_policy(problem: Problem) -> Placement:
+def auto_policy(problem: Problem) -> Proposal:
     """Few moves from the current placement; without one, greedy and a search over the windows."""
-    return _auto(problem).placement
-
-
-def _auto(problem: Problem) -> Proposal:
     if problem.current is None:
         return Proposal(_placed(problem, best_fresh(problem)))
     improved = best_improved(problem, problem.current)
@@ -101,58 +131,47 @@ def exact_policy(problem: Problem) -> Placement:
     return exact(problem)
 
 
-POLICIES: dict[str, Policy] = {
-    "auto": auto_policy,
-    "contiguous": contiguous_policy,
-    "exact": exact_policy,
-    "greedy": greedy_policy,
-    "random": random_policy,
-    "round_robin": round_robin,
-    "topk_everywhere": topk_everywhere,
+POLICIES: dict[str, PolicyEntry] = {
+    "auto": PolicyEntry(auto_policy, keeps_constraints=True, resplits=True),
+    "contiguous": PolicyEntry(contiguous_policy),
+    "exact": PolicyEntry(exact_policy),
+    "greedy": PolicyEntry(greedy_policy, keeps_constraints=True),
+    "random": PolicyEntry(random_policy),
+    "round_robin": PolicyEntry(round_robin),
+    "topk_everywhere": PolicyEntry(topk_everywhere),
 }
 
 
-def register(name: str, policy: Policy) -> None:
-    """Add a policy of a user's own; the same again changes nothing.
+def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
+    """Add a policy of a user's own to the table; the same again changes nothing.
 
     Raises:
         ConfigError: another policy has that name.
     """
-    if POLICIES.setdefault(name, policy) is not policy:
+    entry = policy if isinstance(policy, PolicyEntry) else PolicyEntry(policy)
+    if POLICIES.setdefault(name, entry) != entry:
         raise ConfigError(f"policy {name!r} is registered already, expected a name of its own")
 
 
-def propose(name: str, problem: Problem) -> Proposal:
-    """Let the policy of that name plan.
-
-    Raises:
-        ConfigError: an unknown name; the message lists the known ones.
-    """
-    policy = policy_named(name)
-    if policy is auto_policy:
-        return _auto(problem)
-    placement = policy(problem)
-    if policy is greedy_policy:  # it looks at constraints itself
-        return Proposal(placement)
-    if why_it_cannot_serve(problem, placement) is None:
-        return Proposal(placement)
-    # A policy may know nothing of constraints, or of the load that they are about: what it proposes
-    # is mended.
-    held = placement.slot_to_expert.astype(np.int64)
-    return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
-
-
-def policy_named(name: str) -> Policy:
-    """Look a policy up.
+def policy_named(name: str) -> PolicyEntry:
+    """Look a policy up: in the table, then among entry points of installed packages.
 
     Raises:
         ConfigError: an unknown name; the message lists the known ones.
     """
     if name not in POLICIES:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            register_policy(name, point.load())
+    if name not in POLICIES:
         raise ConfigError(
-            f"unknown policy {name!r}, expected one of: {', '.join(sorted(POLICIES))}"
+            f"unknown policy {name!r}, expected one of: {', '.join(known_policies())}"
         )
     return POLICIES[name]
+
+
+def known_policies() -> list[str]:
+    """Names of all policies, those of installed packages included."""
+    return sorted({*POLICIES, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def _placed(problem: Problem, held: IntArray) -> Placement:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from eplb.errors import FencedOut, StoreError
-from telemetry.store import Lease, LeaseOf, LoadStore
+from telemetry.store import ElectionStore, Lease, LeaseOf
 from telemetry.stores.holder import new_holder
 
 __all__ = ["ControllerLease", "new_holder"]
@@ -41,7 +41,7 @@ class ControllerLease:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: ElectionStore,
         holder: str,
         ttl_s: float,
         *,

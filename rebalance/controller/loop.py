@@ -311,7 +311,7 @@ class Controller:
 
         This one ends each task in the turn that claims it, unless the store fails.
         """
-        for task in self._store.running():
+        for task in self._store.tasks("running"):
             reason = "the controller ended while it worked on this, expected it to be asked again"
             self._store.finish(task.id, "failed", {"error": reason}, fence=self._lease.token)
 

@@ -15,11 +15,10 @@ from eplb.core.topology import Topology
 from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 from eplb.decision.promises import ENOUGH, Promise, Record
-from telemetry.store import Event, LoadStore
+from telemetry.store import EventStore, events_backwards
 from telemetry.windows.step_windows import Window
 
 KIND = "promise"  # of the event
-LOOKED_AT = 1000  # events at a time
 
 
 class TrackRecord:
@@ -28,7 +27,7 @@ class TrackRecord:
     New shares alone are a new generation, but leave the experts where they were.
     """
 
-    def __init__(self, store: LoadStore) -> None:
+    def __init__(self, store: EventStore) -> None:
         self._store = store
         self.record = _latest(store)
         self._open: Promise | None = None
@@ -74,19 +73,9 @@ class TrackRecord:
         )
 
 
-def _latest(store: LoadStore) -> Record:
-    newest = _newest_event(store)
+def _latest(store: EventStore) -> Record:
+    newest = next(events_backwards(store, (KIND,)), None)
     if newest is None:
         return Record()
     promised, given = newest.detail["record"]
     return Record(float(promised), float(given))
-
-
-def _newest_event(store: LoadStore) -> Event | None:
-    """The latest event of this kind; events are read from the oldest."""
-    newest, after = None, 0
-    while events := store.events(after=after, limit=LOOKED_AT):
-        for event in events:
-            newest = event if event.kind == KIND else newest
-        after = events[-1].id
-    return newest

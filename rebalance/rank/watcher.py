@@ -160,7 +160,8 @@ class Watcher:
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
-            if committed is None:
+            if committed is None or committed.placement.generation == base:
+                # In the second case another rank has written it anew since the commit was refused.
                 raise StoreError(
                     "the store has lost its contents, expected its placement to be written anew"
                 ) from None

@@ -6,7 +6,7 @@ They are policies like any other once ``register_peers`` was called: to compare 
 
 from __future__ import annotations
 
-from eplb.policies.table import Policy, register
+from eplb.policies.table import Policy, register_policy
 from simulations.peers.flashlb import flashlb
 from simulations.peers.replans import greedy_on_average, greedy_on_last, greedy_on_sum
 from simulations.peers.swift import swift_balancer
@@ -23,4 +23,4 @@ PEERS: dict[str, Policy] = {
 def register_peers() -> None:
     """Make the peers known to ``eplb.policies.table`` by name; again changes nothing."""
     for name, policy in PEERS.items():
-        register(name, policy)
+        register_policy(name, policy)

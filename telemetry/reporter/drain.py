@@ -17,7 +17,7 @@ from threading import Condition
 from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
 from telemetry.reporter.spool import Spool
-from telemetry.store import LoadStore, RankState
+from telemetry.store import RankState, ReporterStore
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -46,7 +46,7 @@ AT_ONCE = Tempo()
 class Drain:
     """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
 
-    def __init__(self, store: LoadStore, spool: Spool, tempo: Tempo, *, seed: int) -> None:
+    def __init__(self, store: ReporterStore, spool: Spool, tempo: Tempo, *, seed: int) -> None:
         self._store, self._spool, self._tempo = store, spool, tempo
         self._random = random.Random(seed)
         self._changed = Condition()  # never held while the store or the disk works

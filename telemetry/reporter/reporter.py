@@ -27,7 +27,7 @@ from eplb.errors import RankError
 from telemetry.reporter.counts import ReporterStats
 from telemetry.reporter.drain import AT_ONCE, Drain, Tempo
 from telemetry.reporter.spool import DEFAULT_CAPACITY, Spool
-from telemetry.store import LoadStore, RankState
+from telemetry.store import RankState, ReporterStore
 
 # How often the inbox is looked into: after a look in vain the time doubles, after any other it is
 # halved. A sample waits for the longest at most until it is taken to the disk. A look costs 20 us.
@@ -45,7 +45,7 @@ class Reporter:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: ReporterStore,
         *,
         spool: Spool | None = None,
         capacity: int = DEFAULT_CAPACITY,

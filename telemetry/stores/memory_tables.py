@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from eplb.core.load import LoadSample
-from eplb.migration.build import Migration
-from eplb.migration.recovery import Recovery
-from telemetry import rules
 from telemetry.retention.rollup import Rollup
-from telemetry.store import CommittedPlacement, Details, Event, Lease, LeaseOf, Task, TaskState
-from telemetry.stores.lease_watch import LeaseWatch
-
-
-def as_stored(details: Details) -> Details:
-    """A copy as every store gives it back: what JSON makes of it, changed by nobody."""
-    return rules.details_from_text(rules.details_to_text(details))
+from telemetry.store import Details, Event
 
 
 class SampleTable:
@@ -92,40 +82,6 @@ class RollupTable:
         return len(old)
 
 
-class LeaseTable:
-    """The last lease of each kind that was given out."""
-
-    def __init__(self, monotonic: Callable[[], float] | None) -> None:
-        self._latest: dict[LeaseOf, Lease] = {}
-        self._watch = LeaseWatch(monotonic)
-
-    def acquire(self, holder: str, ttl_s: float, of: LeaseOf, now: float) -> Lease | None:
-        """Give the lease to ``holder``, unless another holds it."""
-        latest, is_over = self._latest.get(of), self._watch.is_over
-        lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
-        return None if lease is None else self._write(lease)
-
-    def release(self, lease: Lease, now: float) -> bool:
-        """End a lease; False when it was its holder's no more."""
-        latest, is_over = self._latest.get(lease.of), self._watch.is_over
-        ended = rules.given_up(lease, now=now, latest=latest, is_over=is_over)
-        return ended is not None and self._write(ended) is ended
-
-    def held(self, of: LeaseOf) -> Lease | None:
-        """Return the lease that holds now."""
-        latest = self._latest.get(of)
-        return None if latest is None or self._watch.is_over(latest) else latest
-
-    def check(self, fence: int | None) -> None:
-        """Refuse a writer whose token is not the newest."""
-        rules.check_fence(fence, self._latest.get("controller"))
-
-    def _write(self, lease: Lease) -> Lease:
-        self._latest[lease.of] = lease
-        self._watch.age_s(lease)
-        return lease
-
-
 class EventTable:
     """Events, numbered from 1; the oldest may be forgotten."""
 
@@ -136,7 +92,7 @@ class EventTable:
     def add(self, time: float, kind: str, detail: Details) -> Event:
         """Append an event."""
         event_id = self._num_pruned + len(self._events) + 1
-        self._events.append(Event(event_id, time, kind, as_stored(detail)))
+        self._events.append(Event(event_id, time, kind, detail))
         return self._events[-1]
 
     def past(self, after: int) -> list[Event]:
@@ -149,90 +105,6 @@ class EventTable:
         del self._events[:num_old]
         self._num_pruned += num_old
         return num_old
-
-
-class PlacementTable:
-    """Committed placements, and the open migration."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, CommittedPlacement] = {}  # by generation, which only grows
-        self._plan_ids: set[int] = set()  # published so far
-        self.open: Migration | None = None
-
-    def latest(self) -> CommittedPlacement | None:
-        """Return the placement that serves."""
-        return next(reversed(self._lines.values()), None)
-
-    def newest_first(self) -> list[CommittedPlacement]:
-        """Return all committed placements."""
-        return list(reversed(self._lines.values()))
-
-    def add(
-        self, line: CommittedPlacement, expected: int | None, recovery: Recovery | None
-    ) -> bool:
-        """Commit a placement; False when this very one was committed before."""
-        latest, known = self.latest(), self._lines.get(line.placement.generation)
-        is_new = rules.is_to_be_committed(
-            line.placement,
-            expected=expected,
-            committed=latest.placement.generation if latest else None,
-            known_hash=known.placement.hash if known else None,
-        )
-        if is_new:
-            rules.check_not_dropped(line.plan_id, line.placement.generation, recovery)
-            self._lines[line.placement.generation] = line
-        return is_new
-
-    def publish(self, migration: Migration) -> None:
-        """Open a migration."""
-        rules.check_plan_id(
-            migration.plan_id,
-            open_plan_id=self.open.plan_id if self.open else None,
-            is_known=migration.plan_id in self._plan_ids,
-        )
-        latest = self.latest()
-        committed = (latest.placement.generation, latest.placement.hash) if latest else None
-        rules.check_base(migration, committed)
-        self._plan_ids.add(migration.plan_id)
-        self.open = migration
-
-
-class TaskTable:
-    """Tasks, numbered from 1."""
-
-    def __init__(self) -> None:
-        self._tasks: list[Task] = []
-
-    def add(self, time: float, kind: str, request: Details) -> Task:
-        """Queue a task."""
-        task = Task(len(self._tasks) + 1, time, kind, as_stored(request), "queued", {})
-        self._tasks.append(task)
-        return task
-
-    def claim(self) -> Task | None:
-        """Set the oldest queued task running."""
-        for index, task in enumerate(self._tasks):
-            if task.state == "queued":
-                self._tasks[index] = replace(task, state="running")
-                return self._tasks[index]
-        return None
-
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return [task for task in self._tasks if task.state == "running"]
-
-    def finish(self, task_id: int, state: TaskState, result: Details) -> Task:
-        """End a task."""
-        found = self.get(task_id)
-        rules.check_finish(task_id, found.state if found else None, state)
-        assert found is not None, "check_finish refuses a task that is not there"
-        ended = replace(found, state=state, result=as_stored(result))
-        self._tasks[task_id - 1] = ended
-        return ended
-
-    def get(self, task_id: int) -> Task | None:
-        """Return a task, or None when there is no such task."""
-        return self._tasks[task_id - 1] if 1 <= task_id <= len(self._tasks) else None
 
 
 def _key(sample: LoadSample) -> tuple[str, int, int]:

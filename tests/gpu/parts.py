@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,7 +24,18 @@ from runtime.model.moe import MoELayer, MoEStack
 from runtime.routing import RoutingTable
 
 MODEL = ModelShape((0, 1), 32, 6, hidden=2048, intermediate=512)
-SLOTS_PER_RANK, NUM_STAGING, NUM_TOKENS = 10, 2, 64
+NUM_STAGING, NUM_TOKENS = 2, 64
+SPARE_SLOTS = 2  # of a rank, for replicas
+
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two GPUs of one host"
+)
+needs_deep_ep = pytest.mark.skipif(find_spec("deep_ep") is None, reason="deep_ep is not installed")
+
+
+def slots_per_rank(num_ranks: int) -> int:
+    """Slots for every expert, however few ranks there are, and for some replicas."""
+    return -(-MODEL.num_experts // num_ranks) + SPARE_SLOTS
 
 
 def schema_of(precision: str) -> ExpertSchema:
@@ -34,7 +47,7 @@ def schema_of(precision: str) -> ExpertSchema:
 def random_placement(num_ranks: int, seed: int) -> Placement:
     """Every expert somewhere, the other slots filled at random, never twice on a rank."""
     rng = np.random.default_rng(seed)
-    held = np.full((MODEL.num_layers, num_ranks, SLOTS_PER_RANK), EMPTY)
+    held = np.full((MODEL.num_layers, num_ranks, slots_per_rank(num_ranks)), EMPTY)
     for layer in held:
         for number, expert in enumerate(rng.permutation(MODEL.num_experts)):
             layer[number % num_ranks, number // num_ranks] = expert
@@ -76,16 +89,15 @@ def build(rank: int, num_ranks: int, path: Path, precision: str) -> GpuRank:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", rank)
-    topology = Topology.uniform(1, num_ranks, SLOTS_PER_RANK)
+    num_slots = slots_per_rank(num_ranks)
+    topology = Topology.uniform(1, num_ranks, num_slots)
     schema, checkpoint = schema_of(precision), Checkpoint(path)
-    num_bytes = bank_bytes(schema, MODEL.num_layers, SLOTS_PER_RANK, NUM_STAGING)
+    num_bytes = bank_bytes(schema, MODEL.num_layers, num_slots, NUM_STAGING)
     arena = SymmetricArena(num_bytes, group, device)
-    bank = ExpertBank(
-        schema, MODEL.num_layers, SLOTS_PER_RANK, num_staging=NUM_STAGING, arena=arena
-    )
+    bank = ExpertBank(schema, MODEL.num_layers, num_slots, num_staging=NUM_STAGING, arena=arena)
     start = random_placement(num_ranks, 0)
     table = RoutingTable(start, max_replicas=num_ranks, device=device)
-    counter = SlotCounter(MODEL.num_layers, SLOTS_PER_RANK, device)
+    counter = SlotCounter(MODEL.num_layers, num_slots, device)
     shape = DeepEPShape(topology, MODEL.hidden, MODEL.top_k, NUM_TOKENS)
     dispatcher = DeepEPLowLatency(shape, group, counter)
     dense = {name: t.to(device) for name, t in checkpoint.dense_weights().items()}

@@ -16,10 +16,11 @@ from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.dispatch.selftest import Trial, check_dispatcher, choose_dispatcher
 from runtime.group.launch import launch
+from tests.gpu.parts import needs_deep_ep, needs_two_gpus
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host"),
+    needs_two_gpus,
 ]
 HIDDEN, TOP_K, MAX_TOKENS = 2048, 8, 128
 NUM_RANKS = min(4, torch.cuda.device_count())
@@ -45,7 +46,14 @@ def run_one(rank: int, num_ranks: int, name: str, num_tokens: int) -> str:
 
 
 @pytest.mark.parametrize("num_tokens", [MAX_TOKENS, 5])
-@pytest.mark.parametrize("name", ["all_to_all", "deepep_normal", "deepep_low_latency"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_to_all",
+        pytest.param("deepep_normal", marks=needs_deep_ep),
+        pytest.param("deepep_low_latency", marks=needs_deep_ep),
+    ],
+)
 def test_a_dispatcher_gives_right_sums_and_right_counts(name: str, num_tokens: int) -> None:
     assert launch(run_one, NUM_RANKS, name, num_tokens, deadline_s=120) == [""] * NUM_RANKS
 
@@ -57,6 +65,7 @@ def run_prefill(rank: int, num_ranks: int) -> str:
     return check_dispatcher(DeepEPNormal(shape, group(), counter), counter, trial, group())
 
 
+@needs_deep_ep
 def test_normal_mode_takes_prefill_sized_batches() -> None:
     assert launch(run_prefill, NUM_RANKS, deadline_s=120) == [""] * NUM_RANKS
 
@@ -74,6 +83,7 @@ def run_alternating(rank: int, num_ranks: int) -> list[str]:
     return found
 
 
+@needs_deep_ep
 def test_prefill_and_decode_alternate_in_one_process() -> None:
     assert launch(run_alternating, NUM_RANKS, deadline_s=120) == [[""] * 6] * NUM_RANKS
 
@@ -92,6 +102,7 @@ def run_disagreeing(rank: int, num_ranks: int) -> str:
     return refusal_of(lambda: DeepEPNormal(shape, group(), SlotCounter(1, 18, f"cuda:{rank}")))
 
 
+@needs_deep_ep
 def test_ranks_that_disagree_on_a_shape_are_all_told() -> None:
     for told in launch(run_disagreeing, NUM_RANKS, deadline_s=120):
         assert told.startswith("ranks disagree on (slots, hidden, top_k, max_tokens)")
@@ -109,6 +120,7 @@ def run_overfull(rank: int, num_ranks: int) -> tuple[str, str]:
     return told, check_dispatcher(made, counter, trial, group())
 
 
+@needs_deep_ep
 def test_more_tokens_than_the_buffers_hold_are_refused_and_the_next_step_is_right() -> None:
     for told, wrong in launch(run_overfull, NUM_RANKS, deadline_s=120):
         assert told.startswith("layer 0: 129 tokens in one step, expected at most 128")
@@ -146,6 +158,7 @@ def run_uneven(rank: int, num_ranks: int) -> str:
     return wrong or why
 
 
+@needs_deep_ep
 def test_uneven_ranks_fall_to_the_plain_dispatcher_and_it_says_why() -> None:
     for why in launch(run_uneven, NUM_RANKS, deadline_s=120):
         assert why.startswith("all_to_all gives right results")

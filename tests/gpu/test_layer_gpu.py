@@ -21,15 +21,18 @@ from runtime.routing import RoutingTable
 from tests.gpu.parts import (
     MODEL,
     NUM_TOKENS,
-    SLOTS_PER_RANK,
     build,
+    needs_deep_ep,
+    needs_two_gpus,
     random_placement,
     schema_of,
+    slots_per_rank,
 )
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host"),
+    needs_two_gpus,
+    needs_deep_ep,  # a graph captures its low-latency mode alone
 ]
 NUM_RANKS = min(4, torch.cuda.device_count())
 LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
@@ -87,13 +90,13 @@ def run_transplant(rank: int, num_ranks: int, path: Path, precision: str) -> lis
     made = build(rank, num_ranks, path, precision)
     made.take_over(random_placement(num_ranks, 0))
     donor = (rank + 1) % num_ranks
-    peer = SymmetricPeer(made.arena, donor, made.bank, SLOTS_PER_RANK)
+    peer = SymmetricPeer(made.arena, donor, made.bank, slots_per_rank(num_ranks))
     random = torch.Generator().manual_seed(7)
     rows = torch.randn((NUM_TOKENS, MODEL.hidden), generator=random).to(made.device, torch.bfloat16)
     experts = GroupedExperts(made.bank, usual_rows=64)
 
     def outputs_of(slot: int) -> torch.Tensor:
-        counts = torch.zeros(SLOTS_PER_RANK, dtype=torch.int32, device=made.device)
+        counts = torch.zeros(slots_per_rank(num_ranks), dtype=torch.int32, device=made.device)
         counts[slot] = len(rows)
         return experts.run(1, Received(rows, counts, None))
 

@@ -8,7 +8,7 @@ from eplb import Topology, plan
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.policies.table import POLICIES, greedy_policy, register
+from eplb.policies.table import POLICIES, greedy_policy, register_policy
 from simulations.peers import PEERS, register_peers
 from simulations.peers.replans import moving_average
 
@@ -29,7 +29,7 @@ def test_peers_registered_are_planned_with_by_name() -> None:
 
 def test_policy_table_name_of_another_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy 'greedy' is registered already"):
-        register("greedy", lambda problem: greedy_policy(problem))
+        register_policy("greedy", lambda problem: greedy_policy(problem))
 
 
 def test_greedy_on_last_window_forgets_the_windows_before() -> None:

@@ -15,7 +15,7 @@ server, where a script may use them together.
     migration    STRING  the open one
     plans        HASH    plan id -> open, committed, aborted, rejected
     words:RUN:MEMBERSHIP HASH rank -> last words
-    tasks        HASH    id -> task; queued and running ZSET: ids
+    tasks        HASH    id -> task; queued, running, tasks:done and tasks:failed ZSET: ids
     events       STREAM  id-0: time, kind, detail
     receipt:ID   STRING  answer to a change of the last two minutes
     wake         channel: a change was made; a hint, never data
@@ -24,6 +24,7 @@ server, where a script may use them together.
 from __future__ import annotations
 
 from eplb.errors import ConfigError
+from telemetry.store import TaskState
 
 SCHEMA_VERSION = "1"  # counts up with each change of the layout above
 
@@ -46,11 +47,14 @@ class Keys:
         self.sampled = self.of("sampled")
         self.placements, self.migration = self.of("placements"), self.of("migration")
         self.plans = self.of("plans")
-        self.tasks, self.queued, self.running = (
-            self.of("tasks"),
-            self.of("queued"),
-            self.of("running"),
-        )
+        self.tasks = self.of("tasks")
+        self.queued, self.running = self.of("queued"), self.of("running")
+
+    def tasks_in(self, state: TaskState) -> str:
+        """Give the key of the ids of the tasks in a state."""
+        # Both are older than the others, and have no name among the tasks.
+        older = {"queued": self.queued, "running": self.running}
+        return older.get(state, self.of("tasks", state))
 
     def of(self, name: str, *parts: object) -> str:
         """Give the key of a name, or of one thing among many of that name."""

@@ -45,6 +45,12 @@ class PlacementReader:
                 self._last_committed = (name, rows.placement_of(entry))
             return self._last_committed[1]
 
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        entry_id = f"{generation}-1"
+        found = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
+        return rows.placement_of(found[0]) if found else None
+
     def placements(self, limit: int) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         asked = (self._keys.placements, "+", "-", "COUNT", limit)

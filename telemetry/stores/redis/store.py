@@ -9,9 +9,9 @@ the meantime is then open, and safe to ask for again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from eplb.core.load import LoadSample
-from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import LastWords, Recovery
@@ -25,27 +25,28 @@ from telemetry.store import (
     Event,
     Lease,
     LeaseOf,
-    Outcome,
     RankState,
     RunInfo,
     Task,
     TaskState,
 )
+from telemetry.stores.decisions import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
 from telemetry.stores.redis import rows
-from telemetry.stores.redis.change import Change, Changes, control_of
+from telemetry.stores.redis.change import Change, Changes, State, control_of
 from telemetry.stores.redis.connection.address import RedisAddress, parse_address
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.connection.server import Durability, check_server
 from telemetry.stores.redis.connection.wait import Waiter
-from telemetry.stores.redis.decisions import Decisions
 from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.ledger import RedisLedger
 from telemetry.stores.redis.placements import PlacementReader
 from telemetry.stores.redis.samples import Samples
-from telemetry.stores.redis.tasks import Tasks
+
+T = TypeVar("T")
 
 
-class RedisStore:
+class RedisStore(DecidingStore):
     """LoadStore over Redis. Threads may share a store object; each process opens its own.
 
     Args:
@@ -79,16 +80,10 @@ class RedisStore:
             raise
         self._changes = Changes(self.link, self._keys, clock)
         self._watch = LeaseWatch(monotonic or clock)
-        self._decisions = Decisions(self.link, self._keys, self._changes, self._watch)
         self._placements = PlacementReader(self.link, self._keys)
         self._samples = Samples(self.link, self._keys, sample_version)
         self._repair()
-        self._tasks = Tasks(self.link, self._keys, self._changes)
         self._waiter = Waiter(self.link, self._keys.wake, self.version)
-
-    def begin_run(self, info: RunInfo) -> None:
-        """Record a start; the same again changes nothing."""
-        self._decisions.begin_run(info)
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
@@ -154,71 +149,21 @@ class RedisStore:
         """Forget roll-ups that ended by ``before_time`` and return how many."""
         return self._samples.prune_rollups(seconds, before_time)
 
-    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
-        return self._decisions.acquire_lease(holder, ttl_s, of)
-
-    def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
-        return self._decisions.release_lease(lease)
-
-    def lease(self, of: LeaseOf = "controller") -> Lease | None:
-        """Return the lease that holds now."""
-        latest = self._changes.look().lease_of(of)
-        return None if latest is None or self._watch.is_over(latest) else latest
-
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
         return self._placements.committed()
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        return self._placements.placement(generation)
 
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first; the last 1,000 are kept."""
         return self._placements.placements(limit)
 
-    def commit(
-        self,
-        placement: Placement,
-        *,
-        expected: int | None,
-        plan_id: int = 0,
-        reason: str,
-        outcome: Outcome = "committed",
-    ) -> bool:
-        """Make ``placement`` the committed one; see LoadStore.commit."""
-        return self._decisions.commit(
-            placement, expected=expected, plan_id=plan_id, reason=reason, outcome=outcome
-        )
-
-    def next_plan_id(self) -> int:
-        """Reserve a plan id."""
-        return self._decisions.next_plan_id()
-
-    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
-        """Offer a migration to the ranks."""
-        self._decisions.publish(migration, fence)
-
     def published(self) -> Migration | None:
         """Return the open migration."""
         return self._placements.published()
-
-    def withdraw(
-        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
-    ) -> bool:
-        """Close an open migration of which nothing was applied."""
-        assert outcome != "committed", "a migration that was applied is closed by commit"
-        return self._decisions.withdraw(plan_id, outcome=outcome, reason=reason, fence=fence)
-
-    def restore(
-        self,
-        run: RunInfo,
-        placement: Placement,
-        control: Control,
-        *,
-        last_plan_id: int,
-        reason: str,
-    ) -> bool:
-        """Write what a rank knows into a store that lost its contents."""
-        return self._decisions.restore(run, placement, control, last_plan_id, reason)
 
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
@@ -232,10 +177,6 @@ class RedisStore:
         found = self.link.read("HVALS", self._keys.of("words", run, membership))
         said = [rules.words_from_text(text.decode()) for text in found]
         return sorted(said, key=lambda words: words.rank)
-
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
-        """Write a record unless one stands; return the one that stands."""
-        return self._decisions.recover(record, expected_membership)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
@@ -255,31 +196,35 @@ class RedisStore:
         found = self.link.read("XRANGE", self._keys.events, first, "+", "COUNT", limit)
         return [rows.event_of(entry) for entry in found]
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events newest first."""
+        last = "+" if before is None else f"({before}-0"
+        found = self.link.read("XREVRANGE", self._keys.events, last, "-", "COUNT", limit)
+        return [rows.event_of(entry) for entry in found]
+
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events."""
         return int(self.link.write("XTRIM", self._keys.events, "MAXLEN", "=", max(0, keep)))
 
-    def submit(self, kind: str, request: Details) -> Task:
-        """Queue a task."""
-        return self._tasks.submit(kind, request)
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state, oldest first."""
+        asked = (self._keys.tasks_in(state), f"({after}", "+inf", "LIMIT", 0, limit)
+        ids = self.link.read("ZRANGEBYSCORE", *asked)
+        texts = self.link.read("HMGET", self._keys.tasks, *ids) if ids else []
+        found = [rows.task_from_text(text) for text in texts if text is not None]
+        return [task for task in found if task.state == state]  # it may have changed since
 
     def claim(self, *, fence: int | None = None) -> Task | None:
         """Take the oldest queued task."""
-        return self._tasks.claim(fence)
-
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return self._tasks.running()
-
-    def finish(
-        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
-    ) -> None:
-        """End a task."""
-        self._tasks.finish(task_id, state, result, fence)
+        # Looked at first: a controller asks far more often than it gets.
+        if fence is None and not self.link.read("ZCARD", self._keys.tasks_in("queued")):
+            return None
+        return super().claim(fence=fence)
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
-        return self._tasks.get(task_id)
+        found = self.link.read("HGET", self._keys.tasks, task_id)
+        return rows.task_from_text(found) if found is not None else None
 
     def control(self) -> Control:
         """Return the switches."""
@@ -315,6 +260,15 @@ class RedisStore:
         """Close the connections and end every wait; the store cannot be used after."""
         self.link.close()
         self._waiter.close()
+
+    def _decide(self, what: str, decision: Callable[[Ledger], T]) -> T:
+        def decided(state: State, change: Change) -> T:
+            return decision(RedisLedger(self.link, self._keys, state, change))
+
+        return self._changes.decide(what, decided)
+
+    def _latest_lease(self, of: LeaseOf) -> Lease | None:
+        return self._changes.look().lease_of(of)
 
     def _repair(self) -> None:
         try:

@@ -8,10 +8,9 @@ from eplb.migration.build import Migration
 from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
 from telemetry.stores.sqlite.file import SqliteFile
-from telemetry.stores.sqlite.rows import PLACEMENT, placement_of
+from telemetry.stores.sqlite.rows import OPEN_PLAN, PLACEMENT, placement_of
 
 _COMMITTED = "SELECT max(generation) FROM placement WHERE deployment = ?"
-_OPEN = "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'"
 _MIGRATION = "SELECT record FROM migration WHERE deployment = ? AND plan_id = ?"
 
 
@@ -37,10 +36,14 @@ class PlacementReader:
         with self._unpacking:
             last = self._last_committed
             if last is None or last.placement.generation != generation:
-                query = f"{PLACEMENT} AND generation = ?"
-                (row,) = self._file.rows(query, self._deployment, generation)
-                last = self._last_committed = placement_of(row)
+                last = self._last_committed = self.placement(generation)
             return last
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        query = f"{PLACEMENT} AND generation = ?"
+        found = self._file.rows(query, self._deployment, generation)
+        return placement_of(found[0]) if found else None
 
     def placements(self, limit: int) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
@@ -49,7 +52,7 @@ class PlacementReader:
 
     def published(self) -> Migration | None:
         """Return the open migration."""
-        found = self._file.rows(_OPEN, self._deployment)
+        found = self._file.rows(OPEN_PLAN, self._deployment)
         if not found:
             return None
         ((plan_id,),) = found

@@ -77,11 +77,19 @@ REPLACE_LEASE = (
     "INSERT OR REPLACE INTO held_lease (deployment, holder, token, expires, ttl_s, since, "
     "renewals, kind) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
+LATEST_HASH = (
+    "SELECT generation, hash FROM placement WHERE deployment = ? ORDER BY generation DESC LIMIT 1"
+)
+OPEN_PLAN = "SELECT plan_id FROM migration WHERE deployment = ? AND state = 'open'"
 PLACEMENT = "SELECT record, time, plan_id, reason FROM placement WHERE deployment = ?"
-RESERVE_PLAN_ID = "UPDATE deployment SET last_plan_id = last_plan_id + 1 WHERE name = ?"
+RESERVE_PLAN_IDS = "UPDATE deployment SET last_plan_id = max(last_plan_id, ?) WHERE name = ?"
 LAST_PLAN_ID = "SELECT last_plan_id FROM deployment WHERE name = ?"
 EVENTS = (
     "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id > ? ORDER BY id LIMIT ?"
+)
+LATEST_EVENTS = (
+    "SELECT id, time, kind, detail FROM event WHERE deployment = ? AND id < ? "
+    "ORDER BY id DESC LIMIT ?"
 )
 PRUNE_EVENTS = (
     "DELETE FROM event WHERE deployment = ?1 AND id <= ("
@@ -94,7 +102,7 @@ WORDS = (
 )
 RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"
 INSERT_RECOVERY = "INSERT INTO recovery VALUES (?, ?, ?)"
-RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
+TASKS = f"{TASK} AND state = ? AND id > ? ORDER BY id LIMIT ?"
 
 
 def run_row(info: RunInfo) -> Row:

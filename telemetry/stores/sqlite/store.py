@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition
-from typing import Any
+from typing import Any, TypeVar
 
 from eplb.core.load import LoadSample
-from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import LastWords, Recovery
@@ -30,23 +29,26 @@ from telemetry.store import (
     Event,
     Lease,
     LeaseOf,
-    Outcome,
     RankState,
     RunInfo,
     Task,
     TaskState,
 )
+from telemetry.stores.decisions import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
 from telemetry.stores.sqlite import rows
 from telemetry.stores.sqlite.change import Change
-from telemetry.stores.sqlite.file import SqliteFile, one
+from telemetry.stores.sqlite.file import SqliteFile
 from telemetry.stores.sqlite.placements import PlacementReader
 from telemetry.stores.sqlite.samples import SampleTables
 
 _POLL_S = 0.02
 
+T = TypeVar("T")
+MAX_ID = 2**63 - 1  # of a row, by SQLite
 
-class SqliteStore:
+
+class SqliteStore(DecidingStore):
     """LoadStore over one SQLite file, which may hold other deployments too.
 
     Threads may share a store object; each process opens its own, after any fork.
@@ -79,12 +81,6 @@ class SqliteStore:
         self._changed = Condition()  # notified by this object's own changes
         self._placements = PlacementReader(self._file, deployment)
         self._samples = SampleTables(self._file, deployment, sample_version)
-
-    def begin_run(self, info: RunInfo) -> None:
-        """Record a start; the same again changes nothing."""
-        with self._change() as change:
-            if change.begin_run(info):
-                change.add_event("run", rules.run_detail(info))
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
@@ -149,98 +145,32 @@ class SqliteStore:
         """Delete roll-ups that ended by ``before_time`` and return how many."""
         return self._samples.prune_rollups(seconds, before_time)
 
-    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
-        with self._change() as change:
-            lease = change.acquire_lease(holder, ttl_s, of, self._watch.is_over)
-        if lease is not None:
-            self._watch.age_s(lease)
-        return lease
-
-    def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
-        with self._change() as change:
-            return change.release_lease(lease, self._watch.is_over)
-
-    def lease(self, of: LeaseOf = "controller") -> Lease | None:
-        """Return the lease that holds now."""
-        latest = self._latest_lease(of)
-        return None if latest is None or self._watch.is_over(latest) else latest
-
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves."""
         return self._placements.committed()
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement of a generation."""
+        return self._placements.placement(generation)
 
     def placements(self, limit: int = 100) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         return self._placements.placements(limit)
 
-    def commit(
-        self,
-        placement: Placement,
-        *,
-        expected: int | None,
-        plan_id: int = 0,
-        reason: str,
-        outcome: Outcome = "committed",
-    ) -> bool:
-        """Make ``placement`` the committed one; see LoadStore.commit."""
-        with self._change() as change:
-            return change.commit(
-                placement, expected=expected, plan_id=plan_id, reason=reason, outcome=outcome
-            )
-
-    def next_plan_id(self) -> int:
-        """Reserve a plan id."""
-        with self._file.write() as connection:
-            connection.execute(rows.RESERVE_PLAN_ID, (self.deployment,))
-            found = one(connection, rows.LAST_PLAN_ID, self.deployment)
-            assert found is not None, "the deployment was registered when the store was opened"
-            return int(found[0])
-
-    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
-        """Offer a migration to the ranks."""
-        with self._change(fence) as change:
-            change.publish(migration)
-
     def published(self) -> Migration | None:
         """Return the open migration."""
         return self._placements.published()
 
-    def withdraw(
-        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
-    ) -> bool:
-        """Close an open migration of which nothing was applied."""
-        assert outcome != "committed", "a migration that was applied is closed by commit"
-        with self._change(fence) as change:
-            return change.withdraw(plan_id, outcome=outcome, reason=reason)
-
-    def restore(
-        self,
-        run: RunInfo,
-        placement: Placement,
-        control: Control,
-        *,
-        last_plan_id: int,
-        reason: str,
-    ) -> bool:
-        """Write what a rank knows into a store that lost its contents."""
-        with self._change() as change:
-            return change.restore(run, placement, control, last_plan_id, reason)
-
     def last_words(self, words: LastWords) -> None:
         """Write what a survivor knows."""
         with self._change() as change:
-            change.last_words(words)
+            key = (self.deployment, words.run, words.membership, words.rank)
+            change.connection.execute(rows.REPLACE_WORDS, (*key, rules.words_to_text(words)))
+            change.wake()
 
     def words(self, run: str, membership: int) -> list[LastWords]:
         """Return what survivors of a group wrote, by rank."""
         return [rules.words_from_text(text) for (text,) in self._rows(rows.WORDS, run, membership)]
-
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
-        """Write a record unless one stands; see LoadStore.recover."""
-        with self._change() as change:
-            return change.recover(record, expected_membership)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
@@ -256,36 +186,20 @@ class SqliteStore:
         """Return events past the id ``after``."""
         return [rows.event_of(row) for row in self._rows(rows.EVENTS, after, limit)]
 
+    def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
+        """Return events newest first."""
+        past_all = MAX_ID if before is None else before
+        return [rows.event_of(row) for row in self._rows(rows.LATEST_EVENTS, past_all, limit)]
+
     def prune_events(self, keep: int) -> int:
         """Delete all but the latest ``keep`` events."""
         with self._file.write() as connection:
             old = (self.deployment, max(0, keep))
             return connection.execute(rows.PRUNE_EVENTS, old).rowcount
 
-    def submit(self, kind: str, request: Details) -> Task:
-        """Queue a task."""
-        with self._change() as change:
-            return change.submit(kind, request)
-
-    def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
-        # Looked at without the write lock first: a controller asks far more often than it gets.
-        if not self._rows("SELECT 1 FROM task WHERE deployment = ? AND state = 'queued' LIMIT 1"):
-            rules.check_fence(fence, self._latest_lease())
-            return None
-        with self._change(fence) as change:
-            return change.claim()
-
-    def running(self) -> list[Task]:
-        """Return the tasks that were claimed and have not ended."""
-        return [rows.task_of(row) for row in self._rows(rows.RUNNING_TASKS)]
-
-    def finish(
-        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
-    ) -> None:
-        """End a task."""
-        with self._change(fence) as change:
-            change.finish(task_id, state, result)
+    def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
+        """Return tasks in a state, oldest first."""
+        return [rows.task_of(row) for row in self._rows(rows.TASKS, state, after, limit)]
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
@@ -300,7 +214,7 @@ class SqliteStore:
     def set_control(self, control: Control, *, reason: str) -> None:
         """Set the switches."""
         with self._change() as change:
-            change.set_control(control)
+            change.put_control(control)
             change.add_event("control", rules.control_detail(control, reason))
 
     def candidates(self) -> Candidates:
@@ -313,7 +227,7 @@ class SqliteStore:
         with self._change() as change:
             row = (self.deployment, rules.candidates_to_text(candidates))
             change.connection.execute("INSERT OR REPLACE INTO candidates VALUES (?, ?)", row)
-            change.bump()
+            change.wake()
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""
@@ -340,17 +254,28 @@ class SqliteStore:
         with self._changed:
             self._changed.notify_all()
 
+    def claim(self, *, fence: int | None = None) -> Task | None:
+        """Take the oldest queued task."""
+        # Looked at without the write lock first: a controller asks far more often than it gets.
+        if not self.tasks("queued", limit=1):
+            rules.check_fence(fence, self._latest_lease("controller"))
+            return None
+        return super().claim(fence=fence)
+
+    def _decide(self, what: str, decision: Callable[[Ledger], T]) -> T:
+        with self._change() as change:
+            return decision(change)
+
     @contextmanager
-    def _change(self, fence: int | None = None) -> Iterator[Change]:
+    def _change(self) -> Iterator[Change]:
         with self._file.write() as connection:
             change = Change(connection, self.deployment, self._clock())
-            change.check_fence(fence)
             yield change
         if change.is_bumped:
             with self._changed:
                 self._changed.notify_all()
 
-    def _latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+    def _latest_lease(self, of: LeaseOf) -> Lease | None:
         found = self._rows(rows.LEASE, of)
         return rows.lease_of(found[0]) if found else None
 

@@ -70,3 +70,18 @@ def test_a_folder_of_data_is_not_taken_for_a_package(
 
     with pytest.raises(ConfigError, match=f"importing 'weights' finds {tmp_path / 'weights'}"):
         check_siblings(["weights"])
+
+
+def test_import_of_a_package_names_the_module_that_stands_in_place_of_another(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "runtime.py").touch()
+    program = tmp_path / "main.py"
+    program.write_text("import rebalance\n")
+
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+
+    expected = f"ConfigError: importing 'runtime' finds {tmp_path / 'runtime.py'}, expected"
+    assert expected in ended.stderr.splitlines()[-1]

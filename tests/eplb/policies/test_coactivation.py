@@ -10,7 +10,7 @@ from repository import DATA
 from eplb import Placement, Problem, Topology, imbalance, plan
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError
-from eplb.policies.coactivation import brought_together, coactivation, nodes_per_token
+from eplb.policies.coactivation import coactivation, colocate_coactivated, nodes_per_token
 
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 # Tokens choose experts 0 and 2, or 1 and 3; as many of either.
@@ -39,28 +39,30 @@ def test_nodes_per_token_of_a_replica_on_each_node_is_by_its_share() -> None:
     assert nodes_per_token(np.array([[[0, 1]]]), replicated, TWO_NODES).tolist() == [1.5]
 
 
-def test_brought_together_pairs_share_a_node_and_balance_stays() -> None:
-    found = brought_together(EVEN, APART, coactivation(PAIRED, 4), price=0.1, steps=200)
+def test_colocate_coactivated_pairs_share_a_node_and_balance_stays() -> None:
+    found = colocate_coactivated(EVEN, APART, coactivation(PAIRED, 4), price=0.1, steps=200)
 
     assert nodes_per_token(PAIRED, found, TWO_NODES).tolist() == [1.0]
     assert imbalance(np.array([[10, 10, 10, 10]]), found, TWO_NODES).tolist() == [1.0]
 
 
-def test_brought_together_same_seed_gives_the_same_placement() -> None:
-    found = [brought_together(EVEN, APART, coactivation(PAIRED, 4), price=0.1) for _ in range(2)]
+def test_colocate_coactivated_same_seed_gives_the_same_placement() -> None:
+    found = [
+        colocate_coactivated(EVEN, APART, coactivation(PAIRED, 4), price=0.1) for _ in range(2)
+    ]
 
     assert found[0].hash == found[1].hash
 
 
-def test_brought_together_wrong_input_is_refused() -> None:
+def test_colocate_coactivated_wrong_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="price of a pair is nan, expected 0 or more"):
-        brought_together(EVEN, APART, coactivation(PAIRED, 4), price=float("nan"))
+        colocate_coactivated(EVEN, APART, coactivation(PAIRED, 4), price=float("nan"))
     with pytest.raises(ConfigError, match=r"coactivation has shape \(1, 5, 5\)"):
-        brought_together(EVEN, APART, np.zeros((1, 5, 5)), price=0.1)
+        colocate_coactivated(EVEN, APART, np.zeros((1, 5, 5)), price=0.1)
 
 
 @pytest.mark.slow
-def test_brought_together_v2_lite_sends_a_tenth_fewer_copies_on_unseen_requests() -> None:
+def test_colocate_coactivated_v2_lite_sends_a_tenth_fewer_copies_on_unseen_requests() -> None:
     path = DATA / "dsv2lite_intent.npz"
     if not path.is_file():
         pytest.skip(f"recorded routing is not at {path}: set EPLB_DATA")
@@ -72,7 +74,7 @@ def test_brought_together_v2_lite_sends_a_tenth_fewer_copies_on_unseen_requests(
     problem = Problem(LoadHistory(np.array(windows[0])), ranks)
     start = plan(problem.history, ranks).target
 
-    found = brought_together(problem, start, coactivation(seen, 64), price=0.02)
+    found = colocate_coactivated(problem, start, coactivation(seen, 64), price=0.02)
 
     nodes = [nodes_per_token(unseen, one, ranks).mean() for one in (start, found)]
     balance = [imbalance(np.array(windows[1]), one, ranks).mean() for one in (start, found)]

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_group import AgentGroup, digests_of, record_of
+from agent_group import AgentGroup, QuickStore, digests_of, record_of
 
 from api.monitor.monitor import Monitor
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
+from eplb.errors import StaleGeneration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.lease import ControllerLease
 from rebalance.transport.local import LocalTransport
@@ -97,12 +98,12 @@ def test_a_store_with_a_placement_or_another_run_is_not_restored(
 
 
 class Group(AgentGroup):
-    """Two ranks whose store is a Redis server."""
+    """Two ranks on a store of the test's."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: Any) -> None:
         super().__init__(START, TOPOLOGY)
         self.store.close()
-        self.store = store  # type: ignore[assignment]
+        self.store: Any = store
         store.commit(START, expected=None, reason="start")
         store.begin_run(RUN)
         self.banks += [ExpertBank(SCHEMA, 1, 3, num_staging=4) for _ in range(2)]
@@ -186,6 +187,30 @@ def test_a_store_lost_in_the_middle_of_a_migration_is_restored_and_no_rank_freez
         )
 
         group.move(TARGETS[2])
+        assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
+
+
+class LostWhileCommitting(QuickStore):
+    """A store that is empty when the first commit after a swap comes, and restored right after."""
+
+    def __init__(self, deployment: str) -> None:
+        super().__init__(deployment)
+        self.refused = 0
+
+    def commit(self, placement: Placement, **given: Any) -> bool:
+        if placement.generation > 0 and self.refused == 0:
+            self.refused += 1
+            raise StaleGeneration("generation 1 follows generation 0, found None committed")
+        return super().commit(placement, **given)
+
+
+def test_a_commit_refused_by_a_store_restored_since_is_retried() -> None:
+    with closing(Group(LostWhileCommitting("test"))) as group:
+        group.begin()
+        group.move(TARGETS[0])
+
+        assert group.store.refused == 1
+        assert group.generation() == group.placement.generation == 1
         assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
 
 

@@ -15,7 +15,7 @@ from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import LastWords, Recovery
-from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.store import Control, LoadStore, RankState, RunInfo, events_backwards
 
 TIMEOUT_S = 20.0
 
@@ -111,6 +111,15 @@ def test_events_are_read_past_an_id(store: LoadStore) -> None:
     assert found[0].time == 1000.0
 
 
+def test_events_are_read_backwards_in_pages(store: LoadStore) -> None:
+    ids = [store.add_event("odd" if n % 2 else "even", {"n": n}) for n in range(5)]
+
+    assert [event.id for event in store.latest_events()] == ids[::-1]
+    assert [event.id for event in store.latest_events(before=ids[3], limit=2)] == ids[2:0:-1]
+    assert store.latest_events(before=ids[0]) == []
+    assert [event.detail["n"] for event in events_backwards(store, {"odd"})] == [3, 1]
+
+
 @pytest.mark.parametrize("value", [np.int64(1), float("nan"), object()])
 def test_details_that_json_cannot_hold_are_refused_and_change_nothing(
     store: LoadStore, value: object
@@ -146,16 +155,39 @@ def test_tasks_that_were_claimed_and_not_ended_are_running(store: LoadStore) -> 
     first, second, third = (store.submit("rebalance", {"n": n}) for n in range(3))
     for _ in range(2):
         store.claim()
-    assert [task.id for task in store.running()] == [first.id, second.id]
+    assert [task.id for task in store.tasks("running")] == [first.id, second.id]
 
     store.finish(first.id, "failed", {"error": "abandoned"})
 
-    assert [(task.id, task.state, task.request) for task in store.running()] == [
+    assert [(task.id, task.state, task.request) for task in store.tasks("running")] == [
         (second.id, "running", {"n": 1})
     ]
     found = store.task(third.id)
     assert found is not None
     assert found.state == "queued"
+
+
+def test_tasks_are_listed_by_state_in_pages_oldest_first(store: LoadStore) -> None:
+    ids = [store.submit("rebalance", {"n": n}).id for n in range(6)]
+    for _ in range(4):
+        store.claim()
+    for task_id, state in zip(ids, ("done", "failed", "done"), strict=False):
+        store.finish(task_id, state, {})  # type: ignore[arg-type]
+
+    found = {
+        state: [task.id for task in store.tasks(state)]
+        for state in ("queued", "running", "done", "failed")
+    }
+
+    assert found == {
+        "queued": ids[4:],
+        "running": ids[3:4],
+        "done": [ids[0], ids[2]],
+        "failed": ids[1:2],
+    }
+    assert [task.id for task in store.tasks("queued", limit=1)] == ids[4:5]
+    assert [task.id for task in store.tasks("queued", after=ids[4])] == ids[5:]
+    assert store.tasks("done", after=ids[2]) == []
 
 
 def test_a_task_cannot_end_twice_or_in_a_passing_state(store: LoadStore) -> None:

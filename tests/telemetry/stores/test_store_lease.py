@@ -273,7 +273,7 @@ def test_what_is_fenced_out_changes_nothing(store: LoadStore, pass_time: PassTim
     published = store.published()
     assert published is not None
     assert published.hash == migration.hash
-    assert [task.id for task in store.running()] == [queued.id]
+    assert [task.id for task in store.tasks("running")] == [queued.id]
     assert store.task(running.id) == running
 
 

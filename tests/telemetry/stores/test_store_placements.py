@@ -57,6 +57,23 @@ def test_commits_are_kept_newest_first(store: LoadStore) -> None:
     assert store.events()[-1].detail == {"generation": 4, "plan_id": 3, "reason": "skew"}
 
 
+def test_a_placement_is_found_by_its_generation(store: LoadStore) -> None:
+    assert store.placement(1) is None
+    for generation, held in ((1, [0, 1, 0, 2]), (4, [2, 1, 0, 2])):
+        expected = 1 if generation == 4 else None
+        store.commit(make_placement(generation, held), expected=expected, reason="test")
+
+    found = store.placement(1)
+
+    assert found is not None
+    assert found.placement.slot_to_expert.tolist() == [[0, 1, 0, 2]]
+    assert store.placement(2) is None
+    committed, latest = store.committed(), store.placement(4)
+    assert committed is not None
+    assert latest is not None
+    assert latest.placement.hash == committed.placement.hash
+
+
 def test_every_rank_may_commit_and_the_first_writes(store: LoadStore) -> None:
     def commit(rank: int) -> bool:
         return store.commit(make_placement(1), expected=None, reason=f"rank {rank}")

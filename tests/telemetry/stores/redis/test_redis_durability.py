@@ -243,7 +243,7 @@ def check_whole(store: RedisStore) -> None:
     assert committed.placement.generation in (1, 2)
     while (task := store.claim()) is not None:
         store.finish(task.id, "done", {})
-    assert store.running() == []
+    assert store.tasks("running") == []
     assert store.prune(1e9) == len(sequences)
     assert store.samples("run-1") == []
 

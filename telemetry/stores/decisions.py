@@ -1,0 +1,338 @@
+"""What every store decides alike: who may commit, publish, lead or claim, and what is written.
+
+A decision reads and writes a ``Ledger``, one atomic change of a store, and lets
+``telemetry/rules.py`` judge. ``DecidingStore`` offers the decisions as methods of ``LoadStore``.
+A decision may be asked again when another change came first, so it keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from eplb.core.placement import Placement
+from eplb.migration.build import Migration
+from eplb.migration.recovery import Recovery
+from telemetry import rules
+from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskState
+from telemetry.stores.lease_watch import LeaseWatch
+
+T = TypeVar("T")
+
+
+class Ledger(Protocol):
+    """One atomic change of a deployment: all its writes are made, or none."""
+
+    @property
+    def time(self) -> float:
+        """Seconds since the epoch, by the store's clock."""
+
+    def current_run(self) -> str | None:
+        """Return the name of the latest start."""
+
+    def run(self, name: str) -> RunInfo | None:
+        """Return the start of that name."""
+
+    def add_run(self, info: RunInfo) -> None:
+        """Record a start."""
+
+    def latest_lease(self, of: LeaseOf) -> Lease | None:
+        """Return the last lease that was given out, be it run out or given up."""
+
+    def put_lease(self, lease: Lease, *, is_new_token: bool) -> Lease:
+        """Write a lease and return it; a store that may have lost tokens raises a new one."""
+
+    def committed(self) -> tuple[int, str] | None:
+        """Return generation and hash of the committed placement."""
+
+    def hash_of(self, generation: int) -> str | None:
+        """Return the hash of the placement that was committed as a generation."""
+
+    def add_placement(self, placement: Placement, plan_id: int, reason: str) -> None:
+        """Write a placement as the committed one."""
+
+    def open_plan_id(self) -> int | None:
+        """Return the plan id of the open migration."""
+
+    def is_known_plan(self, plan_id: int) -> bool:
+        """Return whether a migration of this plan id was published."""
+
+    def open_migration(self, migration: Migration) -> None:
+        """Write the open migration."""
+
+    def close_migration(self, plan_id: int, outcome: Outcome) -> None:
+        """End the open migration."""
+
+    def next_plan_id(self) -> int:
+        """Give out a plan id."""
+
+    def reserve_plan_ids(self, up_to: int) -> int:
+        """Note ids as given out, and return the greatest that is."""
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record of a recovery."""
+
+    def put_recovery(self, record: Recovery) -> None:
+        """Write the record of a recovery."""
+
+    def put_control(self, control: Control) -> None:
+        """Write the switches."""
+
+    def task(self, task_id: int) -> Task | None:
+        """Return a task."""
+
+    def oldest_queued(self) -> Task | None:
+        """Return the task that was queued first of those that wait."""
+
+    def add_task(self, kind: str, request: Details) -> Task:
+        """Queue a task under a new id."""
+
+    def put_task(self, task: Task) -> None:
+        """Write a task that changed its state."""
+
+    def add_event(self, kind: str, detail: Details) -> object:
+        """Append an event; readers that wait are woken."""
+
+    def wake(self) -> None:
+        """Wake readers that wait, without an event."""
+
+
+def as_stored(details: Details) -> Details:
+    """A copy as every store gives it back: what JSON makes of it, changed by nobody."""
+    return rules.details_from_text(rules.details_to_text(details))
+
+
+class DecidingStore(ABC):
+    """The decisions as methods; see ``LoadStore`` for each. A store gives the atomic change."""
+
+    _watch: LeaseWatch
+
+    @abstractmethod
+    def _decide(self, what: str, decision: Callable[[Ledger], T]) -> T:
+        """Let a decision read and write the store in one atomic change."""
+
+    @abstractmethod
+    def _latest_lease(self, of: LeaseOf) -> Lease | None:
+        """Return the last lease that was given out."""
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start; the same again changes nothing."""
+        info = replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+
+        def decision(ledger: Ledger) -> None:
+            known = ledger.run(info.run)
+            if known is not None:
+                rules.check_run_is_new(info, known)
+                return
+            ledger.add_run(info)
+            ledger.add_event("run", rules.run_detail(info))
+
+        self._decide(f"run {info.run!r}", decision)
+
+    def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
+        """Take or renew a lease."""
+        is_over = self._watch.is_over
+
+        def decision(ledger: Ledger) -> Lease | None:
+            latest, now = ledger.latest_lease(of), ledger.time
+            lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
+            if lease is None:
+                return None
+            is_new_token = latest is None or lease.token != latest.token
+            return ledger.put_lease(lease, is_new_token=is_new_token)
+
+        lease = self._decide(f"lease for {holder!r}", decision)
+        if lease is not None:
+            self._watch.age_s(lease)
+        return lease
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give the lease up."""
+
+        def decision(ledger: Ledger) -> bool:
+            latest, is_over = ledger.latest_lease(lease.of), self._watch.is_over
+            ended = rules.given_up(lease, now=ledger.time, latest=latest, is_over=is_over)
+            if ended is not None:
+                ledger.put_lease(ended, is_new_token=False)
+            return ended is not None
+
+        return self._decide(f"end of the lease of {lease.holder!r}", decision)
+
+    def lease(self, of: LeaseOf = "controller") -> Lease | None:
+        """Return the lease that holds now."""
+        latest = self._latest_lease(of)
+        return None if latest is None or self._watch.is_over(latest) else latest
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one and close the open migration."""
+        generation = placement.generation
+
+        def decision(ledger: Ledger) -> bool:
+            committed = ledger.committed()
+            if not rules.is_to_be_committed(
+                placement,
+                expected=expected,
+                committed=committed[0] if committed else None,
+                known_hash=ledger.hash_of(generation),
+            ):
+                return False
+            rules.check_not_dropped(plan_id, generation, ledger.recovery())
+            ledger.add_placement(placement, plan_id, reason)
+            open_id = ledger.open_plan_id()
+            if open_id is not None:
+                ledger.close_migration(open_id, outcome if open_id == plan_id else "rejected")
+                if open_id != plan_id:
+                    overtaken = rules.overtaken_reason(generation)
+                    detail = rules.close_detail(open_id, generation, overtaken)
+                    ledger.add_event("reject", detail)
+            detail = rules.close_detail(plan_id, generation, reason)
+            ledger.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
+            return True
+
+        return self._decide(f"commit of generation {generation}", decision)
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id."""
+        return self._decide("next plan id", lambda ledger: ledger.next_plan_id())
+
+    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
+        """Offer a migration to the ranks."""
+        plan_id = migration.plan_id
+
+        def decision(ledger: Ledger) -> None:
+            _check_fence(ledger, fence)
+            is_known = ledger.is_known_plan(plan_id)
+            rules.check_plan_id(plan_id, open_plan_id=ledger.open_plan_id(), is_known=is_known)
+            rules.check_base(migration, ledger.committed())
+            ledger.open_migration(migration)
+            ledger.reserve_plan_ids(plan_id)
+            ledger.add_event("publish", rules.publish_detail(migration))
+
+        self._decide(f"publish of plan {plan_id}", decision)
+
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
+        """Close an open migration of which nothing was applied."""
+        assert outcome != "committed", "a migration that was applied is closed by commit"
+
+        def decision(ledger: Ledger) -> bool:
+            _check_fence(ledger, fence)
+            if ledger.open_plan_id() != plan_id:
+                return False
+            _drop(ledger, plan_id, outcome, reason)
+            return True
+
+        return self._decide(f"withdrawal of plan {plan_id}", decision)
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
+        """Write a record unless one stands; return the one that stands."""
+
+        def decision(ledger: Ledger) -> Recovery | None:
+            standing = rules.standing_record(
+                record, expected_membership=expected_membership, latest=ledger.recovery()
+            )
+            if standing is not None:
+                return standing
+            committed, open_id = ledger.committed(), ledger.open_plan_id()
+            if rules.is_overtaken(record, committed[0] if committed else None):
+                return None
+            ledger.put_recovery(record)
+            ledger.add_event("recovery", vars(record))
+            if open_id is not None and rules.is_dropped_by(record, open_id):
+                _drop(ledger, open_id, "aborted", record.reason)
+            return record
+
+        return self._decide(f"recovery to membership {record.membership}", decision)
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        control: Control,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Write what a rank knows into a store that lost its contents."""
+
+        def decision(ledger: Ledger) -> bool:
+            current, is_committed = ledger.current_run(), ledger.committed() is not None
+            if not rules.is_to_be_restored(run, is_committed=is_committed, current_run=current):
+                return False
+            if current is None:
+                ledger.add_run(run)
+            ledger.add_placement(placement, 0, reason)
+            ledger.put_control(control)
+            greatest = ledger.reserve_plan_ids(last_plan_id + rules.PLAN_ID_GAP)
+            detail = rules.restore_detail(
+                run, placement, control, last_plan_id=greatest, reason=reason
+            )
+            ledger.add_event("restore", detail)
+            return True
+
+        return self._decide(f"restoring of run {run.run!r}", decision)
+
+    def submit(self, kind: str, request: Details) -> Task:
+        """Queue a task."""
+        asked = as_stored(request)
+
+        def decision(ledger: Ledger) -> Task:
+            task = ledger.add_task(kind, asked)
+            ledger.add_event("task", rules.task_detail(task.id, kind, "queued"))
+            return task
+
+        return self._decide(f"task {kind!r}", decision)
+
+    def claim(self, *, fence: int | None = None) -> Task | None:
+        """Take the oldest queued task."""
+
+        def decision(ledger: Ledger) -> Task | None:
+            _check_fence(ledger, fence)
+            found = ledger.oldest_queued()
+            if found is None:
+                return None
+            task = replace(found, state="running")
+            ledger.put_task(task)
+            ledger.wake()
+            return task
+
+        return self._decide("claim of a task", decision)
+
+    def finish(
+        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+    ) -> None:
+        """End a task."""
+        kept = as_stored(result)
+
+        def decision(ledger: Ledger) -> None:
+            _check_fence(ledger, fence)
+            found = ledger.task(task_id)
+            rules.check_finish(task_id, found.state if found else None, state)
+            assert found is not None, "check_finish refuses a task that is not there"
+            ledger.put_task(replace(found, state=state, result=kept))
+            ledger.add_event("task", rules.task_detail(task_id, found.kind, state))
+
+        self._decide(f"end of task {task_id}", decision)
+
+
+def _check_fence(ledger: Ledger, fence: int | None) -> None:
+    if fence is not None:
+        rules.check_fence(fence, ledger.latest_lease("controller"))
+
+
+def _drop(ledger: Ledger, plan_id: int, outcome: Outcome, reason: str) -> None:
+    ledger.close_migration(plan_id, outcome)
+    committed = ledger.committed()
+    detail = rules.close_detail(plan_id, committed[0] if committed else None, reason)
+    ledger.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
