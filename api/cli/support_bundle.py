@@ -155,11 +155,11 @@ def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bun
         )
     bundle = Bundle(max_bytes)
     bundle.add("versions.json", _json(versions()))
-    bundle.try_to("settings.toml", lambda: (state_dir / SETTINGS_FILE).read_text())
+    bundle.try_to("settings.toml", lambda: _text_of(state_dir / SETTINGS_FILE))
     try:
         with closing(open_existing(store or str(state_dir / STORE_FILE), deployment)) as opened:
             _add_state(bundle, opened)
-    except EplbError as exc:
+    except (EplbError, ImportError) as exc:
         bundle.missing["state"] = without_secrets(str(exc))
     journals = sorted((state_dir / JOURNAL_FOLDER).glob("*"))
     if not journals:
@@ -168,6 +168,10 @@ def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bun
         share = bundle.room // (len(journals) - number)
         bundle.add_end_of(f"{JOURNAL_FOLDER}/{path.name}", path, share)
     return bundle
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _add_state(bundle: Bundle, store: LoadStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +60,8 @@ def _section(section: str) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     rows += [_row(one) for one in known_settings().values() if one.section == section]
-    heading = f"\n## {section}\n\n{section_class(section).__doc__}\n\n".replace("``", "`")
+    meaning = inspect.getdoc(section_class(section))
+    heading = f"\n## {section}\n\n{meaning}\n\n".replace("``", "`")
     return heading + "\n".join(rows) + "\n"
 
 

@@ -223,7 +223,12 @@ class Supervision(Section):
 
 
 class Log(Section):
-    """The log of every process, on its error stream."""
+    """The log of every process, on its error stream.
+
+    A JSON line has ``time`` (UTC), ``level``, ``logger``, ``message``, ``deployment`` and
+    ``process``; where they are known ``rank``, ``generation`` and ``task``; with an exception
+    ``exception``. A message that repeats more than 20 times a minute is dropped and counted.
+    """
 
     format: Literal["text", "json"] = setting(
         "text", "one line of text, or one JSON object a line", short="log_format"
