@@ -6,7 +6,7 @@ import atexit
 import os
 import signal
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def leave_on_signals(*signals: signal.Signals) -> None:

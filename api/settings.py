@@ -1,8 +1,8 @@
-"""Settings of the demo: flags over environment over a TOML file over defaults.
+"""Where settings come from: flags over environment over a TOML file over defaults.
 
-Every value remembers the place it came from, so that a refusal can name it: one sentence with the
-setting, the value found, the place, and what was expected. A key that nobody knows is refused too,
-because a misspelt setting that is ignored is a wrong result that looks right.
+Every value keeps the place it came from, so that an error can name it: one sentence with the
+setting, the value found, the place, and what was expected. An unknown key is refused too, because
+a misspelt setting that is ignored is a wrong result that looks right.
 
 This is the only file of the project that reads settings from files or the environment.
 """
@@ -12,17 +12,42 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from api.demo.settings import CUDA_DEFAULTS, DemoSettings
+from api.config.fields import bounds_of
+from api.config.tree import ENV_PREFIX, Known, Settings, known_names, known_settings
+from api.demo.settings import CUDA_DEFAULTS
 from eplb.errors import ConfigError
 
-ENV_PREFIX = "EPLB_"
 NOT_SETTINGS = frozenset({"EPLB_DATA"})  # where tests and benchmarks find recorded traces
+DEFAULTS = "the defaults"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, and where each value came from."""
+
+    settings: Settings
+    places: Mapping[str, str]  # by full name; one that is missing is a default
+
+    def place_of(self, known: Known) -> str:
+        """Give the place that a setting's value came from."""
+        return self.places.get(known.path, DEFAULTS)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """One value, under the name and in the place where it was found."""
+
+    name: str  # of a setting, in either form
+    written: str  # as it stands there
+    value: Any
+    place: str
 
 
 def load_settings(
@@ -31,39 +56,62 @@ def load_settings(
     config: Path | None,
     environ: Mapping[str, str],
     named: Mapping[str, Any] | None = None,
-) -> DemoSettings:
+) -> Settings:
+    """Merge flags, environment, TOML file and defaults; see ``load``."""
+    return load(flags, config=config, environ=environ, named=named).settings
+
+
+def load(
+    flags: Mapping[str, Any],
+    *,
+    config: Path | None,
+    environ: Mapping[str, str],
+    named: Mapping[str, Any] | None = None,
+) -> Loaded:
     """Merge flags, environment, TOML file and defaults, in this order of precedence.
 
     Args:
         flags: by setting name; None and an empty list mean that the flag was not given.
         config: the TOML file, or None for no file.
-        environ: the process environment; ``EPLB_RANKS`` is the setting ``ranks``, and
-            ``EPLB_TEXT`` holds paths with the system's path separator between them.
+        environ: the process environment; ``EPLB_TEXT`` holds paths with the system's path
+            separator between them.
         named: values of ``--setting NAME=VALUE``, which stand above all others.
 
     Raises:
-        ConfigError: a key that nobody knows, a value of the wrong type or range, or a file that
-            cannot be read.
+        ConfigError: an unknown key, a setting that one place gives twice, a value of the wrong
+            type or range, or a file that cannot be read.
     """
     given_flags = {key: value for key, value in flags.items() if value is not None and value != []}
-    values: dict[str, Any] = {}
-    place_of: dict[str, str] = {}
-    sources = (
+    sources: tuple[Iterable[_Given], ...] = (
         _from_file(config),
         _from_environment(environ),
-        {key: (value, f"flag {flag_name(key)}") for key, value in given_flags.items()},
-        {key: (value, f"--setting {key}") for key, value in (named or {}).items()},
+        [_Given(key, key, value, f"flag {flag_name(key)}") for key, value in given_flags.items()],
+        [_Given(key, key, value, f"--setting {key}") for key, value in (named or {}).items()],
     )
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for source in sources:
-        for key, (value, place) in source.items():
-            _check_known(key, key, place)
-            values[key], place_of[key] = value, place
-    if values.get("device") == "cuda":
-        values = CUDA_DEFAULTS | values
+        written: dict[str, str] = {}
+        for given in source:
+            path = _known(given).path
+            if path in written:
+                raise ConfigError(
+                    f"{path} is given as {written[path]!r} and as {given.written!r} in "
+                    f"{given.place}, expected one of them"
+                )
+            written[path], values[path], places[path] = given.written, given.value, given.place
+    if values.get("demo.device") == "cuda":
+        sizes = {f"demo.{name}": value for name, value in CUDA_DEFAULTS.items()}
+        places = dict.fromkeys(sizes, "the defaults of device cuda") | places
+        values = sizes | values
+    tree: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, _, name = path.partition(".")
+        tree.setdefault(section, {})[name] = value
     try:
-        return DemoSettings(**values)
+        return Loaded(Settings.model_validate(tree), places)
     except ValidationError as exc:
-        raise ConfigError(_sentence(exc, place_of)) from exc
+        raise ConfigError(_sentence(exc, places)) from exc
 
 
 def flag_name(key: str) -> str:
@@ -71,69 +119,74 @@ def flag_name(key: str) -> str:
     return "--json" if key == "json_path" else "--" + key.replace("_", "-")
 
 
-def _from_file(config: Path | None) -> dict[str, tuple[Any, str]]:
+def _from_file(config: Path | None) -> list[_Given]:
     if config is None:
-        return {}
+        return []
     try:
         table = tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"settings file {config} cannot be read: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"settings file {config} is not TOML: {exc}") from exc
-    return {key: (value, str(config)) for key, value in table.items()}
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {}
-    for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
-            continue
-        key = name.removeprefix(ENV_PREFIX).lower()
-        _check_known(key, name, "the environment")
-        value = [part for part in text.split(os.pathsep) if part] if key == "text" else text
-        found[key] = (value, f"environment variable {name}")
+    found = []
+    for key, value in table.items():
+        if key not in Settings.model_fields:
+            found.append(_Given(key, key, value, str(config)))
+        elif isinstance(value, dict):
+            paths = [(f"{key}.{name}", one) for name, one in value.items()]
+            found += [_Given(path, path, one, str(config)) for path, one in paths]
+        else:
+            raise ConfigError(f"{key} is {_shown(value)} in {config}, expected a table [{key}]")
     return found
 
 
-def _check_known(key: str, written: str, place: str) -> None:
-    known = list(DemoSettings.model_fields)
-    if key in known:
-        return
-    closest = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known
-    if written.startswith(ENV_PREFIX):
-        closest = [ENV_PREFIX + name.upper() for name in closest]
-    raise ConfigError(f"unknown key {written!r} in {place}, closest known: {', '.join(closest)}")
+def _from_environment(environ: Mapping[str, str]) -> list[_Given]:
+    found = []
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+        given = _Given(name, variable, text, f"environment variable {variable}")
+        is_list = _known(given).path == "demo.text"
+        paths = [part for part in text.split(os.pathsep) if part]
+        found.append(_Given(name, variable, paths, given.place) if is_list else given)
+    return found
 
 
-def _sentence(exc: ValidationError, place_of: Mapping[str, str]) -> str:
-    """Say the first refusal in one sentence."""
+def _known(given: _Given) -> Known:
+    """Find the setting that a name stands for."""
+    names = known_names()
+    if given.name in names:
+        return names[given.name]
+    candidates = [path for path, one in known_settings().items() if one.name == given.name]
+    found = difflib.get_close_matches(given.name, names, n=3, cutoff=0.5)
+    closest = candidates or found or [one.shown for one in known_settings().values()]
+    is_variable = given.written.startswith(ENV_PREFIX)
+    if is_variable:
+        closest = [ENV_PREFIX + name.replace(".", "__").upper() for name in closest]
+    place = "the environment" if is_variable else given.place
+    raise ConfigError(
+        f"unknown key {given.written!r} in {place}, closest known: {', '.join(closest)}"
+    )
+
+
+def _sentence(exc: ValidationError, places: Mapping[str, str]) -> str:
+    """Report the first refusal in one sentence."""
     error = exc.errors(include_url=False)[0]
-    key = str(error["loc"][0])
-    place = place_of.get(key, "the defaults")
-    return f"{key} is {_shown(error['input'])} in {place}, {_expected(error)}"
+    known = known_settings()[".".join(map(str, error["loc"][:2]))]
+    found, place = known.masked(error["input"]), places.get(known.path, DEFAULTS)
+    return f"{known.shown} is {_shown(found)} in {place}, {_expected(error, known)}"
 
 
 def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-def _range(key: str) -> str:
-    """Say what the bounds of a setting are."""
-    words = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
-    known = [
-        said.format(getattr(bound, name))
-        for bound in DemoSettings.model_fields[key].metadata
-        for name, said in words.items()
-        if hasattr(bound, name)
-    ]
-    return " and ".join(known)
-
-
-def _expected(error: Mapping[str, Any]) -> str:
-    """Put pydantic's finding into the words of this project."""
+def _expected(error: Mapping[str, Any], known: Known) -> str:
+    """Translate what pydantic found."""
     limits, kind = error.get("ctx", {}), str(error["type"])
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
-        return f"expected {_range(str(error['loc'][0]))}"
+        return f"expected {bounds_of(known.field)}"
     words = {
         "literal_error": "{expected}",
         "finite_number": "a finite number",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         visit(module)
 
 
+@cache
 def late_lines(source: Path) -> set[int]:
     """Lines of imports inside functions, or for types alone."""
     late = lines_for_types(source)

@@ -37,7 +37,7 @@ def journal(
     state_dir: Annotated[Path, typer.Argument(help="The state folder of a demo.")] = Path(".eplb"),
     rank: Annotated[int | None, typer.Option(max=65_536, help="One rank only.")] = None,
     last: Annotated[
-        int, typer.Option(min=1, max=10_000_000, help="How many entries, the latest.")
+        int, typer.Option(min=1, max=10_000_000, help="Number of entries, the latest.")
     ] = 200,
     votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
 ) -> None:
@@ -62,8 +62,8 @@ def journal(
     ]
     Console(highlight=False).print(render(chosen[-last:]))
     notes = [f"{len(chosen[-last:])} of {len(chosen)} entries"]
-    notes += [f"{num_dropped(entries)} notes were dropped"] * bool(num_dropped(entries))
-    notes += [f"{num_torn} torn lines were left out"] * bool(num_torn)
+    notes += [f"{num_dropped(entries)} notes dropped"] * bool(num_dropped(entries))
+    notes += [f"{num_torn} torn lines skipped"] * bool(num_torn)
     Console(highlight=False).print(", ".join(notes))
 
 
@@ -86,7 +86,7 @@ def render(entries: Sequence[Entry]) -> Table:
 
 
 def detail_of(entry: Entry) -> str:
-    """Give what is particular to an entry as words."""
+    """Give the detail of an entry as text."""
     said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
     return _cell("  ".join(said))
 

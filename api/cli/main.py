@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -9,17 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.config import config as config_command
+from api.cli.config import named_settings
 from api.cli.journal import journal
 from api.cli.simulate import simulate
 from api.cli.store_commands import app as store_commands
 from api.cli.store_place import DEFAULT_STORE, StoreUrl
+from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
+from api.demo.settings import DEPLOYMENT
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
-from api.settings import load_settings
+from api.settings import load
 from api.terminal.console import lasting_console
-from api.terminal.logs import set_up_logging
+from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.siblings import check_siblings
@@ -35,11 +40,13 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(journal)
+app.command(name="config")(config_command)
 app.command()(observability)
+app.command()(support_bundle)
 app.add_typer(store_commands, name="store")
 
-Deployment = Annotated[str, typer.Option(help="Whose switches.")]
-Reason = Annotated[str, typer.Option(help="Why; it is written down.")]
+Deployment = Annotated[str, typer.Option(help="Name of the deployment.")]
+Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
 
 
 @app.command()
@@ -47,29 +54,31 @@ def demo(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default cpu.")] = None,
     precision: Annotated[str | None, typer.Option(help="cuda: bfloat16 or fp8.")] = None,
-    dispatcher: Annotated[str | None, typer.Option(help="cuda: which one. auto.")] = None,
+    dispatcher: Annotated[str | None, typer.Option(help="cuda: auto, or a name.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes. Default 8.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes they form. Default 2.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the ranks. Default 2.")] = None,
     layers: Annotated[int | None, typer.Option(help="MoE layers. Default 6.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts a layer. Default 64.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts a token. Default 6.")] = None,
     slots: Annotated[int | None, typer.Option(help="Slots a layer. Default 1.25x.")] = None,
     seconds: Annotated[float | None, typer.Option(help="How long. Default 60.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text instead of what is there.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Files or folders of text.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded routing instead of text.")] = None,
     policy: Annotated[str | None, typer.Option(help="Placement policy. Default auto.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all that is drawn.")] = None,
-    observe: Annotated[bool | None, typer.Option(help="Plan and report; move nothing.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    observe: Annotated[bool | None, typer.Option(help="Plan and report; publish nothing.")] = None,
     movement: Annotated[bool | None, typer.Option(help="The kill switch.")] = None,
-    serve: Annotated[bool | None, typer.Option(help="Stay up until interrupted.")] = None,
-    resume: Annotated[bool | None, typer.Option(help="Go on from the last placement.")] = None,
-    join: Annotated[bool | None, typer.Option(help="Run beside another on its store.")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes any. 8765.")] = None,
+    serve: Annotated[bool | None, typer.Option(help="Serve until interrupted.")] = None,
+    resume: Annotated[bool | None, typer.Option(help="Start from the last placement.")] = None,
+    join: Annotated[bool | None, typer.Option(help="Share the store of another one.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free. 8765.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Store and weights. .eplb")] = None,
     store: Annotated[str | None, typer.Option(help="URL of the store; none: a file.")] = None,
     view: Annotated[str | None, typer.Option(help="auto, live, plain or off.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     metrics_level: Annotated[str | None, typer.Option(help="layer or rank: more series.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json, one line each.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Any other: NAME=VALUE.")] = None,
 ) -> None:
     """Serve a small real model on rank processes, let its load drift, and balance it."""
@@ -80,8 +89,10 @@ def demo(
     leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
         check_siblings()
-        named = _more_settings(setting or [])
-        settings = load_settings(flags, config=config, environ=os.environ, named=named)
+        named = named_settings(setting or [])
+        loaded = load(flags, config=config, environ=os.environ, named=named)
+        log = loaded.settings.log
+        set_up_logging(LogSettings(log.format, log.level, DEPLOYMENT), process="demo")
         # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
         # children at once.
         preload_modules(*WORKER_MODULES)
@@ -89,11 +100,14 @@ def demo(
         from api.demo.run import run_demo
 
         interrupt_on_signals()
-        summary = run_demo(settings, console)
+        summary = run_demo(loaded, console)
     except KeyboardInterrupt:
         leave()
     except EplbError as exc:
-        print_error(exc)
+        if log_settings().format == "json":
+            logging.getLogger("eplb").error("%s", exc)
+        else:
+            print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     if summary["reference_failures"] or summary["samples_lost"] or summary["missing"]:
         raise typer.Exit(WRONG_RESULT)
@@ -105,7 +119,7 @@ def pause(
     deployment: Deployment = "demo",
     reason: Reason = "paused from the command line",
 ) -> None:
-    """Stop all movement of weights, at once; serving goes on."""
+    """Stop all movement of weights at once; serving continues."""
     _switch(store, deployment, movement=False, reason=reason)
 
 
@@ -125,20 +139,14 @@ def main() -> None:
     app()
 
 
-def _more_settings(pairs: list[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; the settings check names and values."""
-    split = (pair.partition("=") for pair in pairs)
-    return {name.replace("-", "_"): value for name, _, value in split}
-
-
 def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
     try:
-        words, is_heard = switch_movement(url, deployment, movement=movement, reason=reason)
+        change, has_reports = switch_movement(url, deployment, movement=movement, reason=reason)
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(words)
-    if not is_heard:
+    typer.echo(change)
+    if not has_reports:
         typer.echo(
             "eplb: no rank reports to this store: the switch is written, and may have no effect",
             err=True,

@@ -45,7 +45,7 @@ def simulate(
         int | None,
         typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),
     ] = None,
-    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan looks back on.")] = 16,
+    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
@@ -57,17 +57,19 @@ def simulate(
         typer.Option(max=1_048_576, help="Experts of a trace; the largest id + 1 if not given."),
     ] = None,
     layout: Annotated[
-        Layout | None, typer.Option(help="Axes of expert_ids, where the file does not tell.")
+        Layout | None, typer.Option(help="Axes of expert_ids, if the file has no names for them.")
     ] = None,
     max_moves: Annotated[
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
-    target: Annotated[float, typer.Option(max=1e6, help="Imbalance that is good enough.")] = 1.02,
+    target: Annotated[
+        float, typer.Option(max=1e6, help="Imbalance at which a layer is not changed.")
+    ] = 1.02,
     pay_back: Annotated[
         float,
         typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
     ] = CostModel.pay_back_s,
-    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Seed of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
 ) -> None:

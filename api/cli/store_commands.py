@@ -44,10 +44,10 @@ def purge(
         str, typer.Option(help="A time, as 2026-03-01T12:00 (UTC), or an age: 90m, 12h, 7d.")
     ],
     store: StoreUrl = DEFAULT_STORE,
-    deployment: Annotated[str, typer.Option(help="Whose load.")] = "demo",
+    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
     shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
 ) -> None:
-    """Forget samples and roll-ups older than a time, without rolling them up.
+    """Remove samples and roll-ups older than a time, without rolling them up.
 
     Placements, tasks and events stay.
     """
@@ -63,8 +63,8 @@ def purge(
     except EplbError as exc:
         raise _refusal(exc) from exc
     typer.echo(
-        f"{deployment}: forgot {samples} samples, {minutes} roll-ups of a minute and {hours} of an "
-        f"hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        f"{deployment}: removed {samples} samples, {minutes} roll-ups of a minute and {hours} of "
+        f"an hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
     )
 
 

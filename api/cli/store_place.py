@@ -1,4 +1,4 @@
-"""Where a command line finds a store: a file that must be there, or a server.
+"""How a command line finds a store: a file that must exist, or a server.
 
 A misspelt path must not make a new store, and a password is never shown.
 """

@@ -1,4 +1,4 @@
-"""What a rank of the demo is given to serve: text whose mix drifts, or recorded routes.
+"""The load of a rank of the demo: text whose mix drifts, or recorded routes.
 
 Shapes:  B sequences, N positions, T = B * N tokens, L MoE layers, K top-k.
 """

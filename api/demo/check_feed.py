@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from api.demo.workers.checker import SampledStep
 
 CLOSE_DEADLINE_S = 20.0
-MAX_WAITING = 4  # sampled steps; more are left out and counted
+MAX_WAITING = 4  # sampled steps; more are dropped and counted
 
 
 class CheckFeed:
@@ -33,16 +33,16 @@ class CheckFeed:
     def connect(self, pipe: Connection) -> None:
         """Send to this checker from now on: the first one, or one in place of one that exited."""
         with self._sending:  # a send to one that exited ends at once
-            self._hang_up()
+            self._close_pipe()
             self._pipe = pipe
 
     def close(self) -> None:
-        """Send what waits, and tell the checker that nothing follows."""
+        """Send what waits, and then the end of the stream."""
         self._waiting.put(None, timeout=CLOSE_DEADLINE_S)
         self._thread.join(CLOSE_DEADLINE_S)
-        self._hang_up()
+        self._close_pipe()
 
-    def _hang_up(self) -> None:
+    def _close_pipe(self) -> None:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None

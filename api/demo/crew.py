@@ -1,4 +1,4 @@
-"""The processes of the demo: started, listened to, started again when they exit, and ended.
+"""The processes of the demo: start, messages, restart after an exit, end.
 
 a host cache per host, the controller   as long as the demo
 the checker and all ranks               from one start of the ranks to the next: ``start_ranks``,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     pass
 
 READY_DEADLINE_S = 120.0
-RECOVERY_DEADLINE_S = 90.0  # for survivors of a death to agree and end
-GRACE_S = 2.0  # after a first failure, for the others to say what they saw
+RECOVERY_DEADLINE_S = 90.0  # for survivors of a rank's exit to agree and end
+GRACE_S = 2.0  # after a first failure, for the reports of the others
 CONTROLLER, CHECKER = "the controller", "the reference checker"
 POLL_S = 0.25
 LEASE_LOOK_S = 1.0
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class DeadRank(BrokenGroup):
-    """A rank ended that should not have, or was left behind by the others."""
+    """A rank exited unexpectedly, or the survivors excluded it."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(f"{how}, the demo cannot go on without it")
+        super().__init__(f"{how}, the demo cannot continue without it")
         self.how = how
 
 
@@ -58,7 +58,7 @@ def name_of_host(host: int) -> str:
 
 
 class Crew:
-    """The demo's processes, and what they told."""
+    """The demo's processes, and what they reported."""
 
     def __init__(self, plan: WorkerPlan, store: LoadStore, supervisor: Supervisor) -> None:
         self._plan, self._store, self._supervisor = plan, store, supervisor
@@ -79,8 +79,8 @@ class Crew:
         self._ready: set[str] = set()
         self._done: set[str] = set()
         self._serving: set[str] = set()  # ranks that have answered since the last start
-        self._left_behind: list[Child] = []  # ranks that the survivors went on without
-        self._are_ranks_ending = False  # after a death: that they end is no news
+        self._excluded: list[Child] = []  # ranks that the survivors excluded
+        self._are_ranks_ending = False  # after the exit of a rank the others are expected to end
         self._is_halting = False
 
     # -- start and end
@@ -153,8 +153,8 @@ class Crew:
         from api.demo.workers.rank import run_rank
         from runtime.group.rendezvous import Rendezvous
 
-        # Here and not in rank 0, which is as mortal as any other; new for each start, because what
-        # ranks of an earlier one have left there would be taken for these ranks' words.
+        # Here and not in rank 0, which may exit as any other; new for each start, because what
+        # ranks of an earlier one have left there would be read as these ranks' messages.
         self._rendezvous = Rendezvous()
         self._plan = plan = replace(plan, rendezvous=self._rendezvous.handle)
         for host_cache in self._host_caches:  # ranks fill their slots from it
@@ -165,7 +165,7 @@ class Crew:
         step_times = get_context("forkserver").RawArray("d", num_ranks)
         self._supervisor.step_times = step_times
         self._ranks = [
-            self._started(Child(f"rank {rank}", run_rank, plan, rank, step_times))
+            self._started(Child(f"rank {rank}", run_rank, plan, rank, step_times, rank=rank))
             for rank in range(num_ranks)
         ]
         self._checker.begin()
@@ -194,17 +194,17 @@ class Crew:
         ending = [child for child in self._children if self._is_of_ranks(child)]
         names = {child.name for child in ending}
         self._are_ranks_ending = True
-        # Ranks that had not served yet have nothing to agree on, and would only wait for the dead.
+        # Ranks that had not served have nothing to agree on, and would wait for the exited one.
         deadline = time.monotonic() + (RECOVERY_DEADLINE_S if self._serving else 0.0)
         while not names <= self._done and time.monotonic() < deadline:
-            for child in self._left_behind:
+            for child in self._excluded:
                 child.kill()
             self._listen()
         self._are_ranks_ending = False
         for child in ending:
             child.stop(deadline_s=0.0)
             self._children.remove(child)
-        for forgotten in (self._ranks, self._left_behind):
+        for forgotten in (self._ranks, self._excluded):
             forgotten.clear()
         self._serving.clear()
         self._reports.clear()
@@ -236,10 +236,10 @@ class Crew:
     # -- listening to the processes
 
     def wait_until(self, is_reached: Callable[[], bool]) -> None:
-        """Listen for as long as it takes.
+        """Handle messages until it is so.
 
         Raises:
-            BrokenGroup: a rank is dead or late; all ranks may be started again.
+            BrokenGroup: a rank exited or is late; all ranks may be restarted.
             EplbError: a rank refused to serve on.
         """
         while not is_reached():
@@ -261,25 +261,25 @@ class Crew:
             self._listen()
 
     def _listen(self) -> None:
-        """Take in what processes say, and notice when one ends that should not."""
+        """Handle messages of processes, and unexpected exits."""
         pipes: dict[Any, Child] = {
             child.messages: child for child in self._children if child.name not in self._done
         }
         for pipe in wait(list(pipes), POLL_S):
             child = pipes[pipe]
-            # All of it: what is supervised is judged by the age of its latest turn.
+            # All messages: a supervised process is judged by the age of its latest report.
             while (message := child.receive()) is not None:
-                self._hear(child, *message)
-                # One that is done says no more: that its pipe ends is no news.
+                self._handle(child, *message)
+                # A process that is done sends no more: the end of its pipe is expected.
                 if child.name in self._done or not child.messages.poll():
                     break
             else:
-                self._mourn(child)
+                self._handle_exit(child)
         self._look_at_http()
         self._look_at_lease()
         self._supervisor.look()
 
-    def _hear(self, child: Child, kind: str, body: Any) -> None:
+    def _handle(self, child: Child, kind: str, body: Any) -> None:
         helper = self._helpers.get(child.name)
         if helper is not None and kind != "failed":
             helper.turned()
@@ -290,7 +290,7 @@ class Crew:
         elif kind == "checked":
             self.checks.append(body)
             if not is_right(body, self._plan.precision):
-                self.note("reference", f"{body} is not the reference's answer")
+                self.note("reference", f"output differs from the reference: {body}")
         elif kind == "served":
             self._reports[child.name] = body
             self._done.add(child.name)
@@ -300,7 +300,7 @@ class Crew:
             self._serving.add(child.name)
         elif kind == "recovered":
             log.info("%s: generation %d, %s", child.name, body.generation, body.reason)
-            self._leave_behind(body)
+            self._exclude(body)
         elif kind == "warning":
             self.note(child.name, body)
         elif kind == "failed" and self._is_ending(child):
@@ -310,16 +310,16 @@ class Crew:
         elif kind == "failed":
             raise self._cause(self._failure_of(child, body))
         else:
-            raise AssertionError(f"{child.name} sent {kind!r}, which nobody expects")
+            raise AssertionError(f"unexpected message {kind!r} from {child.name}")
 
-    def _leave_behind(self, record: Recovery) -> None:
-        """Note whom the survivors went on without. One that only stood still may wake up yet.
+    def _exclude(self, record: Recovery) -> None:
+        """Record which ranks the survivors excluded. A suspended one may resume later.
 
         Raises:
-            DeadRank: this is the first that is heard of it.
+            DeadRank: the first report of it.
         """
         ranks = enumerate(self._ranks)
-        self._left_behind = [child for rank, child in ranks if rank not in record.survivors]
+        self._excluded = [child for rank, child in ranks if rank not in record.survivors]
         if not self._are_ranks_ending:
             raise self._cause(DeadRank(record.reason))
 
@@ -329,7 +329,7 @@ class Crew:
     def _is_ending(self, child: Child) -> bool:
         return self._are_ranks_ending and self._is_of_ranks(child)
 
-    def _mourn(self, child: Child) -> None:
+    def _handle_exit(self, child: Child) -> None:
         child.process.join(GRACE_S)
         if self._is_ending(child):
             self._done.add(child.name)
@@ -346,14 +346,14 @@ class Crew:
             helper.ended(child.how_it_ended())
 
     def _failure_of(self, child: Child, body: tuple[str, str]) -> EplbError:
-        """Tell a rank that could not fill its slots, which may be tried again, from any other."""
+        """Separate a rank that could not fill its slots, which may be retried, from any other."""
         kind, sentence = body
         if kind == MigrationError.__name__ and child in self._ranks:
             return DeadRank(f"{child.name} could not start: {sentence}")
         return refusal(child.name, body)
 
     def _cause(self, first: EplbError) -> EplbError:
-        """Find what really happened: peers of a dead rank fail too, and may be heard first."""
+        """Find the first cause: peers of an exited rank fail too, and may report first."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             killed = [child for child in self._ranks if (child.process.exitcode or 0) < 0]
@@ -363,7 +363,7 @@ class Crew:
         return first
 
     def watch_over(self, service: HttpService) -> None:
-        """Start the HTTP service, which serves already, again when its thread ends."""
+        """Restart the HTTP service, which serves already, when its thread ends."""
 
         def start() -> Kill:
             if not service.is_alive:
@@ -398,13 +398,13 @@ class Crew:
         return dict(total)
 
     def note(self, where: str, message: str) -> None:
-        """Write down something that went wrong and ends nothing."""
+        """Log and store a failure that ends nothing."""
         log.warning("%s: %s", where, message)
         self.add_event("error", {"where": where, "message": message})
 
     def add_event(self, kind: str, detail: dict[str, Any]) -> None:
-        """Write an event down; a store in trouble ends no serving."""
+        """Store an event; a failing store does not end serving."""
         try:
             self._store.add_event(kind, detail)
         except StoreError as exc:
-            log.warning("not written down: %s", exc)
+            log.warning("event not stored: %s", exc)

@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
+from api.config.reference import effective
+from api.config.tree import Settings
 from api.demo.crew import Crew, DeadRank
-from api.demo.settings import DemoSettings
 from api.demo.setup import begin, begin_again, give_up_lease, prepare
 from api.demo.state_dir import StateDir
 from api.demo.summary import RankReport, render_summary, summarise
@@ -27,7 +28,8 @@ from api.http.server import HttpService
 from api.monitor.monitor import Monitor
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.descriptors import raise_descriptor_limit
-from api.processes.supervision import RestartBudget, SupervisionSettings, Supervisor
+from api.processes.supervision import RestartBudget, Supervisor
+from api.settings import Loaded
 from api.terminal.live import LiveView
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
@@ -38,33 +40,33 @@ HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
 
 
-def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
+def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, on until interrupted.
 
     Raises:
         EplbError: anything that keeps it from running, or that ended it; nothing is left running.
     """
     raise_descriptor_limit()
+    settings = loaded.settings
     with ExitStack() as stack:
-        summary_file = SummaryFile(settings.json_path)
+        summary_file = SummaryFile(settings.demo.json_path)
         stack.callback(summary_file.close)
-        state = StateDir(settings.state_dir)
+        state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
-        store = open_store(settings.store or state.store, DEPLOYMENT)
+        state.save_settings(effective(settings, loaded.places))
+        store = open_store(settings.deployment.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
-        deployment = DeploymentLease(store, settings.lease_ttl_s, joins=settings.join)
+        deployment = DeploymentLease(
+            store, settings.controller.lease_ttl_s, joins=settings.demo.join
+        )
         deployment.take()
         stack.callback(deployment.release)
-        supervisor = Supervisor(
-            SupervisionSettings(
-                settings.process_restarts,
-                settings.restart_window_s,
-                settings.restart_delay_s,
-                settings.hung_after_s,
-            )
+        supervisor = Supervisor(settings.supervision.settings())
+        http, limits = settings.http, settings.http.limits()
+        app = create_app(
+            store, metrics_level=http.metrics_level, supervision=supervisor.view, limits=limits
         )
-        app = create_app(store, metrics_level=settings.metrics_level, supervision=supervisor.view)
-        service = HttpService(app, settings.host, settings.port)
+        service = HttpService(app, http.host, http.port, limits=limits)
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)
@@ -85,7 +87,7 @@ class Demo:
 
     def __init__(
         self,
-        settings: DemoSettings,
+        settings: Settings,
         plan: WorkerPlan,
         store: LoadStore,
         console: Console,
@@ -98,8 +100,10 @@ class Demo:
         self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
         self._supervisor, self._unserved = supervisor, supervisor.unserved
         self._crew = Crew(plan, store, supervisor)
-        self._losses: list[str] = []  # why ranks were started again
-        self._budget = RestartBudget(settings.restart_after_death, settings.restart_window_s)
+        self._losses: list[str] = []  # why ranks were restarted
+        self._budget = RestartBudget(
+            settings.supervision.restart_after_death, settings.supervision.restart_window_s
+        )
 
     def watch_over(self, service: HttpService) -> None:
         """Start the HTTP service again when its thread ends."""
@@ -121,19 +125,19 @@ class Demo:
         self._crew.end()
 
     def serve(self, summary_file: SummaryFile) -> dict[str, Any]:
-        """Serve for the time that was asked for, halt, sum up and write, however it ends.
+        """Serve for the time that was set, halt, sum up and write, however it ends.
 
         Raises:
-            RankError: a rank or another process died; what is known is written all the same.
+            RankError: a rank or another process exited; what is known is written all the same.
         """
-        until = self._started + self._settings.seconds
+        until = self._started + self._settings.demo.seconds
         reports: list[RankReport] = []
         failure: BaseException | None = None
         try:
-            with LiveView(self._monitor, view=self._settings.view, console=self._console):
+            with LiveView(self._monitor, view=self._settings.demo.view, console=self._console):
                 try:
                     self._serve_until(lambda: time.monotonic() >= until)
-                    if self._settings.serve:
+                    if self._settings.demo.serve:
                         self._serve_until(lambda: False)
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)
@@ -150,8 +154,8 @@ class Demo:
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
-        """Put together what is known; ``missing`` says what is not."""
-        missing = [f"an end in order: {type(failure).__name__}: {failure}"] if failure else []
+        """Put together what is known; ``missing`` names what is not."""
+        missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
         counts: Mapping[int, int] | None = None
         try:
             self._monitor.refresh()
@@ -171,7 +175,7 @@ class Demo:
         }
 
     def _serve_until(self, is_reached: Callable[[], bool]) -> None:
-        """Serve; a group that broke ends on all ranks, which are started again from the store.
+        """Serve; a group that broke ends on all ranks, which are restarted from the store.
 
         Not only after a death: where a rank is late without end the others end just so, and what
         the store names as committed is right for a start of all ranks, whatever broke the group.
@@ -198,7 +202,7 @@ class Demo:
                 how = broken.how if isinstance(broken, DeadRank) else str(broken)
                 self._losses.append(how)
                 self._unserved.broken(self._supervisor.last_token())
-                self._crew.note("ranks", f"{how}; all ranks start again")
+                self._crew.note("ranks", f"{how}; restarting all ranks")
 
     def _start_again(self) -> None:
         try:
@@ -208,8 +212,8 @@ class Demo:
             self._crew.let_ranks_serve(self._started)
             self._crew.wait_until_all_serve()
         except KeyboardInterrupt as exc:
-            raise RankError("interrupted while the ranks were started again") from exc
-        except OSError as exc:  # no descriptor, say
-            raise RankError(f"the ranks could not be started again: {exc}") from exc
+            raise RankError("interrupted while the ranks were restarting") from exc
+        except OSError as exc:  # no descriptor, for example
+            raise RankError(f"the ranks could not be restarted: {exc}") from exc
         gap_s = round(self._unserved.serving(), 2)
         self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

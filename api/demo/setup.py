@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from api.demo.settings import DemoSettings
+from api.config.fields import values_of
+from api.config.tree import Settings
 from api.demo.state_dir import StateDir
 from api.demo.text import VOCABULARY, domains_of, standard_domains
 from api.demo.workers.plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
+from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError, StoreError
@@ -29,7 +31,7 @@ from eplb.policies.table import policy_named
 from rebalance.build.config import ReportingConfig
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.settings import NUM_READERS, SlabSettings
 from rebalance.preload.cache.wire import SlabAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_file import record_file_beside
@@ -42,35 +44,41 @@ from telemetry.retention.pruning import Retention
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = 23718  # of slabs; ranks have the next ones. Below those that systems give to callers
+HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
 
-LOST_GENERATIONS = 1000  # left out where nobody knows how far they had come
+LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
-    """Write weights and text, and lay out what every process is told. Starts nothing.
+def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
+    """Write weights and text, and make the plan that every process is given. Starts nothing.
 
     Raises:
         ConfigError: settings, text or trace that cannot be used.
         CheckpointError: weights on disk that are damaged or of another model.
     """
-    policy_named(settings.policy)
+    policy_named(settings.planner.policy)
     _check_shape(settings)
     model, trace = _model(settings, state)
-    slots_per_rank = settings.slots // settings.ranks + settings.spare_slots
-    topology = Topology.uniform(settings.nodes, settings.ranks // settings.nodes, slots_per_rank)
+    slots_per_rank = settings.demo.slots // settings.demo.ranks + settings.demo.spare_slots
+    topology = Topology.uniform(
+        settings.demo.nodes, settings.demo.ranks // settings.demo.nodes, slots_per_rank
+    )
     pace = _pace(settings)
-    tokens_per_step = settings.ranks * settings.tokens_per_rank
-    sample_steps = max(1, round(settings.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW))
-    window_steps = sample_steps * math.ceil(settings.window_tokens / tokens_per_step / sample_steps)
+    tokens_per_step = settings.demo.ranks * settings.demo.tokens_per_rank
+    sample_steps = max(
+        1, round(settings.telemetry.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW)
+    )
+    window_steps = sample_steps * math.ceil(
+        settings.telemetry.window_tokens / tokens_per_step / sample_steps
+    )
     run = new_run_name()
     text = None if trace is not None else _text(settings, state)
     weights = _weights(settings, state, model)
     return WorkerPlan(
         run=run,
-        store=settings.store or state.store,
+        store=settings.deployment.store or state.store,
         weights=weights,
         text=text,
         trace=trace,
@@ -78,50 +86,59 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         topology=topology,
         slabs=tuple(
             SlabAddress(f"{run}-host{host}", secrets.token_bytes(16))
-            for host in range(settings.nodes)
+            for host in range(settings.demo.nodes)
         ),
         rendezvous="",  # another for each start of the ranks
-        tokens_per_rank=settings.tokens_per_rank,
+        tokens_per_rank=settings.demo.tokens_per_rank,
         window_steps=window_steps,
-        window_seconds=settings.window_seconds,
+        window_seconds=settings.telemetry.window_seconds,
         sample_steps=sample_steps,
-        check_every=settings.check_every,
-        drift_period_s=settings.seconds,
-        seed=settings.seed,
+        check_every=settings.demo.check_every,
+        drift_period_s=settings.demo.seconds,
+        seed=settings.demo.seed,
         staging_experts=pace.staging_experts,
-        device=settings.device,
-        precision=settings.precision,
-        dispatcher=settings.dispatcher,
+        device=settings.demo.device,
+        precision=settings.demo.precision,
+        dispatcher=settings.demo.dispatcher,
         controller=ControllerSettings(
-            policy=settings.policy,
-            plan_windows=settings.plan_windows,
-            cost=CostModel(pay_back_s=settings.pay_back_s),
-            pace=pace,
-            seed=settings.seed,
-            retention=Retention(
-                settings.keep_samples_s,
-                settings.keep_minutes_s,
-                settings.keep_hours_s,
-                settings.keep_events,
+            policy=settings.planner.policy,
+            plan_windows=settings.planner.plan_windows,
+            cost=CostModel(pay_back_s=settings.planner.pay_back_s),
+            budget=Budget(
+                max_moves=settings.planner.max_moves or None,
+                target_imbalance=settings.planner.target_imbalance,
             ),
-            lease_ttl_s=settings.lease_ttl_s,
+            pace=pace,
+            seed=settings.demo.seed,
+            retention=Retention(
+                settings.telemetry.keep_samples_s,
+                settings.telemetry.keep_minutes_s,
+                settings.telemetry.keep_hours_s,
+                settings.telemetry.keep_events,
+            ),
+            lease_ttl_s=settings.controller.lease_ttl_s,
+            migration_deadline_s=settings.controller.migration_deadline_s,
+            keep_every_windows=settings.controller.keep_every_windows,
         ),
+        controller_poll_s=settings.controller.poll_s,
         holder=new_holder(),
         slab=_slab(settings, weights, model),
         rank_links=_rank_links(settings),
         reporting=ReportingConfig(
-            settings.spool_dir or state.path / "spool",
-            settings.spool_mb * 1_000_000,
-            Tempo(write_s=settings.store_interval),
-            settings.sample_version,
+            settings.telemetry.spool_dir or state.path / "spool",
+            settings.telemetry.spool_mb * 1_000_000,
+            Tempo(settings.telemetry.store_interval, settings.telemetry.state_interval),
+            settings.telemetry.sample_version,
         ),
-        scrub_every_steps=settings.scrub_every_steps,
-        plan_deadline_s=settings.plan_deadline_s,
-        vote_deadline_s=settings.vote_deadline_s,
+        scrub_every_steps=settings.agent.scrub_every_steps,
+        vote_every=settings.agent.vote_every,
+        plan_deadline_s=settings.agent.plan_deadline_s,
+        vote_deadline_s=settings.agent.vote_deadline_s,
+        staging=settings.staging,
     )
 
 
-def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placement:
+def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
     """Record the start of a run, and the placement that it starts from.
 
     Contiguous, or with ``resume`` the one that the last run ended with.
@@ -129,9 +146,10 @@ def begin(settings: DemoSettings, plan: WorkerPlan, store: LoadStore) -> Placeme
     committed = store.committed()
     generation = None if committed is None else committed.placement.generation
     store.set_control(
-        Control(movement=settings.movement, observe=settings.observe), reason="start of the demo"
+        Control(movement=settings.controller.movement, observe=settings.controller.observe),
+        reason="start of the demo",
     )
-    if settings.resume:
+    if settings.demo.resume:
         if committed is None:
             raise ConfigError(f"{plan.store_shown} holds no placement to resume from, expected one")
         start = committed.placement
@@ -172,13 +190,13 @@ def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerP
 
 
 def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
-    """Let whoever comes next lead at once, now that this demo's controller has ended."""
+    """Release the lease of this demo's controller, which has ended: the next one leads at once."""
     try:
         lease = store.lease()
         if lease is not None and lease.holder == plan.holder:
             store.release_lease(lease)
     except StoreError as exc:  # the demo has served all the same, and the lease runs out
-        log.warning("the lease was not given up: %s", exc)
+        log.warning("the lease was not released: %s", exc)
 
 
 def new_run_name() -> str:
@@ -204,103 +222,110 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
     )
 
 
-def _slab(settings: DemoSettings, weights: Path, model: ModelShape) -> SlabSettings:
+def _slab(settings: Settings, weights: Path, model: ModelShape) -> SlabSettings:
     """How every host keeps records; the file is shared, as the weights are."""
-    records = settings.slab_records
+    records = settings.host_cache.records
     return SlabSettings(
-        mode=settings.slab_mode,
-        budget_bytes=records * model.expert_bytes if settings.slab_mode == "hot" else None,
-        ring_records=records if settings.slab_mode == "ring" else None,
-        record_file=record_file_beside(weights) if settings.record_file else None,
+        mode=settings.host_cache.mode,
+        budget_bytes=records * model.expert_bytes if settings.host_cache.mode == "hot" else None,
+        ring_records=records if settings.host_cache.mode == "ring" else None,
+        record_file=record_file_beside(weights) if settings.host_cache.record_file else None,
+        num_readers=settings.host_cache.num_readers or NUM_READERS,
         links=_links(settings),
     )
 
 
-def _links(settings: DemoSettings) -> HostLinkSettings | None:
+def _links(settings: Settings) -> HostLinkSettings | None:
     """The demo's hosts are processes of one machine, each at a loopback address of its own."""
-    if settings.other_hosts == "off":
+    if settings.host_cache.other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
-    hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.nodes))
-    return HostLinkSettings(hosts, secrets.token_bytes(32), order=settings.other_hosts)
+    hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.demo.nodes))
+    return HostLinkSettings(
+        hosts,
+        secrets.token_bytes(32),
+        order=settings.host_cache.other_hosts,
+        **values_of(settings.host_link),
+    )
 
 
-def _rank_links(settings: DemoSettings) -> RankLinkSettings | None:
-    """Where each rank can be asked: at an address of its host, which its own host asks at too."""
-    if settings.other_hosts == "off":
+def _rank_links(settings: Settings) -> RankLinkSettings | None:
+    """Where each rank listens: at an address of its host, which its own host uses too."""
+    if settings.host_cache.other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
-    ranks_per_host = settings.ranks // settings.nodes
+    ranks_per_host = settings.demo.ranks // settings.demo.nodes
     addresses = tuple(
         (f"{block}.{rank // ranks_per_host + 1}", HOSTS_PORT + 1 + rank % ranks_per_host)
-        for rank in range(settings.ranks)
+        for rank in range(settings.demo.ranks)
     )
-    return RankLinkSettings(addresses, secrets.token_bytes(32))
+    return RankLinkSettings(addresses, secrets.token_bytes(32), **values_of(settings.transport))
 
 
-def _pace(settings: DemoSettings) -> Pace:
+def _pace(settings: Settings) -> Pace:
     """Flip mode with spares, which needs no staging; copy mode without."""
-    if settings.spare_slots:
-        return Pace(staging_experts=0, mode="flip", spare_slots=settings.spare_slots)
-    return Pace(staging_experts=settings.slots // settings.ranks)
+    if settings.demo.spare_slots:
+        return Pace(staging_experts=0, mode="flip", spare_slots=settings.demo.spare_slots)
+    return Pace(staging_experts=settings.demo.slots // settings.demo.ranks)
 
 
-def _check_shape(settings: DemoSettings) -> None:
+def _check_shape(settings: Settings) -> None:
     """Refuse what the model or the text cannot be cut into."""
-    if settings.hidden % NUM_HEADS:
+    if settings.demo.hidden % NUM_HEADS:
         raise ConfigError(
-            f"hidden is {settings.hidden}, "
+            f"hidden is {settings.demo.hidden}, "
             f"expected a multiple of {NUM_HEADS}, the number of attention heads"
         )
-    tokens = settings.tokens_per_rank
-    if settings.trace is None and tokens > SEQUENCE_LENGTH and tokens % SEQUENCE_LENGTH:
+    tokens = settings.demo.tokens_per_rank
+    if settings.demo.trace is None and tokens > SEQUENCE_LENGTH and tokens % SEQUENCE_LENGTH:
         raise ConfigError(
             f"tokens_per_rank is {tokens}, expected at most {SEQUENCE_LENGTH} or a multiple of it, "
             "the tokens of one sequence of text"
         )
 
 
-def _model(settings: DemoSettings, state: StateDir) -> tuple[ModelShape, Path | None]:
+def _model(settings: Settings, state: StateDir) -> tuple[ModelShape, Path | None]:
     shape = ModelShape(
-        layer_ids=tuple(range(settings.layers)),
-        num_experts=settings.experts,
-        top_k=settings.top_k,
-        hidden=settings.hidden,
-        intermediate=settings.intermediate,
-        num_shared_experts=settings.shared_experts,
+        layer_ids=tuple(range(settings.demo.layers)),
+        num_experts=settings.demo.experts,
+        top_k=settings.demo.top_k,
+        hidden=settings.demo.hidden,
+        intermediate=settings.demo.intermediate,
+        num_shared_experts=settings.demo.shared_experts,
         expert_bytes=schema_of(
-            settings.hidden, settings.intermediate, settings.precision
+            settings.demo.hidden, settings.demo.intermediate, settings.demo.precision
         ).record_bytes,
     )
-    if settings.trace is None:
+    if settings.demo.trace is None:
         return shape, None
-    ids = read_expert_ids(settings.trace)
+    ids = read_expert_ids(settings.demo.trace)
     num_layers, _, top_k = ids.shape
     lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < -1 or highest >= settings.experts:
+    if lowest < -1 or highest >= settings.demo.experts:
         raise ConfigError(
-            f"trace {settings.trace} names experts {lowest}..{highest}, "
-            f"expected 0..{settings.experts - 1} (--experts), or -1 for padding"
+            f"trace {settings.demo.trace} names experts {lowest}..{highest}, "
+            f"expected 0..{settings.demo.experts - 1} (--experts), or -1 for padding"
         )
     path = state.save_arrays("trace.npz", {"expert_ids": ids.astype(np.int16)})
     return replace(shape, layer_ids=tuple(range(num_layers)), top_k=top_k), path
 
 
-def _text(settings: DemoSettings, state: StateDir) -> Path:
-    domains = domains_of(settings.text) if settings.text else standard_domains()
+def _text(settings: Settings, state: StateDir) -> Path:
+    domains = domains_of(settings.demo.text) if settings.demo.text else standard_domains()
     arrays = {f"{number}-{domain.name}": domain.tokens for number, domain in enumerate(domains)}
     return state.save_arrays("text.npz", arrays)
 
 
-def _weights(settings: DemoSettings, state: StateDir, model: ModelShape) -> Path:
+def _weights(settings: Settings, state: StateDir, model: ModelShape) -> Path:
     """Find the weights of this model and seed, or write them."""
-    schema = schema_of(model.hidden, model.intermediate, settings.precision)
+    schema = schema_of(model.hidden, model.intermediate, settings.demo.precision)
     named = {name: value for name, value in model_to_dict(model).items() if name != "expert_cost"}
     key = hashlib.blake2b(
-        repr((named, VOCABULARY, settings.precision, settings.seed)).encode(), digest_size=6
+        repr((named, VOCABULARY, settings.demo.precision, settings.demo.seed)).encode(),
+        digest_size=6,
     )
     path = state.path / f"weights-{key.hexdigest()}"
     if not path.exists():
-        write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.seed)
+        write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.demo.seed)
     Checkpoint(path).check(model, schema)
     return path

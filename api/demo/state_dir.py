@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
 
+STORE_FILE, SETTINGS_FILE = "store.sqlite", "settings.toml"
+
 
 class StateDir:
     """One demo at a time in one folder. The lock goes with the process, however it ends.
@@ -48,7 +50,7 @@ class StateDir:
     @property
     def store(self) -> Path:
         """Where the load store lies."""
-        return self.path / "store.sqlite"
+        return self.path / STORE_FILE
 
     def save_arrays(self, name: str, arrays: Mapping[str, NDArray[np.integer]]) -> Path:
         """Write arrays for the processes to read: all of the file appears, or nothing.
@@ -66,6 +68,19 @@ class StateDir:
             unfinished.unlink(missing_ok=True)
             raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
         return path
+
+    def save_settings(self, text: str) -> None:
+        """Keep the effective settings of this start, for support bundles.
+
+        Raises:
+            ConfigError: the disk is full or read-only.
+        """
+        try:
+            (self.path / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        except OSError as exc:
+            raise ConfigError(
+                f"{self.path / SETTINGS_FILE} cannot be written: {exc.strerror}"
+            ) from exc
 
     def _remove_unfinished(self) -> None:
         """Remove what a demo that was killed while it wrote has left half-written."""

@@ -1,4 +1,4 @@
-"""What a demo measured, as one dictionary, and as a table for people."""
+"""What a demo measured, as one dictionary, and as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from api.monitor.snapshot import Snapshot, WindowScore
 
 FINAL_WINDOWS = 5
 
-RankReport = Mapping[str, Any]  # what api.demo.workers.rank tells at its end
+RankReport = Mapping[str, Any]  # what api.demo.workers.rank reports at its end
 
 
 def summarise(
@@ -33,7 +33,7 @@ def summarise(
     really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
     the ranks in order. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both
     over every complete window, those before the first commit included. ``stored`` is None where
-    the store could not be asked.
+    the store could not be read.
     """
     final, complete = final_windows(snapshot), complete_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
@@ -98,7 +98,7 @@ def summarise(
 
 
 def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None) -> int | None:
-    """None where the store or the ranks could not be asked."""
+    """None where the store or the ranks did not answer."""
     if stored is None or not ranks:
         return None
     cut: int = sum(rank["samples"] for rank in ranks)
@@ -122,7 +122,7 @@ def final_windows(snapshot: Snapshot) -> list[WindowScore]:
 
 
 def is_right(check: CheckedStep, precision: str) -> bool:
-    """Say whether an answer is the reference's; a NaN is not."""
+    """Return whether an answer is the reference's; a NaN is not."""
     return check.max_error <= MAX_RELATIVE_ERROR[precision] and check.wrong_routes == 0
 
 
@@ -200,7 +200,7 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _deaths(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Nothing is said of deaths when there was none."""
+    """No line about exits of ranks when there was none."""
     if not summary.get("deaths"):
         return []
     said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens, from the "

@@ -1,4 +1,4 @@
-"""The HTTP service: routes to AdminService, problems in words, and the page.
+"""The HTTP service: routes to AdminService, problems (RFC 9457), and the page.
 
     GET  /            the page          GET  /healthz /livez /readyz /metrics
     GET  /api/v1/...  questions         POST, PATCH /api/v1/...  requests
@@ -22,6 +22,7 @@ from fastapi.staticfiles import StaticFiles
 
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
+from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from api.http.problems import correct_media_types, documented, report_problems
 from api.http.requests import (
     MAX_ID,
@@ -71,7 +72,7 @@ TASK_ANSWERS = documented(409) | {
 
 @probes.get("/livez", summary="Is the HTTP service alive?")
 async def get_livez() -> Health:
-    """Answers as long as the process does."""
+    """Answers while the process runs."""
     return Health(detail=f"eplb {__version__}")
 
 
@@ -83,7 +84,7 @@ def get_healthz(service: Service) -> Health:
 
 @probes.get("/readyz", summary="Does every rank serve?", responses=documented(503))
 async def get_readyz(request: Request) -> Health:
-    """A run has begun, every rank reports, and steps go on."""
+    """A run has begun, every rank reports, and steps make progress."""
     latest: LatestAnswer = request.app.state.readiness
     return await latest.get()
 
@@ -145,7 +146,7 @@ def get_events(
     after: Id = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> list[EventAnswer]:
-    """Oldest first, past an id: ask again with the last id to go on."""
+    """Oldest first, past an id: repeat with the last id to continue."""
     return service.events(after, limit)
 
 
@@ -161,7 +162,7 @@ def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
     responses=TASK_ANSWERS,
 )
 def post_rebalance(service: Service, body: RebalanceRequest, response: Response) -> TaskAnswer:
-    """Asks the controller and waits a while for its answer."""
+    """Submits a task to the controller and waits a while for its result."""
     return _answered(service.rebalance(body), response)
 
 
@@ -171,12 +172,12 @@ def post_rebalance(service: Service, body: RebalanceRequest, response: Response)
     responses=TASK_ANSWERS,
 )
 def post_explanation(service: Service, body: ExplainRequest, response: Response) -> TaskAnswer:
-    """Asks the controller to plan now and to say why; moves nothing. Words are in `sentences`."""
+    """Plans now and explains one expert; moves nothing. The text is in `sentences`."""
     return _answered(service.explain(body), response)
 
 
 def _answered(task: TaskAnswer, response: Response) -> TaskAnswer:
-    """The task, with the status that says whether it is done."""
+    """The task, with status 202 until it is done."""
     if task.state in ("queued", "running"):
         response.status_code = 202
         response.headers["Location"] = f"/api/v1/tasks/{task.id}"
@@ -191,7 +192,7 @@ def post_pause(service: Service, body: ReasonRequest) -> ControlAnswer:
 
 @act.post("/resume", summary="Let weights move again")
 def post_resume(service: Service, body: ReasonRequest) -> ControlAnswer:
-    """Undoes a pause."""
+    """Ends a pause."""
     return service.set_control(ControlRequest(reason=body.reason, movement=True))
 
 
@@ -208,8 +209,9 @@ def create_app(
     probe_wait_s: float = WAIT_S,
     metrics_level: Level = "default",
     supervision: Callable[[], SupervisionView] = SupervisionView,
+    limits: HttpLimits = DEFAULT_LIMITS,
 ) -> FastAPI:
-    """Make the service of one deployment; who binds it to a port is the caller's business."""
+    """Make the service of one deployment; ``HttpService`` binds it to a port."""
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
         title="EPLB admin API",
@@ -224,7 +226,7 @@ def create_app(
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-    app.add_middleware(Guard)
+    app.add_middleware(Guard, limits=limits)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

@@ -1,7 +1,7 @@
 """Connections of the HTTP service: bounded in number, and in the time that a request may take.
 
 uvicorn has a deadline for idle connections only. Here a request must arrive within
-``REQUEST_DEADLINE_S``, headers and body. A connection beyond a limit takes the place of the oldest
+``HttpLimits.request_deadline_s``, headers and body. A connection beyond a limit replaces the oldest
 one that has no complete request, so that idle connections never keep a probe out. Where all are
 being served, the new one is closed.
 """
@@ -19,26 +19,25 @@ from weakref import WeakKeyDictionary
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_DEADLINE_S = 10.0
-UNREAD_ANSWER_MS = 20_000  # after which the kernel closes a connection whose client reads nothing
-MAX_CONNECTIONS = 256
+from api.http.limits import HttpLimits
+
 PART_OF_DESCRIPTORS = 4  # connections take a quarter of them at most
 PART_OF_ADDRESS = 2  # one client address takes half of the connections at most
 
 
-def connection_limit() -> int:
+def connection_limit(most: int) -> int:
     """Give the most connections at a time; the processes of a deployment need descriptors too."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(PART_OF_ADDRESS, min(MAX_CONNECTIONS, soft // PART_OF_DESCRIPTORS))
+        return most
+    return max(PART_OF_ADDRESS, min(most, soft // PART_OF_DESCRIPTORS))
 
 
 class OpenConnections:
     """A server's open connections by client address, oldest first.
 
     A thousand connections may be accepted in one turn of the event loop, so none of them may cost
-    a look at all others.
+    a scan of all others.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class OpenConnections:
         """Count a connection, and give the one that must be closed in its favour, if any."""
         near = self._by_address[new.address]
         near[new] = self._all[new] = None
-        limit = connection_limit()
+        limit = connection_limit(new.limits.max_connections)
         if len(near) > limit // PART_OF_ADDRESS:
             crowd = near
         elif len(self._all) > limit:
@@ -73,8 +72,9 @@ _open_connections: WeakKeyDictionary[Any, OpenConnections] = WeakKeyDictionary()
 class BoundedConnection(H11Protocol):
     """One connection of uvicorn's, with a deadline for its request and a place among the others."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.limits = limits
         self._deadline: asyncio.TimerHandle | None = None
         self._others = _open_connections.setdefault(self.server_state, OpenConnections())
 
@@ -84,15 +84,17 @@ class BoundedConnection(H11Protocol):
         return self.client[0] if self.client else ""
 
     def is_served(self) -> bool:
-        """Say whether a whole request has come, so that a handler may be at work for it."""
+        """Return whether a whole request has come, so that a handler may be processing it."""
         return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request; where there are too many connections, close one."""
         super().connection_made(transport)
-        with contextlib.suppress(OSError):  # the client may be gone already
+        with contextlib.suppress(OSError):  # the client may have disconnected already
             transport.get_extra_info("socket").setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_ANSWER_MS
+                socket.IPPROTO_TCP,
+                socket.TCP_USER_TIMEOUT,
+                max(1, int(self.limits.unread_deadline_s * 1000)),
             )
         if closed := self._others.add(self):
             self._others.discard(closed)
@@ -100,7 +102,7 @@ class BoundedConnection(H11Protocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline."""
         super().connection_lost(exc)
         self._others.discard(self)
         self._stop_deadline()
@@ -117,7 +119,9 @@ class BoundedConnection(H11Protocol):
 
     def _start_deadline(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_DEADLINE_S, self.transport.abort)
+            self._deadline = self.loop.call_later(
+                self.limits.request_deadline_s, self.transport.abort
+            )
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:

@@ -1,7 +1,7 @@
 """What a request must be before a handler runs.
 
 ``Guard`` needs neither the store nor a thread: the host is a loopback name, the body is small and
-whole, and not too many requests are under way. ``check_request`` knows
+whole, and not too many requests are in progress. ``check_request`` knows
 the route: query parameters are known ones, and what changes state is JSON and not sent by a page
 of another site. A page can send JSON to another origin only after a preflight, which fails here.
 """
@@ -13,11 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.limits import HttpLimits
 from api.http.problems import problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
-MAX_BODY_BYTES = 65_536
-MAX_UNDER_WAY = 32  # fewer than the 40 threads of anyio's pool: no request waits for a thread
 PROBES = frozenset({"/livez", "/readyz"})  # they need no thread
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -25,29 +24,30 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 class Guard:
     """ASGI middleware: refuses a request by its host and size, and one too many with 503."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app, self._limits = app, limits
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Answer, or pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if refused := self._refusal(Headers(scope=scope)):
             await problem(*refused)(scope, receive, send)
             return
-        # Before it counts as under way: half-sent bodies take no place from whole requests.
-        body = await whole_body(receive)
+        # Before it counts as in progress: half-sent bodies take no place from whole requests.
+        most_bytes = self._limits.max_body_bytes
+        body = await whole_body(receive, most_bytes)
         if body is None:
             return
-        if len(body) > MAX_BODY_BYTES:
-            detail = f"more than {MAX_BODY_BYTES} bytes of body, expected fewer"
+        if len(body) > most_bytes:
+            detail = f"more than {most_bytes} bytes of body, expected fewer"
             await problem(413, detail)(scope, receive, send)
             return
         takes_thread = scope["path"] not in PROBES
-        if takes_thread and self._under_way >= MAX_UNDER_WAY:
-            detail = f"{self._under_way} requests are under way, expected fewer"
+        if takes_thread and self._under_way >= self._limits.max_requests:
+            detail = f"{self._under_way} requests are in progress, expected fewer"
             await problem(503, detail, {"Retry-After": "1"})(scope, receive, send)
             return
         self._under_way += takes_thread
@@ -61,15 +61,16 @@ class Guard:
             known = ", ".join(sorted(LOOPBACK_NAMES))
             return 400, f"the host is {host[:100]!r}, expected one of: {known}"
         length = headers.get("content-length", "0")  # h11 has checked that these are digits
-        if int(length[:20]) > MAX_BODY_BYTES:
-            return 413, f"a body of {length[:20]} bytes, expected at most {MAX_BODY_BYTES}"
+        most_bytes = self._limits.max_body_bytes
+        if int(length[:20]) > most_bytes:
+            return 413, f"a body of {length[:20]} bytes, expected at most {most_bytes}"
         return None
 
 
-async def whole_body(receive: Receive) -> bytes | None:
-    """Read a body, up to the first chunk past the limit; None: the client has gone."""
+async def whole_body(receive: Receive, most_bytes: int) -> bytes | None:
+    """Read a body, up to the first chunk past the limit; None: the client disconnected."""
     body = b""
-    while len(body) <= MAX_BODY_BYTES:
+    while len(body) <= most_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
@@ -90,7 +91,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def check_request(request: Request) -> None:
-    """Refuse a request that its route cannot be meant by; a dependency of every route.
+    """Refuse a request that does not fit its route; a dependency of every route.
 
     Raises:
         HTTPException: 422, an unknown or repeated query parameter; 403, sent by a page of another

@@ -15,11 +15,11 @@ WAIT_S = 0.25
 
 
 class LatestAnswer:
-    """Asks on a thread of its own, one question at a time, and keeps the latest answer.
+    """Calls ``ask`` on its own thread, one call at a time, and keeps the latest answer.
 
     Args:
         ask: may block, and may raise, which is an answer too.
-        wait_s: how long a caller waits for a fresh answer before the kept one is returned.
+        wait_s: how long ``get`` waits for a fresh answer before the kept one is returned.
         stale_after_s: a question without an answer for so long is reported instead.
     """
 

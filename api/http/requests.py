@@ -1,4 +1,4 @@
-"""What comes in over HTTP. A key that nobody knows is an error."""
+"""Bodies of HTTP requests. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Policy = Annotated[
     ),
 ]
 Switch = Annotated[bool | None, BeforeValidator(_not_null), WithJsonSchema({"type": "boolean"})]
-Reason = Annotated[str, Field(min_length=1, max_length=500, description="kept with the change")]
+Reason = Annotated[str, Field(min_length=1, max_length=500, description="stored with the change")]
 
 
 class Body(BaseModel):
@@ -60,7 +60,7 @@ class RebalanceRequest(Body):
 class ExplainRequest(Body):
     """Ask the controller why a plan made now would have an expert where it has it."""
 
-    layer: Index = Field(description="as the placement counts, from 0")
+    layer: Index = Field(description="index in the placement, from 0")
     expert: Index = Field(description="a logical expert")
     policy: Policy = None
 

@@ -118,8 +118,10 @@ class State(Answer):
     ranks: list[Rank]
     node_of_rank: list[int]
     silent_ranks: list[int]
-    progress_age_s: float | None = Field(description="of what has got on least")
-    progress_of: str = Field(description="its rank, its thread, and what that is at")
+    progress_age_s: float | None = Field(
+        description="of the step or thread with the least progress"
+    )
+    progress_of: str = Field(description="its rank, its thread, and the current work")
     last_score: Score | None
     heatmap: list[list[float]] | None = Field(description="[L, R] rank load over mean")
     expert_heat: list[list[float]] | None = Field(description="[L, E] expert load over mean")
@@ -222,12 +224,13 @@ class TaskAnswer(Answer):
     state: Literal["queued", "running", "done", "failed"]
     result: dict[str, Any]
     plan_end: PlanEnd | None = Field(
-        None, description="of the plan that it published; null while that is open, and for others"
+        None,
+        description="of the plan that the task published; null while it is open",
     )
 
 
 class Problem(Answer):
-    """What went wrong, in words (RFC 9457)."""
+    """A problem (RFC 9457)."""
 
     type: str = "about:blank"
     title: str

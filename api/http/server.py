@@ -1,7 +1,7 @@
 """An HTTP service in a thread of the process that owns it.
 
 The socket is bound here, before the thread starts, so that a port in use is one clear refusal and
-never a thread that dies on its own.
+never a thread that exits on its own.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import ipaddress
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from api.http.connections import BoundedConnection
+from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +38,19 @@ class HttpService:
             that is in use.
     """
 
-    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: HttpLimits = DEFAULT_LIMITS,
+    ) -> None:
         self._host, self._port = loopback_address(host), port
         config = uvicorn.Config(
             app,
-            http=BoundedConnection,
+            # uvicorn calls it as it would the class.
+            http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
             ws="none",
             proxy_headers=False,  # a client must not name its own address
             backlog=ACCEPTED_AT_ONCE,
@@ -61,7 +71,7 @@ class HttpService:
 
     @property
     def is_alive(self) -> bool:
-        """Say whether its thread runs."""
+        """Return whether its thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
@@ -75,7 +85,7 @@ class HttpService:
         self._thread.start()
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._server.started:
-            # uvicorn says that it is up in this attribute only: it has no event to wait on.
+            # uvicorn reports its start in this attribute only: it has no event to wait on.
             self._thread.join(POLL_S)
             if not self._thread.is_alive():
                 raise ConfigError(f"the HTTP service on {self.url} ended while it started")
@@ -86,7 +96,7 @@ class HttpService:
         bound.listen(KERNEL_BACKLOG)
 
     def stop(self) -> None:
-        """End the service; requests under way get a few seconds to finish."""
+        """End the service; requests in progress get a few seconds to finish."""
         if self._thread is None:
             return
         self._server.should_exit = True

@@ -47,7 +47,7 @@ from telemetry.store import CommittedPlacement, Control, LoadStore, Task
 
 
 class Refused(EplbError):
-    """A request that cannot be served; ``status`` is the HTTP status that says so."""
+    """A request that cannot be served; ``status`` is its HTTP status."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -83,11 +83,11 @@ class AdminService:
 
     # -- questions
     def health(self) -> Health:
-        """Say that the store answers."""
+        """Report that the store answers."""
         return Health(detail=f"the store answers, at version {self._store.version()}")
 
     def readiness(self) -> Health:
-        """Say that every rank serves.
+        """Report that every rank serves.
 
         Raises:
             Refused: no run, ranks that are silent or frozen, or no step for too long.

@@ -1,8 +1,8 @@
 """What Prometheus scrapes: figures of the current run, in base units, under a hundred series.
 
 Nothing is counted here. Every figure comes from the store, where ranks keep theirs for as long as
-they live, so a counter does not fall when this process is started again. By default there is no
-series per expert, layer or rank: those are for the page. ``level`` asks for more. Nothing is
+they live, so a counter does not fall when this process restarts. By default there is no
+series per expert, layer or rank: those are for the page. ``level`` adds more. Nothing is
 registered with the library's own global registry.
 """
 

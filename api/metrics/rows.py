@@ -26,7 +26,7 @@ from telemetry.windows.step_windows import Window
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations
 
-# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks are asked.
+# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks send it.
 LINK_OF_SOURCE = {
     "same_rank": "same_rank",
     "peer": "intra",
@@ -58,7 +58,7 @@ class Scrape:
     migration: Migration | None  # the open one
     samples_stored: int
     backend: str  # kind of store
-    received: NDArray[np.int64] | None = None  # [L, R] where it was asked for
+    received: NDArray[np.int64] | None = None  # [L, R] if requested
 
 
 def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
@@ -79,19 +79,19 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
 def _health(seen: Snapshot) -> Iterator[Metric]:
     reported = [view for view in seen.ranks if view.age_s is not None]
     mismatched = [view for view in reported if view.generation != seen.generation]
-    age_help = "Age of the step, or of the thread at work, that has got on least on any rank."
+    age_help = "Longest time without progress of a step or of a busy thread on any rank."
     yield _gauge("progress_age_seconds", age_help, seen.progress_age_s)
     alive = sum(view.is_alive for view in seen.ranks)
     yield _gauge("ranks_alive", "Ranks that reported lately.", alive)
     frozen = sum(bool(view.frozen) for view in seen.ranks)
-    yield _gauge("ranks_frozen", "Ranks that take part in no migration any more.", frozen)
+    yield _gauge("ranks_frozen", "Ranks with migrations disabled.", frozen)
     yield _gauge("paused", "1 while movement is switched off.", float(not seen.movement))
     yield _gauge("placement_version", "Generation of the committed placement.", seen.generation)
     mismatch_help = "Ranks that serve another generation than the committed one."
     yield _gauge("placement_mismatch_ranks", mismatch_help, len(mismatched))
-    failures_help = "Failures of the threads that bring bytes; a second one freezes a rank."
+    failures_help = "Failures of mover threads; a second one disables migrations on the rank."
     yield _counter("mover_failures", failures_help, seen.mover_failures)
-    anomalies_help = "What should not happen: refused load, no plan, a rank's death, a lost store."
+    anomalies_help = "Anomalies: refused load, no plan, exit of a rank, lost contents of the store."
     yield _counter("anomalies", anomalies_help, seen.anomalies, "type")
 
 
@@ -107,9 +107,9 @@ def _supervision(seen: Snapshot) -> Iterator[Metric]:
         restarts[view.kind] = restarts.get(view.kind, 0.0) + view.restarts
         is_up = view.state is ProcessState.RUNNING
         up[view.kind] = min(float(is_up), up.get(view.kind, 1.0))
-    turn_help = "Time since the latest turn of the process of this kind that is furthest behind."
+    turn_help = "Longest time since a report of a process of this kind."
     yield _gauge("process_turn_age_seconds", turn_help, turns, "process")
-    up_help = "1 while every process of this kind runs; serving goes on without them."
+    up_help = "1 while every process of this kind runs; serving continues without them."
     yield _gauge("process_up", up_help, up, "process")
     restarts_help = "Restarts of processes that do not serve, since the deployment was started."
     yield _counter("process_restarts", restarts_help, restarts, "process")
@@ -133,7 +133,7 @@ def _balance(scrape: Scrape) -> Iterator[Metric]:
         }
         figures = {(scrape.latest.phase, agg): float(value) for agg, value in by_agg.items()}
         ratio = float(busiest.max())
-    even_help = "Mean over busiest rank load of the latest window, 1 is even."
+    even_help = "Mean over busiest rank load of the latest window, 1 is perfect."
     yield Metric("eplb_balancedness", "gauge", even_help, ("phase", "agg"), figures)
     yield _gauge("rank_load_ratio_max", "Busiest rank over mean, of the worst layer.", ratio)
     last = seen.decisions[-1].imbalance_after if seen.decisions else None
@@ -141,12 +141,12 @@ def _balance(scrape: Scrape) -> Iterator[Metric]:
     yield _gauge("balancedness_predicted", "What the last decision expects.", predicted)
     found = scrape.drift
     drifts = {} if found is None else {"all": found.overall, "worst_layer": largest_layer(found)}
-    drift_help = "Jensen-Shannon distance of load from what was planned on, 0 to 1, less noise."
+    drift_help = "Jensen-Shannon distance of the load from the load planned on, 0 to 1, less noise."
     yield _gauge("drift_score", drift_help, drifts, "layers")
 
 
 def _plans(seen: Snapshot) -> Iterator[Metric]:
-    plans_help = "Decisions of the controller that were written down."
+    plans_help = "Stored decisions of the controller."
     yield Metric("eplb_plans_total", "counter", plans_help, ("policy", "outcome"), seen.decided)
     yield _histogram("plan_duration_seconds", "Time to find each of those plans.", seen.plan_s)
 
@@ -184,14 +184,14 @@ def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
     for source, link in LINK_OF_SOURCE.items():
         by_link[link] += seen.bytes_by_source.get(source, 0)
     bytes_help = (
-        "Bytes of experts by the link they came over; disk: into the host's memory; inter: into "
-        "it, or right into a rank's."
+        "Bytes of experts by link; disk: into the host cache; inter: from another host, into the "
+        "host cache or into a rank."
     )
     yield _counter("migrated_bytes", bytes_help, by_link, "link")
     yield _counter("migrated_experts", "Experts swapped into slots.", seen.experts_moved)
-    failures_help = "Records whose bytes were not those of their expert, staged or live."
+    failures_help = "Records with a wrong checksum, staged or live."
     yield _counter("digest_failures", failures_help, seen.digest_failures)
-    scrubbed_help = "Live slots looked at in idle steps, by what came of it."
+    scrubbed_help = "Live slots checked in idle steps, by result."
     yield _counter("scrubbed_slots", scrubbed_help, seen.scrubbed_slots, "result")
 
 
@@ -200,9 +200,9 @@ def _telemetry(scrape: Scrape) -> Iterator[Metric]:
     samples = {"stored": scrape.samples_stored, "dropped": lost} | dict(
         scrape.seen.samples_left_out
     )
-    samples_help = "Load samples: stored, dropped by ranks, and left out by the controller, by why."
+    samples_help = "Load samples: stored, dropped by ranks, excluded by the controller, by reason."
     yield _counter("telemetry_samples", samples_help, samples, "result")
-    dropped_help = "Samples that ranks dropped because the store was slow or gone."
+    dropped_help = "Samples that ranks dropped because the store was slow or unreachable."
     yield _counter("telemetry_dropped", dropped_help, lost)
     lag_help = "Age of the newest sample of the rank that is furthest behind."
     yield _gauge("telemetry_lag_seconds", lag_help, scrape.seen.sample_age_s)

@@ -13,14 +13,14 @@ from telemetry.store import Event
 from telemetry.windows.step_windows import Window, history
 
 COMPARED_WINDOWS = 4  # the latest ones
-PLANNED_WINDOWS = 4  # what a plan looked at, when its event does not tell
+PLANNED_WINDOWS = 4  # windows of a plan whose event does not name them
 
 
 class DriftWatch:
     """Keeps the load that the serving placement was planned on, for as long as it serves.
 
     It is found among the windows at hand, so a process that begins to watch long after a commit
-    does not know it, and says nothing until the next one. So it is for a first placement too,
+    does not know it, and gives None until the next one. The same holds for a first placement,
     which was planned on no load.
     """
 

@@ -1,8 +1,8 @@
 """The one reader behind every view: it follows a store and gives a Snapshot.
 
-It reads only what is new (samples and events past its cursors) and takes samples through the same
-door into the same windows as the controller, so a viewer sees what plans are made on. A sample that
-does not fit ends no refresh; the controller says what was wrong with it.
+It reads only what is new (samples and events past its cursors) and folds samples with the same
+intake into the same windows as the controller, so a viewer sees what plans use. A sample that
+does not fit ends no refresh; the controller reports what was wrong with it.
 
     LoadStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
 """
@@ -53,7 +53,7 @@ class Monitor:
     """Follow one deployment. Any thread may call any method.
 
     Args:
-        clock: seconds since the epoch; tells how long a rank has been silent.
+        clock: seconds since the epoch; gives how long a rank has been silent.
         silent_after_s: a rank whose last report is older than this counts as silent.
         supervision: what the process that supervises others knows; by default none does.
     """

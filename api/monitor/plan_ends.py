@@ -1,4 +1,4 @@
-"""What became of the plan that a task has published: whoever asked for it asks there first."""
+"""The outcome of the plan that a task has published, as part of the task's answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def task_answer(store: EventStore, task: Task) -> TaskAnswer:
 
 
 def plan_end(store: EventStore, plan_id: int) -> PlanEnd | None:
-    """How a plan has ended, and why; None while it is open, or once its event is forgotten."""
+    """How a plan has ended, and why; None while it is open, or once its event was removed."""
     for event in events_backwards(store, OUTCOMES):
         if event.detail.get("plan_id") == plan_id:
             reason = str(event.detail.get("reason", ""))

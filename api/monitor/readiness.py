@@ -7,12 +7,12 @@ from api.processes.supervision import ProcessState
 
 
 def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> str | None:
-    """Say why a deployment is not ready, the worst first; None when it is.
+    """Return why a deployment is not ready, the worst first; None when it is.
 
     Args:
         seen: what the store holds.
         silent_after_s: how old a rank's last report may be, as ``seen`` was judged.
-        stalled_after_s: for how long a rank's step or a thread at work may say nothing new.
+        stalled_after_s: for how long a rank's step or a busy thread may make no progress.
     """
     if seen.run is None:
         return "no run has begun, expected one"
@@ -33,7 +33,7 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
         return f"{down[0].name} is down, its restart budget is used up: {down[0].reason}"
     late = next((view for view in seen.supervision.processes if view.is_late), None)
     if late is not None:
-        return f"{late.name} has had no turn for {late.turn_age_s:.1f} s: it hangs, or is not there"
+        return f"no report from {late.name} for {late.turn_age_s:.1f} s: it hangs or is not running"
     lease_age_s = seen.supervision.lease_age_s
     if lease_age_s is not None and lease_age_s > stalled_after_s:
         return (
@@ -42,5 +42,5 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
         )
     frozen = next((view for view in seen.ranks if view.frozen), None)
     if frozen is not None:
-        return f"rank {frozen.rank} takes part in no migration any more: {frozen.frozen}"
+        return f"rank {frozen.rank} has migrations disabled: {frozen.frozen}"
     return None

@@ -19,8 +19,8 @@ from eplb.measure.balance import imbalance_of
 from eplb.migration.build import Migration
 from telemetry.store import Event, RankState
 
-PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a rank at work
-# In the order in which they are asked. The last two fill the host's memory, not a slot.
+PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
+# In the order in which they are tried. The last two fill the host cache, not a slot.
 SOURCES = ("same_rank", "peer", "host", "other_rank", "other_host", "disk")
 
 
@@ -88,7 +88,7 @@ class MigrationProgress:
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank last said, and how long ago."""
+    """The latest report of one rank, and its age."""
 
     rank: int
     step: int
@@ -97,7 +97,7 @@ class RankView:
     is_alive: bool  # it reported lately
     age_s: float | None  # None: it never reported
     step_ms: float | None
-    frozen: str  # why it takes part in no migration any more; empty: it does
+    frozen: str  # why its migrations are disabled; empty: they are not
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Snapshot:
     num_slots: int
     ranks: tuple[RankView, ...]
     node_of_rank: tuple[int, ...]
-    progress_age_s: float | None  # of the thread that has got on least, over all ranks
+    progress_age_s: float | None  # of the step or thread with the least progress, over all ranks
     series: tuple[WindowScore, ...]
     heatmap: NDArray[np.float64] | None  # [L, R] rank load over mean of the latest window
     expert_heat: NDArray[np.float64] | None  # [L, E] expert load over mean of the same window
@@ -131,7 +131,7 @@ class Snapshot:
     samples_lost: int
     movement: bool
     observe: bool
-    progress_of: str = ""  # that thread: its rank, its name, what it is at
+    progress_of: str = ""  # that thread: its rank, its name, its current work
     ended_plans: Mapping[str, int] = field(default_factory=dict)  # of this run, by outcome
     decided: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # by (policy, decision)
     scrubbed_slots: Mapping[str, int] = field(default_factory=dict)  # of all ranks, by result
@@ -195,7 +195,7 @@ def slowest_phase(states: Iterable[RankState]) -> str:
 def progress_of(
     migration: Migration | None, states: Iterable[RankState]
 ) -> MigrationProgress | None:
-    """Say how far the ranks are with the open migration."""
+    """Return how far the ranks are with the open migration."""
     if migration is None:
         return None
     at_work = [state for state in states if state.plan_id == migration.plan_id]

@@ -1,7 +1,7 @@
-"""What has happened in a run so far: figures that only grow, summed over events and ranks.
+"""Counters of a run: figures that only grow, summed over events and ranks.
 
-Whoever begins to follow a run later counts the same, because all of it is read from the store. So a
-counter does not fall when the process that shows it is started again.
+A process that begins to follow a run later counts the same, because all of it is in the store. So a
+counter does not fall when the process that shows it restarts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from telemetry.store import Event, RankState
 
 OUTCOME_OF_EVENT = {"commit": "committed", "abort": "aborted", "reject": "rejected"}
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
-TRIGGERS = ("load", "request")  # the controller's own, after a window; asked for by a person
+TRIGGERS = ("load", "request")  # the controller's own, after a window; requested by a person
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
@@ -54,7 +54,7 @@ class RunTally:
             {(trigger, outcome): 0 for trigger in TRIGGERS for outcome in self.ended_plans}
         )
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
-        self.left_out = dict.fromkeys(LEFT_OUT, 0)  # samples, as the controller said last
+        self.left_out = dict.fromkeys(LEFT_OUT, 0)  # samples, as the controller reported last
         self.plan_s = Durations()
         self.rebalance_s = Durations()  # from offered to committed
         self._trigger = UNTOLD  # of the plan noted last
@@ -104,7 +104,7 @@ class RunTally:
 
 
 class SampleTally:
-    """What the samples of a run say beside their windows."""
+    """Figures from the samples of a run beside their windows."""
 
     def __init__(self) -> None:
         self._newest: dict[int, float] = {}  # rank -> time of its newest sample
@@ -123,13 +123,13 @@ class SampleTally:
     def windows_in_migration(self, oldest: int) -> frozenset[int]:
         """Windows in which part of a migration served that was not committed yet.
 
-        Forgets those before ``oldest``. Slots tell, so new shares alone are not seen.
+        Drops those before ``oldest``. Detected by slots, so new shares alone are not seen.
         """
         self._in_migration = {window for window in self._in_migration if window >= oldest}
         return frozenset(self._in_migration)
 
     def _is_in_migration(self, sample: LoadSample) -> bool:
-        """Say whether a rank holds other experts than when its generation began.
+        """Return whether a rank holds other experts than when its generation began.
 
         Only the last transaction of a migration makes a generation: what the ones before it have
         swapped serves under the number of the placement that they leave.
@@ -155,7 +155,7 @@ class SampleTally:
 
 
 def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:
-    """Sum the live slots that the ranks' scrubbers looked at, by what came of it."""
+    """Sum the live slots that the ranks' scrubbers checked, by result."""
     total = Counter(dict.fromkeys(SCRUB_RESULTS, 0))
     for state in states:
         total.update(state.detail.get("scrubbed", {}))
@@ -163,7 +163,7 @@ def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:
 
 
 def oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | None, str]:
-    """Give the age of what has got on least, as far as anybody knows, and say what it is."""
+    """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
             max(0.0, now - state.time) + float(state.detail.get("progress_age_s", 0.0)),

@@ -1,8 +1,8 @@
-"""Child processes that never outlive their parent and never die in silence.
+"""Child processes that end with their parent, and whose exit is always reported.
 
 A child holds the reading end of a pipe whose only writing end is the parent's: when the parent
-goes, by any way of dying, the child reads end-of-file and ends itself. What a child has to say
-comes back over a second pipe; how it ended is told in words.
+exits for any reason, the child reads end-of-file and exits. Messages of a child come back over a
+second pipe; how it exited is reported as a sentence.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import TURN_S
-from api.terminal.logs import set_up_logging
+from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from eplb.errors import BrokenGroup, EplbError, RankError
 
-ORPHANED = 86  # exit status of a child that ended itself because its parent was gone
+ORPHANED = 86  # exit status of a child whose parent exited
 FAILED = 1
 STOP_DEADLINE_S = 10.0
 TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
@@ -46,8 +46,8 @@ class Parent:
         self._commands, self._messages = commands, messages
         self._sending = threading.Lock()
 
-    def tell(self, kind: str, body: Any = None) -> None:
-        """Send a message. A parent that is gone is no error: this process is about to end."""
+    def send(self, kind: str, body: Any = None) -> None:
+        """Send a message. An exited parent is no error: this process is about to exit."""
         with self._sending:
             try:
                 self._messages.send((kind, body))
@@ -55,56 +55,61 @@ class Parent:
                 _end_orphaned()
 
     def listen(self, on_command: Callable[[Message], None]) -> None:
-        """Hear commands on a thread until the parent is gone, and end with it."""
+        """Receive commands on a thread until the parent exits, and exit with it."""
 
-        def hear() -> None:
+        def receive() -> None:
             while True:
                 try:
                     on_command(self._commands.recv())
                 except (EOFError, OSError):
                     _end_orphaned()
 
-        threading.Thread(target=hear, name="lifeline", daemon=True).start()
+        threading.Thread(target=receive, name="commands", daemon=True).start()
 
 
 class Turns:
-    """Reports to the parent that this process is at work, at most every ``TURN_S``."""
+    """Reports to the parent that this process makes progress, at most every ``TURN_S``."""
 
     def __init__(self, parent: Parent, clock: Callable[[], float] = time.monotonic) -> None:
         self._parent, self._clock, self._reported = parent, clock, -math.inf
 
     def report(self) -> None:
-        """Report a turn, unless one was reported just now."""
+        """Report progress, unless it was reported less than ``TURN_S`` ago."""
         now = self._clock()
         if now - self._reported >= TURN_S:
             self._reported = now
-            self._parent.tell("turn")
+            self._parent.send("turn")
 
 
 class Child:
     """A parent's side: one process that runs ``main(parent, *args)``."""
 
-    def __init__(self, name: str, main: Callable[..., None], *args: Any) -> None:
+    def __init__(
+        self, name: str, main: Callable[..., None], *args: Any, rank: int | None = None
+    ) -> None:
         context = get_context("forkserver")
         commands, self._commands = context.Pipe(duplex=False)
         self.messages, messages = context.Pipe(duplex=False)
         self.name = name
         self.process = context.Process(
-            target=_run_child, args=(name, main, commands, messages, args), name=name, daemon=True
+            target=_run_child,
+            args=(name, main, commands, messages, args, (log_settings(), rank)),
+            name=name,
+            daemon=True,
         )
         self.process.start()
         commands.close()
         messages.close()
 
     def command(self, kind: str, body: Any = None) -> None:
-        """Send a command; one to a child that is gone is dropped, its end is told elsewhere."""
+        """Send a command; one to an exited child is dropped, its exit is reported elsewhere."""
         try:
             self._commands.send((kind, body))
         except OSError:
             return
 
     def receive(self) -> Message | None:
-        """Return the next message, which ``messages`` said is there; None at the child's end."""
+        """Return the next message, once ``messages`` is readable; None at the child's exit."""
         try:
             message: Message = self.messages.recv()
         except (EOFError, OSError):
@@ -112,21 +117,21 @@ class Child:
         return message
 
     def how_it_ended(self) -> str:
-        """Say how the process ended, in words."""
+        """Return how the process exited, as a sentence."""
         status = self.process.exitcode
         if status is None:
             return f"{self.name} is still running"
         if status < 0:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
-        return f"{self.name} ended with status {status}"
+        return f"{self.name} exited with status {status}"
 
     def kill(self) -> None:
-        """End the process at once, even one that stands still."""
+        """End the process at once, even one that hangs."""
         self.process.kill()
 
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Wait for the process to end by itself, then end it."""
-        self._commands.close()  # the lifeline: a child that hears nothing else ends now
+        self._commands.close()  # end-of-file ends a child that has no other command
         self.process.join(deadline_s)
         if self.process.is_alive():
             self.process.kill()
@@ -149,10 +154,10 @@ def preload_modules(*names: str) -> None:
 
 
 def import_for_children() -> None:
-    """Import what was named for them now, in a process of its own, beside what this one does.
+    """Import the named modules now, in a process of its own.
 
-    It and its children ignore from their first moment what a terminal sends to all processes: the
-    parent alone decides what that means.
+    It and its children ignore, from the start, the signals that a terminal sends to all processes:
+    the parent alone handles them.
     """
     of_terminal = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(one, signal.SIG_IGN) for one in of_terminal]
@@ -172,17 +177,19 @@ def _run_child(
     commands: Connection,
     messages: Connection,
     args: tuple[Any, ...],
+    logs: tuple[LogSettings, int | None],
 ) -> None:
     Path("/proc/self/comm").write_text(title_of(name))
     raise_descriptor_limit()
-    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
+    # Ctrl-C reaches the whole process group; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up_logging()
+    settings, rank = logs
+    set_up_logging(settings, process=name.removeprefix("the "), rank=rank)
     parent = Parent(commands, messages)
     try:
         main(parent, *args)
     except EplbError as exc:
-        parent.tell("failed", (type(exc).__name__, str(exc)))
+        parent.send("failed", (type(exc).__name__, str(exc)))
         os._exit(FAILED)
     os._exit(0)  # daemon threads of libraries must not keep a finished child alive
 

@@ -2,8 +2,8 @@
 
 A second start is refused; the error names the holder. The lease alone shows whether the holder is
 alive (``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
-refusal comes within that time; after a death a start on the same host goes on at once, and on
-another host after one time to live.
+refusal comes within that time. After an exit of the holder, a start on the same host continues at
+once, and on another host after one time to live.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class DeploymentLease:
         """Take the lease and keep it in a thread.
 
         Raises:
-            ConfigError: another deployment is at work.
+            ConfigError: another deployment is running.
             StoreError: the store failed.
         """
         first: Lease | None = None
         while not self._hold.is_held():
             found = self._store.lease("deployment")
             if self._joins:
-                log.warning("joins a deployment that is at work: both write to the store")
+                log.warning("joining a running deployment: both write to the store")
                 return
             if first is not None and found is not None and _mark(found) != _mark(first):
                 raise ConfigError(self._refusal(found))
@@ -57,15 +57,15 @@ class DeploymentLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Refuse to go on beside another.
+        """Refuse to continue beside another deployment.
 
         Raises:
-            StoreError: another has taken the deployment over, after this process stood still.
+            StoreError: another has taken the deployment over, after this process was suspended.
         """
         if self._lost_to:
             raise StoreError(
                 f"deployment {self._store.deployment!r} was taken over by {self._lost_to}, after "
-                f"this process did not renew its lease for {self._ttl_s:g} s: it ends"
+                f"this process did not renew its lease for {self._ttl_s:g} s"
             )
 
     def release(self) -> None:
@@ -77,7 +77,7 @@ class DeploymentLease:
         try:
             self._hold.give_up()
         except StoreError as exc:  # it runs out
-            log.warning("the lease of the deployment was not given up: %s", exc)
+            log.warning("the lease of the deployment was not released: %s", exc)
 
     def _keep(self) -> None:
         while not self._closing.wait(self._ttl_s / RENEWALS / 2):
@@ -86,7 +86,7 @@ class DeploymentLease:
                     found = self._store.lease("deployment")
                     self._lost_to = shown(found.holder) if found else "another"
                     return
-            except StoreError as exc:  # while the store is down, nobody else can take it
+            except StoreError as exc:  # while the store is down, no other process can take it
                 log.warning("the lease of the deployment was not renewed: %s", exc)
 
     def _refusal(self, lease: Lease) -> str:

@@ -36,7 +36,7 @@ class Device(Protocol):
     device: torch.device
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
-        """Pick a dispatcher, and say why."""
+        """Choose a dispatcher, and return the reason."""
 
     def experts(self, bank: ExpertBank) -> Experts:
         """Make what computes."""

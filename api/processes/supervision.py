@@ -1,13 +1,13 @@
-"""Watches what does not serve: the controller, the checker, the host caches, the HTTP service.
+"""Supervises what does not serve: the controller, the checker, the host caches, the HTTP service.
 
-    STARTING --turn--> RUNNING --no turn within the deadline--> SIGKILL
-       ^                  |                                        |
-       |                  +---------------- exit ------------------+
+    STARTING --report--> RUNNING --no report within deadline--> SIGKILL
+       ^                    |                                      |
+       |                    +---------------- exit ----------------+
        |                                                           v
        +------- delay over ------ BACK_OFF, or DEGRADED where the restart budget is used up
 
 Serving never ends because of them. A budget is so many restarts within a window of time: a process
-that has used it up is started again once the window has moved on, and serving goes on without it
+that has used it up is restarted once the window has moved on, and serving continues without it
 until then. Clocks are arguments, and nothing here waits.
 """
 
@@ -24,22 +24,22 @@ from telemetry.store import Lease
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
-START_DEADLINE_S = 300.0  # for the first turn: a fresh checkout compiles kernels first
-TURN_S = 0.5  # how often a process reports a turn, about
+TURN_S = 0.5  # how often a process reports progress, about
 
 Clock = Callable[[], float]
 Kill = Callable[[], None]
-Note = Callable[[str, str], None]  # writes an event down: of which process, and what happened
+Note = Callable[[str, str], None]  # stores an event: name of the process, what happened
 
 
 @dataclass(frozen=True)
 class SupervisionSettings:
-    """How often processes may be started again, and when one that runs counts as hung."""
+    """How often processes may be restarted, and when one that runs counts as hung."""
 
     restarts: int = 20  # of each process, within the window
     window_s: float = 3600.0
     max_delay_s: float = 5.0  # before a restart
     hung_after_s: float = 30.0  # without a turn: SIGKILL. More than a plan takes
+    start_deadline_s: float = 300.0  # for the first turn: a fresh checkout compiles kernels first
 
 
 class RestartBudget:
@@ -51,7 +51,7 @@ class RestartBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Say whether one restart more would exceed it."""
+        """Return whether one restart more would exceed it."""
         while self._times and self._clock() - self._times[0] >= self._window_s:
             self._times.popleft()
         return len(self._times) >= self._restarts
@@ -82,7 +82,7 @@ class ProcessView:
     kind: str  # controller, checker, host_cache, http: the label of metrics
     state: ProcessState
     turn_age_s: float | None  # since its last turn, over restarts; None: it reports none
-    is_late: bool  # no turn for half of the deadline
+    is_late: bool  # no report for half of the deadline
     restarts: int  # since the deployment was started
     reason: str  # of the latest end; empty: none yet
 
@@ -101,10 +101,10 @@ class Supervised:
     """One process that does not serve. ``view`` may be called by any thread, the rest by one.
 
     Args:
-        name: for people.
+        name: shown in events and messages.
         kind: the label of metrics.
-        start: starts one more, and returns what ends it at once, even where it stands still.
-        note: writes an event down.
+        start: starts one more, and returns what ends it at once, even where it hangs.
+        note: stores an event.
         has_turns: whether it reports turns; without, only its end is seen.
     """
 
@@ -128,28 +128,28 @@ class Supervised:
         self._turned: float | None = None
         self._delay_s, self._reason, self._is_late_noted = FIRST_DELAY_S, "", False
 
-    # -- told by whoever listens to it
+    # -- called when a message or an exit of the process is seen
 
     def begin(self) -> None:
-        """Start it now, whatever its budget: it is needed, or its ranks are started anew."""
+        """Start it now, whatever its budget: it is needed, or its ranks are restarted."""
         self._is_late_noted = False
         self._started = self._looked = self._clock()
         self.state = ProcessState.STARTING
         self._kill = self._start()
 
     def turned(self) -> None:
-        """Take note of a turn: it is at work."""
+        """Record a report: it makes progress."""
         if self.is_up:
             self.state, self.was_ready = ProcessState.RUNNING, True
             self._turned, self._is_late_noted = self._clock(), False
 
     def retire(self) -> None:
-        """Take note that it is ended on purpose."""
+        """Record that it is ended on purpose."""
         self.state, self._kill = ProcessState.DOWN, None
         self._turned = None
 
     def ended(self, how: str) -> None:
-        """Take note that it exited, and plan its restart."""
+        """Record that it exited, and plan its restart."""
         now = self._clock()
         self._kill, self._reason = None, how
         if now - self._started >= STEADY_S:
@@ -158,28 +158,28 @@ class Supervised:
         self._due, self._delay_s = now + delay_s, 2 * self._delay_s
         if self._budget.is_used_up:
             self.state = ProcessState.DEGRADED
-            self._note(self.name, f"{how}; {self._budget} are used up, serving goes on without it")
+            self._note(self.name, f"{how}; {self._budget} used up, serving continues without it")
         else:
             self.state = ProcessState.BACK_OFF
-            self._note(self.name, f"{how}; it is started again in {delay_s:.1f} s")
+            self._note(self.name, f"{how}; restarting in {delay_s:.1f} s")
 
-    # -- asked often
+    # -- called often
 
     @property
     def is_up(self) -> bool:
-        """Say whether there is a process."""
+        """Return whether there is a process."""
         return self._kill is not None
 
     @property
     def is_running(self) -> bool:
-        """Say whether it has had a turn since it was started."""
+        """Whether it has reported since it was started."""
         return self.state is ProcessState.RUNNING
 
     def look(self) -> None:
         """Kill it where it hangs; start it again where that is due."""
         now = self._clock()
         if now - self._looked > self._settings.hung_after_s / 2:
-            # Whoever looks stood still itself, and has not heard of any turn meanwhile.
+            # The supervisor itself was suspended, and has received no report meanwhile.
             self._started = now
             self._turned = now if self._turned is not None else None
         self._looked = now
@@ -202,20 +202,20 @@ class Supervised:
         if not self._has_turns:
             return
         is_starting = self.state is ProcessState.STARTING
-        limit_s = START_DEADLINE_S if is_starting else self._settings.hung_after_s
+        limit_s = self._settings.start_deadline_s if is_starting else self._settings.hung_after_s
         since = self._started if is_starting or self._turned is None else self._turned
         silent_s = now - since
         if silent_s >= limit_s:
             expected = f"expected one within {limit_s:g} s"
-            self._note(self.name, f"no turn for {silent_s:.1f} s, {expected}: killed")
+            self._note(self.name, f"no report for {silent_s:.1f} s, {expected}: killed")
             kill()
-            self._started = self._turned = now  # its end is reported by itself, and soon
+            self._started = self._turned = now  # its exit is reported separately
         elif not is_starting and silent_s >= limit_s / 2 and not self._is_late_noted:
             self._is_late_noted = True
-            self._note(self.name, f"no turn for {silent_s:.1f} s, it is killed after {limit_s:g} s")
+            self._note(self.name, f"no report for {silent_s:.1f} s, SIGKILL after {limit_s:g} s")
 
     def view(self) -> ProcessView:
-        """Say how it stands."""
+        """Return the present state."""
         age_s = None
         if self._has_turns and self._turned is not None:
             age_s = max(0.0, self._clock() - self._turned)
@@ -235,7 +235,7 @@ class UnservedTime:
 
     @property
     def is_open(self) -> bool:
-        """Say whether ranks do not serve now."""
+        """Return whether ranks do not serve now."""
         return self._since is not None
 
     @property
@@ -245,12 +245,12 @@ class UnservedTime:
         return self._before_s + open_s
 
     def broken(self, last_token: float | None) -> None:
-        """Take note that ranks do not serve; ``last_token`` None: none since they were started."""
+        """Record that ranks do not serve; ``last_token`` None: none since they were started."""
         if self._since is None:
             self._since = self._clock() if last_token is None else last_token
 
     def serving(self) -> float:
-        """Take note that all ranks serve again; return how long they had not."""
+        """Record that all ranks serve again; return how long they had not."""
         assert self._since is not None, "they did not serve"
         gap_s = self._clock() - self._since
         self._before_s, self._since = self._before_s + gap_s, None
@@ -260,14 +260,14 @@ class UnservedTime:
 def last_token(step_times: Sequence[float]) -> float | None:
     """When all ranks had last finished a step, of each rank's time; None: one has not yet, 0.
 
-    Ranks run in lock step: one that stands still keeps the others from their next step.
+    Ranks run in lock step: one that hangs blocks the next step of the others.
     """
     oldest = min(step_times, default=0.0)
     return oldest or None
 
 
 class Supervisor:
-    """All that is supervised, for whoever shows it. Any thread may call ``view``."""
+    """All supervised processes. Any thread may call ``view``."""
 
     def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
         self.settings, self.clock = settings, clock
@@ -283,12 +283,12 @@ class Supervisor:
         return process
 
     def look(self) -> None:
-        """Kill what hangs, start again what is due."""
+        """Kill what hangs, restart what is due."""
         for process in self.processes:
             process.look()
 
     def see_lease(self, lease: Lease | None) -> None:
-        """Take note of the controller's lease: one that ran out, or stays as it is, grows older."""
+        """Record the controller's lease; without a renewal its age grows."""
         if lease is not None and lease != self._lease:
             self._lease, self._renewed = lease, self.clock()
 
@@ -297,7 +297,7 @@ class Supervisor:
         return last_token(self.step_times)
 
     def view(self) -> SupervisionView:
-        """Say how everything stands."""
+        """Return the present state."""
         last = self.last_token()
         return SupervisionView(
             tuple(process.view() for process in list(self.processes)),

@@ -1,4 +1,4 @@
-"""A console whose reader may go away, as a terminal that is closed does."""
+"""A console whose reader may disconnect, as a terminal that is closed does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 class LastingStream:
-    """A stream that drops what it is given once nobody reads it: a closed terminal ends no run."""
+    """A stream that drops its input once it has no reader: a closed terminal ends no run."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def _drop(self) -> None:
-        """Send what follows, and what is still buffered, nowhere."""
+        """Discard what follows and what is still buffered."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

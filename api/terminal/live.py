@@ -23,7 +23,7 @@ class LiveView:
     """Show a monitor from a thread of its own, until it is stopped.
 
     Use it as a context manager, or call ``start`` and ``stop``. What goes wrong while it shows is
-    raised by ``stop``: a view must not end the process that it looks at.
+    raised by ``stop``: a view must not end the process that it shows.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LiveView:
 
 
 class PlainLines:
-    """One line for each window and event that was not said before."""
+    """One line for each window and event that was not printed before."""
 
     def __init__(self) -> None:
         self._run: str | None = None
@@ -114,7 +114,7 @@ class PlainLines:
 
 
 def event_lines(event: Event) -> Iterator[str]:
-    """Say an event in one line, generation first; those that say nothing new give none."""
+    """Give an event as one line, generation first; one without news gives none."""
     detail = event.detail
     reason = f'reason="{detail.get("reason", "")}"'
     generation = f"generation={detail.get('generation', '-')}"
@@ -129,7 +129,7 @@ def event_lines(event: Event) -> Iterator[str]:
 
 
 def window_line(score: WindowScore) -> str:
-    """Say a window in one line."""
+    """Give a window as one line."""
     notes = " migrating" * score.is_migrating + " incomplete" * (not score.is_complete)
     return (
         f"generation={score.generation} window={score.index} "

@@ -1,4 +1,4 @@
-"""What every process of the demo does with its log: escaped, and bounded in number.
+"""The log of every process: text or JSON lines, escaped, and bounded in number.
 
 A message that repeats more than ``MOST`` times in ``PERIOD_S`` is dropped for the rest of it and
 counted: a process without descriptors logs the same error many thousand times a minute.
@@ -6,16 +6,24 @@ counted: a process without descriptors logs the same error many thousand times a
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import TracebackType
+from typing import Any, Literal
 
 from api.terminal.printable import printable
+from telemetry.log_context import log_fields
 
 MOST = 20
 PERIOD_S = 60.0
 KEPT_MESSAGES = 1000
+
+Level = Literal["debug", "info", "warning", "error"]
+Field = int | str | None | Callable[[], int | str | None]
 
 
 class EscapingFormatter(logging.Formatter):
@@ -36,9 +44,9 @@ class EscapingFormatter(logging.Formatter):
 
 
 class RepeatLimit(logging.Filter):
-    """Lets ``MOST`` messages of one kind through in ``PERIOD_S``, and then says how many were not.
+    """Passes ``MOST`` messages of one kind in ``PERIOD_S``, and then reports how many it dropped.
 
-    A kind is a place in the code: the arguments of a message may be a stranger's.
+    A kind is a place in the code: the arguments of a message may come from an untrusted client.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +55,7 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, int], tuple[float, int]] = {}  # since when, and how many
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is printed."""
+        """Return whether a record is printed."""
         now, place = self._clock(), (record.pathname, record.lineno)
         since, count = self._seen.pop(place, (now, 0))
         if now - since >= PERIOD_S:
@@ -61,9 +69,69 @@ class RepeatLimit(logging.Filter):
         return count < MOST
 
 
-def set_up_logging() -> None:
-    """Log warnings to the error stream."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; a control character is escaped, as JSON does.
+
+    ``time`` (UTC), ``level``, ``logger``, ``message``; where they are known ``deployment``,
+    ``process``, ``rank``, ``generation`` and ``task``; with an exception ``exception``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Give the line of a record."""
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: _now(value) for name, value in _process_fields.items()}
+        line |= log_fields()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        known = {name: value for name, value in line.items() if value is not None}
+        return json.dumps(known, default=str)
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """How a process writes its log; its children do the same."""
+
+    format: Literal["text", "json"] = "text"
+    level: Level = "warning"
+    deployment: str | None = None
+
+
+_settings = LogSettings()  # of this process
+_process_fields: dict[str, Field] = {}  # of every record of this process
+
+
+def _now(value: Field) -> int | str | None:
+    return value() if callable(value) else value
+
+
+def log_settings() -> LogSettings:
+    """Give how this process writes its log."""
+    return _settings
+
+
+def set_process_fields(**fields: Field) -> None:
+    """Set fields of every log record of this process; a function is called for each record."""
+    _process_fields.update(fields)
+
+
+def set_up_logging(settings: LogSettings = _settings, **fields: Field) -> None:
+    """Log to the error stream. A second call replaces the first.
+
+    Args:
+        fields: of every record of this process.
+    """
+    global _settings
+    _settings = settings
+    set_process_fields(deployment=settings.deployment, **fields)
+    is_json = settings.format == "json"
     handler = logging.StreamHandler()
-    handler.setFormatter(EscapingFormatter("%(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter() if is_json else EscapingFormatter("%(name)s: %(message)s"))
     handler.addFilter(RepeatLimit())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(is_json)

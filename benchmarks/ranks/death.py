@@ -56,7 +56,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     begun = threading.Event()
     parent.listen(lambda _: begun.set())
     built = build_demo_rank(plan, rank)
-    parent.tell("ready", os.getpid())
+    parent.send("ready", os.getpid())
     assert begun.wait(120), "not told to begin"
     built.agent.start()
     random = torch.Generator().manual_seed(rank)
@@ -73,11 +73,11 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
             if built.dispatcher.steps == 1:
                 built.agent.wait(in_flight)
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
-                parent.tell("first answer", (time.monotonic(), ids, on_host))
+                parent.send("first answer", (time.monotonic(), ids, on_host))
             if built.dispatcher.steps == KILL_AFTER_STEPS:
-                parent.tell("in mid-decode")
+                parent.send("in mid-decode")
     except RankError as exc:
-        parent.tell("served", (time.monotonic(), str(exc)))
+        parent.send("served", (time.monotonic(), str(exc)))
 
 
 def start(plan: WorkerPlan, num_ranks: int) -> tuple[list[Child], list[int]]:
@@ -167,7 +167,7 @@ def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, handle: 
     tokens = torch.randn((128, 2048), device=device, dtype=torch.bfloat16)
     weights = torch.rand(slots.shape, device=device)
     torch.cuda.synchronize()
-    parent.tell("ready", os.getpid())
+    parent.send("ready", os.getpid())
     while True:
         step_at = time.monotonic()
         try:
@@ -175,13 +175,13 @@ def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, handle: 
             dispatcher.combine(0, received.rows, received)
             torch.cuda.synchronize()
         except Exception as exc:  # whatever the library throws is what is to be found out
-            parent.tell("ended", (time.monotonic() - step_at, f"{type(exc).__name__}: {exc}"))
+            parent.send("ended", (time.monotonic() - step_at, f"{type(exc).__name__}: {exc}"))
             break
     try:
         torch.ones(1, device=device).item()
-        parent.tell("afterwards", "the device can be used")
+        parent.send("afterwards", "the device can be used")
     except Exception as exc:
-        parent.tell("afterwards", f"{type(exc).__name__}: {exc}".split("\n")[0])
+        parent.send("afterwards", f"{type(exc).__name__}: {exc}".split("\n")[0])
 
 
 def measure_unwatched() -> None:

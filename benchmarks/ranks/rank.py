@@ -87,7 +87,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
     commands = {"begin": begun, "halt": is_halting}
     parent.listen(lambda command: commands[command[0]].set())
     built = build_demo_rank(plan, rank)
-    parent.tell("ready")
+    parent.send("ready")
     if not begun.wait(BEGIN_DEADLINE_S):
         raise RankError(f"rank {rank}: not told to begin within {BEGIN_DEADLINE_S:.0f} s")
     publisher = None
@@ -102,7 +102,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
         publisher.close()
     watch.memory.note(used_memory(built))
     built.parts.close()
-    parent.tell("served", watch.served())
+    parent.send("served", watch.served())
 
 
 class Watch:
@@ -132,7 +132,7 @@ class Watch:
             self._at_percent(in_flight)
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + TELL_EVERY_S
-            self._parent.tell("progress", self.progress())
+            self._parent.send("progress", self.progress())
 
     def progress(self) -> Progress:
         """How far this rank has come."""

@@ -32,6 +32,7 @@ from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.track_record import TrackRecord
 from telemetry.drift.detector import LOOK_BACK, planning_history
+from telemetry.log_context import set_log_fields
 from telemetry.retention.pruning import Keeper, Retention
 from telemetry.store import LoadStore, Task
 from telemetry.windows.step_windows import Window, history
@@ -199,6 +200,7 @@ class Controller:
             self._publish(group, proposal, committed.placement)
 
     def _plan(self, group: Group, past: LoadHistory, current: Placement, policy: str) -> Plan:
+        set_log_fields(generation=current.generation)
         topology, spare_slots = group.topology, self._settings.spare_slots
         track = self._judged(group, current)
         unseen = track.unseen(group.complete_windows(), current)
@@ -290,14 +292,19 @@ class Controller:
         self._end_abandoned_tasks()
         fence = self._lease.token
         while (task := self._store.claim(fence=fence)) is not None:
+            set_log_fields(task=task.id)
             try:
                 result = self._work_off(group, task)
             except FencedOut:
                 raise  # whoever leads now ends it
             except EplbError as exc:
                 self._store.finish(task.id, "failed", {"error": str(exc)}, fence=fence)
+                log.info("task=%d kind=%s failed: %s", task.id, task.kind, exc)
             else:
                 self._store.finish(task.id, "done", result, fence=fence)
+                log.info("task=%d kind=%s done", task.id, task.kind)
+            finally:
+                set_log_fields(task=None)
 
     def _end_abandoned_tasks(self) -> None:
         """Fail what an earlier controller was at when it died: it may be what killed it.

@@ -92,7 +92,7 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
     log.info("rank %d: dispatcher: %s", rank, why)
     model = _model(plan, device, built, dispatcher)
     built.counter.drain()  # proving and warming up were no load
-    if device.device.type == "cpu":  # on GPUs the lifelines and the votes tell, not the exchange
+    if device.device.type == "cpu":  # on GPUs liveness connections and votes detect a dead peer
         # From now on: to meet at the start may take longer.
         distributed_c10d._set_pg_timeout(timedelta(seconds=plan.vote_deadline_s), groups.tokens)
         if isinstance(dispatcher, AllToAllDispatcher):
@@ -119,7 +119,7 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def reach_rendezvous(plan: WorkerPlan) -> Store:
-    """Reach the rendezvous in the demo's own process: rank 0 is as mortal as any other."""
+    """Connect to the rendezvous in the demo's own process: rank 0 may exit as any other."""
     try:
         return reach(plan.rendezvous, plan.rank_config.network.join_deadline_s)
     except RuntimeError as exc:

@@ -1,4 +1,4 @@
-"""The single process that knows the right answers: it recomputes sampled steps of the ranks."""
+"""The reference checker: a process that recomputes sampled steps of the ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
     weights = Checkpoint(plan.weights).reference_weights()
     reference = ReferenceModel(plan.model, weights, tie=ROUTE_TIE[plan.precision])
     turns = Turns(parent)
-    parent.tell("ready")
+    parent.send("ready")
     while pipes:
         turns.report()
         for pipe in wait(pipes, POLL_S):
@@ -59,10 +59,10 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
                 continue
             turns.report()
             found = reference.check(sampled.token_ids, sampled.answer, forced=sampled.is_forced)
-            parent.tell(
+            parent.send(
                 "checked",
                 CheckedStep(
                     sampled.rank, sampled.step, sampled.phase, found.max_error, found.wrong_routes
                 ),
             )
-    parent.tell("done")
+    parent.send("done")

@@ -1,4 +1,4 @@
-"""The controller's process. It may be killed and started again at any moment."""
+"""The controller's process. It may be killed and restarted at any moment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RETRY_S = 0.5
 
 
 def run_controller(parent: Parent, plan: WorkerPlan) -> None:
-    """Decide until told to stop; a store that fails is tried again."""
+    """Plan until stopped; a store that fails is retried."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     store = open_store(plan.store, DEPLOYMENT)
     controller = build_controller(plan.controller, store, DEPLOYMENT, holder=plan.holder)
     turns = Turns(parent)
-    parent.tell("ready")
+    parent.send("ready")
 
     def has_to_stop() -> bool:  # asked once in each turn of the controller
         turns.report()
@@ -28,8 +28,8 @@ def run_controller(parent: Parent, plan: WorkerPlan) -> None:
 
     while not is_stopping.is_set():
         try:
-            controller.run(has_to_stop)
+            controller.run(has_to_stop, poll_s=plan.controller_poll_s)
         except StoreError as exc:
-            parent.tell("warning", f"the controller cannot use the store, trying again: {exc}")
+            parent.send("warning", f"the controller cannot use the store, trying again: {exc}")
             is_stopping.wait(RETRY_S)
     store.close()

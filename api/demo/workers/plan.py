@@ -1,12 +1,14 @@
-"""What every process of the demo is told at its start: plain data that crosses to a child."""
+"""What every process of the demo is given at its start: plain data that crosses to a child."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from api.config.migration import Staging
+from api.demo.settings import DEPLOYMENT as DEPLOYMENT
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
@@ -18,7 +20,6 @@ from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.stores.redis.connection.address import without_password
 
-DEPLOYMENT = "demo"
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 
 # Largest relative error of a right answer: float32 sums in another order stay far below theirs;
@@ -52,19 +53,22 @@ class WorkerPlan:
     precision: str  # float32, bfloat16 or fp8
     dispatcher: str  # a name of runtime.dispatch.selftest.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
-    # Of the controller's lease: it is started again only once it is dead, so one name will do.
+    # Of the controller's lease: it is restarted only once it has exited, so one name will do.
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
     slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
-    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
+    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not used
     reporting: ReportingConfig = field(default_factory=ReportingConfig)  # of every rank
+    controller_poll_s: float = 0.2
+    staging: Staging = field(default_factory=Staging)  # what was set of the device's defaults
     scrub_every_steps: int = 64
+    vote_every: int = 2
     plan_deadline_s: float = 30.0
     vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
 
     @property
     def store_shown(self) -> str:
-        """Where the store is, as people may see it."""
+        """Where the store is, without its password."""
         return without_password(str(self.store))
 
     @property
@@ -75,10 +79,11 @@ class WorkerPlan:
     @property
     def rank_config(self) -> RankConfig:
         """How its ranks balance."""
-        return RankConfig(
+        config = RankConfig(
             DEPLOYMENT,
             sample_steps=self.sample_steps,
             staging_experts=self.staging_experts,
+            vote_every=self.vote_every,
             vote_deadline_s=self.vote_deadline_s,
             plan_deadline_s=self.plan_deadline_s,
             scrub_every_steps=self.scrub_every_steps,
@@ -87,6 +92,7 @@ class WorkerPlan:
             reporting=self.reporting,
             journal_dir=self.state_dir / JOURNAL_FOLDER,
         )
+        return replace(config, stage=self.staging.applied_to(config.stage_on(self.device)))
 
     @property
     def spare_slots(self) -> int:

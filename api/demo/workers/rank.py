@@ -20,6 +20,7 @@ from api.demo.workers.build import START_DEADLINE_S, Rank, build_demo_rank, reac
 from api.demo.workers.checker import SampledStep
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent
+from api.terminal.logs import set_process_fields
 from eplb.errors import BrokenGroup, EplbError, RankError
 from rebalance.agent import RankAgent
 from rebalance.recovery.survivors import end_together, recover, rejoin
@@ -39,7 +40,7 @@ def run_rank(
 
     Args:
         parent: the process that started it.
-        plan: what all processes are told alike.
+        plan: what all processes are given alike.
         rank: which one this is.
         step_times: [R] when each rank last finished a step, in memory that the parent reads.
 
@@ -65,7 +66,8 @@ def run_rank(
     parent.listen(on_command)
     built = build_demo_rank(plan, rank)
     agents.append(built.agent)
-    parent.tell("ready")
+    set_process_fields(generation=lambda: built.agent.placement.generation)
+    parent.send("ready")
     if not started.wait(START_DEADLINE_S):
         raise RankError(f"rank {rank}: no start within {START_DEADLINE_S:.0f} s of being ready")
     built.agent.start()
@@ -73,7 +75,7 @@ def run_rank(
     def served(step: int) -> None:
         step_times[rank] = time.monotonic()
         if step == FIRST_WAITED:
-            parent.tell("serving")
+            parent.send("serving")
 
     try:
         _serve(plan, rank, built, feed, start_at[0], served)
@@ -82,26 +84,26 @@ def run_rank(
         raise
     feed.close()
     built.parts.close()
-    parent.tell("served", _figures(built) | {"checks_left_out": feed.num_left_out})
+    parent.send("served", _figures(built) | {"checks_left_out": feed.num_left_out})
 
 
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
     """Agree with the other survivors on one placement, and end with them.
 
-    A peer that is late without end is not told from one that is dead: who says no last words in
-    time is left behind. What goes wrong here is told and no more: a start of all ranks is right
-    without it, because it loads every slot anew from the placement that the store names.
+    A peer that hangs looks like one that has exited: a rank without a survivor report in time is
+    excluded. A failure here is only reported: a start of all ranks is right without it, because it
+    loads every slot anew from the placement that the store names.
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
         votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.rank_config.host_of(rank))
         end_together(votes, record, built.agent.placement, rank)
         votes.close()
-        parent.tell("recovered", record)
+        parent.send("recovered", record)
     except EplbError as failure:
         log.warning("rank %d: no recovery after %s: %s", rank, exc, failure)
-        parent.tell("warning", f"no recovery after a death: {failure}")
-    built.agent.close()  # takes its leave: the others must not mourn a rank that only ends
+        parent.send("warning", f"no recovery after a death: {failure}")
+    built.agent.close()  # an orderly leave: the others must not handle it as the exit of a rank
     built.parts.close_journal()
 
 

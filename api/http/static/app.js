@@ -1,4 +1,4 @@
-// The page: asks the service every second, shows what it says, and posts what the reader decides.
+// The page: polls the service every second, shows the answers, and posts the user's requests.
 
 import { drawChart, drawExpertCanvas, drawRankTable, element } from "/static/draw.js";
 
@@ -38,7 +38,7 @@ async function refresh() {
     $("trouble").hidden = true;
     show();
   } catch (error) {
-    $("trouble").textContent = `No fresh figures: ${error.message}. Asking again.`;
+    $("trouble").textContent = `No new data: ${error.message}. Retrying.`;
     $("trouble").hidden = false;
   }
 }
@@ -113,7 +113,7 @@ function showHeat() {
   $("heat-note").textContent = latest ?
     `Latest window, steps ${latest.first_step}–${latest.last_step}` +
     (latest.is_complete ? "." : ", incomplete: not every rank reported.") : "";
-  const notes = state.ranks.filter((rank) => rank.frozen).map((rank) => `Rank ${rank.rank} is frozen: ${rank.frozen}.`);
+  const notes = state.ranks.filter((rank) => rank.frozen).map((rank) => `Migrations are disabled on rank ${rank.rank}: ${rank.frozen}.`);
   if (state.silent_ranks.length) notes.unshift(`Silent ranks: ${state.silent_ranks.join(", ")}.`);
   $("heat-note").textContent += ` ${notes.join(" ")}`;
   $("experts-note").textContent =
@@ -219,7 +219,7 @@ async function rebalance(dryRun) {
   const why = reason(dryRun ? "dry run from the page" : "rebalance from the page");
   const task = await send("POST", "rebalances", { dry_run: dryRun, reason: why });
   if (task.state !== "done") {
-    return [element("p", {}, `Task ${task.id} is ${task.state}: the controller has not answered yet.`)];
+    return [element("p", {}, `Task ${task.id} is ${task.state}: no answer of the controller yet.`)];
   }
   const result = task.result;
   return [
@@ -235,13 +235,13 @@ async function rebalance(dryRun) {
 }
 
 $("dry-run").addEventListener("click", () =>
-  act($("dry-run"), "Asking the controller for a plan.", () => rebalance(true)));
+  act($("dry-run"), "Requesting a plan from the controller.", () => rebalance(true)));
 
 $("rebalance").addEventListener("click", () => $("sure").showModal());
 $("sure").addEventListener("close", () => {
   if ($("sure").returnValue !== "yes") return;
   $("sure").returnValue = "";
-  act($("rebalance"), "Asking the controller for a migration.", () => rebalance(false));
+  act($("rebalance"), "Requesting a migration from the controller.", () => rebalance(false));
 });
 
 $("movement").addEventListener("click", () => {

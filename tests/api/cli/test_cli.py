@@ -61,7 +61,7 @@ def test_no_command_at_all_is_answered_with_the_help() -> None:
         (["simulate"], "Missing argument"),
     ],
 )
-def test_words_that_nobody_knows_are_refused(words: list[str], found: str) -> None:
+def test_unknown_commands_and_flags_are_refused(words: list[str], found: str) -> None:
     status, _, errors = run(*words)
 
     assert status == 2
@@ -78,7 +78,7 @@ def test_words_that_nobody_knows_are_refused(words: list[str], found: str) -> No
         ),
         (
             ["demo", "--setting", "hidden"],
-            "hidden is '' in --setting hidden, expected a whole number",
+            "--setting is 'hidden', expected NAME=VALUE",
         ),
         (
             ["demo", "--config", "/nowhere.toml"],
@@ -136,7 +136,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path
 
 
 @pytest.mark.parametrize("ends", [["-wal"], ["-shm"], ["-wal", "-shm"]])
-def test_pause_after_the_log_was_removed_is_refused_or_told_to_be_heard_by_nobody(
+def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
     tmp_path: Path, ends: list[str]
 ) -> None:
     path = tmp_path / "store.sqlite"
@@ -199,7 +199,7 @@ def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
             assert run("pause", "--store", url)[0] == 0
         assert store.control() == Control(movement=False)
         status, output, _ = run("store", "purge", "--store", url, "--before", "1h")
-        assert (status, output.startswith("demo: forgot 0 samples")) == (0, True)
+        assert (status, output.startswith("demo: removed 0 samples")) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
         (["demo", "--port", "0", "--state-dir", "{folder}"], "redis://ops@127.0.0.1:1/0 cannot"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_told_without_its_password(
+def test_unusable_server_is_reported_without_its_password(
     words: list[str], found: str, tmp_path: Path
 ) -> None:
     url = "redis://ops:open-sesame@127.0.0.1:1?deadline_s=0.1"
@@ -226,7 +226,7 @@ def test_a_server_that_cannot_be_used_is_told_without_its_password(
     assert "open-sesame" not in output + errors
 
 
-def test_a_deployment_that_never_ran_on_a_server_is_told_without_its_password(
+def test_deployment_that_never_ran_is_reported_without_the_url_password(
     redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     url = f"{redis_server.url}?prefix={tmp_path.name}".replace("//", "//default:@")
@@ -237,7 +237,7 @@ def test_a_deployment_that_never_ran_on_a_server_is_told_without_its_password(
     assert (status, errors) == (2, f"eplb: deployment 'demo' has no run in {shown}, expected one\n")
 
 
-def test_a_store_of_another_program_is_refused_in_words(tmp_path: Path) -> None:
+def test_store_of_another_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no database at all\n" * 100)
 
     status, _, errors = run("pause", "--store", str(tmp_path / "notes.txt"))

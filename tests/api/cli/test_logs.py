@@ -1,6 +1,7 @@
 """What is printed of others' text: escaped on the terminal and in the log, and not without end."""
 
 import io
+import json
 import logging
 import sys
 
@@ -9,11 +10,12 @@ from rich.console import Console
 
 from api.monitor.monitor import Monitor
 from api.terminal.live import LiveView
-from api.terminal.logs import MOST, PERIOD_S, EscapingFormatter, RepeatLimit
+from api.terminal.logs import MOST, PERIOD_S, EscapingFormatter, JsonFormatter, RepeatLimit
 from api.terminal.picture import render
 from api.terminal.printable import printable
 from eplb import ModelShape, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry.log_context import set_log_fields
 from telemetry.store import RunInfo
 from telemetry.stores.memory import MemoryStore
 
@@ -64,6 +66,23 @@ def test_a_log_record_is_one_line_and_its_traceback_is_indented() -> None:
 
     assert first == f"x: {SHOWN}"
     assert all(line.startswith("    ") for line in others)
+
+
+def test_json_log_record_is_one_line_with_the_fields_of_its_thread() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord("x", 30, "f", 1, "%s", (HOSTILE,), sys.exc_info())
+    set_log_fields(task=7, generation=3)
+    text = JsonFormatter().format(record)
+    set_log_fields(task=None, generation=None)
+
+    assert printable(text) == text
+    line = json.loads(text)
+    assert (line["message"], line["level"], line["logger"]) == (HOSTILE, "warning", "x")
+    assert (line["task"], line["generation"]) == (7, 3)
+    assert line["exception"].startswith("Traceback")
+    assert "task" not in json.loads(JsonFormatter().format(record))
 
 
 def test_a_message_that_repeats_is_dropped_and_counted() -> None:

@@ -11,8 +11,12 @@ import typer
 from pydantic import BaseModel
 
 import api.cli.main
+import api.config.tree
 import api.demo.settings
 import api.http.requests
+from api.config.migration import HostCache, Staging
+from api.config.sections import Http
+from api.config.tree import Settings, known_names
 from api.demo.settings import DemoSettings
 from api.demo.setup import begin, prepare
 from api.demo.state_dir import StateDir
@@ -38,16 +42,17 @@ def refusal(flags: dict[str, Any], config: Path | None = None, **environ: str) -
 
 
 def test_nothing_given_is_the_defaults() -> None:
-    assert load_settings({}, config=None, environ={"HOME": "/"}) == DemoSettings()
+    assert load_settings({}, config=None, environ={"HOME": "/"}) == Settings()
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     config = toml(tmp_path, "layers = 1\nhidden = 1\nseed = 1\n")
     environ = {"EPLB_HIDDEN": "2", "EPLB_SEED": "2"}
 
-    settings = load_settings({"seed": 3, "top_k": None, "text": []}, config=config, environ=environ)
+    flags = {"seed": 3, "top_k": None, "text": []}
+    demo = load_settings(flags, config=config, environ=environ).demo
 
-    assert (settings.layers, settings.hidden, settings.seed, settings.top_k) == (1, 2, 3, 6)
+    assert (demo.layers, demo.hidden, demo.seed, demo.top_k) == (1, 2, 3, 6)
 
 
 def test_slots_not_given_are_a_quarter_more_than_experts_on_equal_ranks() -> None:
@@ -63,7 +68,7 @@ def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
         load_settings({}, config=None, environ={}, named={"spare_slots": "-1"})
 
 
-def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: Path) -> None:
+def test_agent_settings_have_the_deadlines_and_the_scrub_interval(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
     given = {"scrub_every_steps": "7", "plan_deadline_s": "2.5", "vote_deadline_s": "3.5"}
@@ -78,7 +83,7 @@ def test_the_agents_are_told_how_long_to_wait_and_how_often_to_scrub(tmp_path: P
     assert told.membership == 4
 
 
-def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_path: Path) -> None:
+def test_controller_settings_have_retention_and_lease_time(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
     small = {"layers": 1, "experts": 8, "top_k": 2, "hidden": 8, "intermediate": 8, "text": [text]}
@@ -98,7 +103,7 @@ def test_the_controller_is_told_what_to_keep_and_how_long_its_lease_lasts(tmp_pa
     assert run.window_seconds == 0.5
 
 
-def test_a_sample_version_that_nobody_reads_is_refused() -> None:
+def test_unknown_sample_version_is_refused() -> None:
     words = "sample_version is 3 in flag --sample-version, expected at least 1 and at most 2"
     assert refusal({"sample_version": 3}) == words
 
@@ -112,11 +117,11 @@ def test_a_deadline_is_more_than_nothing(name: str) -> None:
 def test_paths_in_the_environment_are_separated_as_the_system_does() -> None:
     settings = load_settings({}, config=None, environ={"EPLB_TEXT": "a.txt:b"})
 
-    assert settings.text == [Path("a.txt"), Path("b")]
+    assert settings.demo.text == [Path("a.txt"), Path("b")]
 
 
 def test_where_the_data_lies_is_not_a_setting() -> None:
-    assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == DemoSettings()
+    assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == Settings()
 
 
 def test_an_unknown_key_in_the_file_is_refused_with_the_closest_known(tmp_path: Path) -> None:
@@ -233,10 +238,10 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_slab_s_room_goes_with_its_mode() -> None:
-    assert DemoSettings(slab_mode="ring", slab_records=8).slab_records == 8
+    assert HostCache(mode="ring", records=8).records == 8
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
-            DemoSettings(slab_mode=mode, slab_records=records)
+            HostCache(mode=mode, records=records)
 
 
 def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None:
@@ -244,7 +249,10 @@ def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None
 
     settings = load_settings({}, config=None, environ=environ)
 
-    assert (settings.store, settings.spool_dir) == ("redis://store:6379", Path("/var/spool/eplb"))
+    assert (settings.deployment.store, settings.telemetry.spool_dir) == (
+        "redis://store:6379",
+        Path("/var/spool/eplb"),
+    )
 
 
 def numbers_without_bound(kind: type[BaseModel]) -> list[str]:
@@ -262,9 +270,9 @@ def models_in(*modules: ModuleType) -> list[type[BaseModel]]:
 
 
 def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
-    kinds = models_in(api.demo.settings, api.http.requests)
+    kinds = models_in(api.config.tree, api.demo.settings, api.http.requests)
 
-    assert {DemoSettings, ExplainRequest} <= set(kinds)
+    assert {DemoSettings, Staging, Http, ExplainRequest} <= set(kinds)
     assert [(kind, name) for kind in kinds for name in numbers_without_bound(kind)] == []
 
 
@@ -285,7 +293,7 @@ def flags_without_bound(commands: typer.Typer) -> list[str]:
 
 
 def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
-    of_settings = {f"demo {name}" for name in DemoSettings.model_fields}
+    of_settings = {f"demo {name}" for name in known_names()}
 
     found = flags_without_bound(api.cli.main.app)
 

@@ -128,11 +128,11 @@ def test_a_copy_replaces_no_file_and_leaves_none_behind(path: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "before", ["4h", "240m", time.strftime("%Y-%m-%dT%H:%M", time.gmtime(HOURS_AGO + HOUR + 60))]
 )
-def test_a_purge_forgets_samples_and_roll_ups_before_a_time(path: Path, before: str) -> None:
+def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: str) -> None:
     done = run("purge", "--store", path, "--before", before)
 
     assert done.exit_code == 0, done.output
-    assert "demo: forgot 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
+    assert "demo: removed 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
     with closing(SqliteStore(path, "demo")) as store:
         assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
         assert [len(store.rollups(seconds)) for seconds in (MINUTE, HOUR)] == [1, 1]
@@ -164,7 +164,7 @@ def test_a_purge_can_make_the_file_smaller(path: Path) -> None:
         (["--before", "1h", "--deployment", "dmeo"], "deployment 'dmeo' has no run in"),
     ],
 )
-def test_a_purge_that_makes_no_sense_forgets_nothing(
+def test_purge_with_a_wrong_time_removes_nothing(
     path: Path, words: list[str], message: str
 ) -> None:
     done = run("purge", "--store", path, *words)

@@ -335,7 +335,7 @@ def test_resuming_lets_weights_move(switched: dict[str, Any]) -> None:
     assert switched["summary"]["rebalances"] >= 1
 
 
-def test_pausing_stops_all_movement_and_says_why(switched: dict[str, Any]) -> None:
+def test_pausing_stops_all_movement_and_stores_the_reason(switched: dict[str, Any]) -> None:
     assert switched["pause"].detail["reason"] == "a test"
     assert switched["end"].placement.hash == switched["paused"].placement.hash
 

@@ -69,7 +69,7 @@ def test_a_demo_whose_terminal_closes_writes_its_summary(
     assert list(temporary.glob("pymp-*")) == []
 
 
-def test_a_demo_that_a_death_ends_writes_what_is_known(
+def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", restart_after_death=0)

@@ -276,7 +276,7 @@ def demo_on_a_full_disk(start_demo: StartDemo, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while_costs_no_answer_and_no_sample(
+def test_full_disk_for_a_while_loses_no_output_and_no_sample(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = demo_on_a_full_disk(start_demo, tmp_path)
@@ -293,7 +293,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_answer_and_no_sample(
 
 
 @pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_demo_in_words(
+def test_disk_that_stays_full_ends_the_demo_with_one_line(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = demo_on_a_full_disk(start_demo, tmp_path)
@@ -312,7 +312,7 @@ def test_a_disk_that_stays_full_ends_the_demo_in_words(
 
 def ends_in_words(demo: Any, what: str) -> None:
     status = demo.ends()
-    sentence = f"eplb: {what}, the demo cannot go on without it"
+    sentence = f"eplb: {what}, the demo cannot continue without it"
     assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
     assert "Traceback" not in demo.errors
     assert demo.summary()["missing"], "what is known is written, and what is not is named"
@@ -350,7 +350,7 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
 
 
 @pytest.mark.timeout(240)  # three starts, on a busy machine
-def test_ranks_start_again_after_a_death_and_one_more_than_allowed_ends_the_demo(
+def test_ranks_restart_after_an_exit_until_the_budget_is_used_up(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, restart_after_death=1)
@@ -365,7 +365,9 @@ def test_ranks_start_again_after_a_death_and_one_more_than_allowed_ends_the_demo
 
 
 @pytest.mark.slow
-def test_a_demo_lives_through_two_deaths_and_says_so(tmp_path: Path, start_demo: StartDemo) -> None:
+def test_demo_survives_two_rank_exits_and_reports_them(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT)
     kill_a_rank(demo, 1, "rank 1")
     record = kill_a_rank(demo, 2, "rank 0")
@@ -379,8 +381,8 @@ def test_a_demo_lives_through_two_deaths_and_says_so(tmp_path: Path, start_demo:
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
         errors = [event.detail["message"] for event in store.events() if event.kind == "error"]
     assert errors == [
-        "rank 1 was killed by SIGKILL; all ranks start again",
-        "rank 0 was killed by SIGKILL; all ranks start again",
+        "rank 1 was killed by SIGKILL; restarting all ranks",
+        "rank 0 was killed by SIGKILL; restarting all ranks",
     ]
 
 
@@ -391,9 +393,7 @@ def commits(store: LoadStore) -> int:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_left_behind_and_all_start_again(
-    tmp_path: Path, start_demo: StartDemo
-) -> None:
+def test_hung_rank_is_excluded_and_all_ranks_restart(tmp_path: Path, start_demo: StartDemo) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, vote_deadline_s=3.0)
     demo.sees("serving", serves_in_start(1))
     demo.kill("rank 2", signal.SIGSTOP)

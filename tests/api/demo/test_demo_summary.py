@@ -191,7 +191,7 @@ def test_nothing_measured_is_none_and_never_a_made_up_figure(tmp_path: Any) -> N
     assert summary["tokens_per_second"] is None
 
 
-def test_an_answer_is_right_when_it_is_near_and_its_routes_are_the_reference_s() -> None:
+def test_output_is_right_within_tolerance_and_with_the_reference_routes() -> None:
     assert is_right(check(1e-4), "float32")
     assert not is_right(check(1.1e-4), "float32")
     assert not is_right(check(1e-7, wrong_routes=1), "float32")
@@ -221,7 +221,7 @@ def rendered(summary: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def test_the_table_for_people_says_whether_all_was_right(tmp_path: Any) -> None:
+def test_summary_table_reports_whether_all_outputs_were_right(tmp_path: Any) -> None:
     good = [check(1e-7), check(1e-7)]
 
     right = summarise(plan(tmp_path), snapshot([], []), [report(1.0)], {0: 4}, good)

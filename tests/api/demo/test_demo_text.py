@@ -87,7 +87,7 @@ def test_a_seed_draws_the_same_sequences_and_another_seed_others() -> None:
     assert drawn.tolist() != draw_sequences([ONES, COUNT], mix, (8, 4), seed=[1, 2, 4]).tolist()
 
 
-def test_domains_are_drawn_as_often_as_the_mix_says() -> None:
+def test_domains_are_drawn_in_proportion_to_the_mix() -> None:
     drawn = draw_sequences([ONES, COUNT], np.array([0.25, 0.75]), (4000, 1), seed=[5])
 
     assert (drawn == 1).mean() == pytest.approx(0.25, abs=0.03)

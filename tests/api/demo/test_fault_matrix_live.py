@@ -277,7 +277,7 @@ def damage_host_records(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_host_a_slow_rank_and_a_killed_controller_cost_no_right_answer(
+def test_outputs_stay_right_with_a_bad_host_a_slow_rank_and_no_controller(
     serve: Callable[..., Patient],
 ) -> None:
     patient = serve()
@@ -332,13 +332,13 @@ def test_a_rank_of_any_host_killed_in_any_state_is_survived(
         assert record.reason == f"{title} died"
 
     assert patient.num_descriptors() == descriptors
-    assert patient.errors() == [f"{t} was killed by SIGKILL; all ranks start again" for t in killed]
+    assert patient.errors() == [f"{t} was killed by SIGKILL; restarting all ranks" for t in killed]
     assert patient.halts_right()["deaths"] == 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_preload_process_killed_in_any_state_ends_the_demo_and_the_next_start_is_right(
+def test_host_cache_killed_in_any_state_is_survived_by_the_next_start(
     serve: Callable[..., Patient],
 ) -> None:
     patient = serve()

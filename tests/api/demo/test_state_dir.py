@@ -31,7 +31,7 @@ def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     assert state.store == tmp_path / "a" / "b" / "store.sqlite"
 
 
-def test_a_second_demo_is_told_who_uses_the_folder(tmp_path: Path) -> None:
+def test_second_demo_in_a_folder_is_refused_with_the_process_id(tmp_path: Path) -> None:
     first = StateDir(tmp_path)
 
     with pytest.raises(ConfigError) as caught:

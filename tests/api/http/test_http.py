@@ -88,7 +88,7 @@ def refusal(response: httpx.Response, status: int) -> str:
     return str(problem["detail"])
 
 
-def test_alive_and_healthy_is_said(client: httpx.Client) -> None:
+def test_livez_and_healthz_answer_while_the_store_does(client: httpx.Client) -> None:
     assert client.get("/livez").json()["status"] == "ok"
     assert client.get("/healthz").json()["detail"].startswith("the store answers, at version")
 
@@ -178,7 +178,7 @@ def test_events_are_read_on_from_an_id(client: httpx.Client, store: MemoryStore)
     assert (event["kind"], event["detail"]["message"]) == ("error", "lost")
 
 
-def test_a_rebalance_is_a_dry_run_unless_told_otherwise(
+def test_rebalance_is_a_dry_run_by_default(
     client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
 ) -> None:
     controller("done", {"decision": "KEEP"})
@@ -299,7 +299,7 @@ def test_a_patch_of_no_switch_is_refused(client: httpx.Client) -> None:
     assert refusal(answer, 422) == "the body names no switch, expected movement or observe"
 
 
-def test_a_route_that_is_not_there_is_a_problem_in_words(client: httpx.Client) -> None:
+def test_unknown_route_is_answered_with_a_problem(client: httpx.Client) -> None:
     assert refusal(client.get("/api/v1/none"), 404) == "GET /api/v1/none: Not Found"
 
 
@@ -403,7 +403,7 @@ def test_a_refusal_does_not_return_the_body(client: httpx.Client) -> None:
     assert len(refusal(missing, 404)) <= 500
 
 
-def test_a_store_that_is_closed_is_said_in_words(client: httpx.Client, store: MemoryStore) -> None:
+def test_closed_store_is_reported(client: httpx.Client, store: MemoryStore) -> None:
     store.close()
 
     assert refusal(client.get("/healthz"), 503).startswith("StoreError: ")
@@ -423,7 +423,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
     assert len(paths) == 17
 
 
-def test_a_port_in_use_is_refused_in_words(store: MemoryStore) -> None:
+def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         service = HttpService(create_app(store), port=port)

@@ -10,15 +10,15 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-import api.http.connections
 from api.http.app import create_app
-from api.http.guard import MAX_BODY_BYTES, MAX_UNDER_WAY
 from api.http.latest import LatestAnswer
+from api.http.limits import HttpLimits
 from api.http.schemas import Health
 from api.http.server import HttpService
 from api.http.service import Refused
 from telemetry.stores.memory import MemoryStore
 
+MAX_BODY_BYTES, MAX_REQUESTS = HttpLimits.max_body_bytes, HttpLimits.max_requests
 DEADLINE_S = 20.0
 HALF_A_REQUEST = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Le"
 
@@ -50,8 +50,9 @@ def store() -> Iterator[SlowStore]:
 
 
 @pytest.fixture
-def service(store: SlowStore) -> Iterator[HttpService]:
-    started = HttpService(create_app(store))
+def service(store: SlowStore, request: pytest.FixtureRequest) -> Iterator[HttpService]:
+    limits = getattr(request, "param", HttpLimits())
+    started = HttpService(create_app(store, limits=limits), limits=limits)
     started.start()
     yield started
     store.released.set()
@@ -124,21 +125,17 @@ def test_a_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowSto
     ],
     ids=["nothing", "half a header", "half a body", "half a second request"],
 )
+@pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
 def test_a_request_that_does_not_arrive_in_time_is_closed(
-    service: HttpService, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    service: HttpService, sent: bytes
 ) -> None:
-    monkeypatch.setattr(api.http.connections, "REQUEST_DEADLINE_S", 0.2)
-
     with connect(service, sent) as opened:
         while not is_closed(opened):
             pass  # an answer to what was complete
 
 
-def test_a_client_that_goes_on_slowly_is_closed_too(
-    service: HttpService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api.http.connections, "REQUEST_DEADLINE_S", 0.2)
-
+@pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
+def test_a_client_that_goes_on_slowly_is_closed_too(service: HttpService) -> None:
     with connect(service, HALF_A_REQUEST) as opened:
         opened.settimeout(0.02)
         for _ in range(int(DEADLINE_S / 0.02)):
@@ -151,11 +148,11 @@ def test_a_client_that_goes_on_slowly_is_closed_too(
     raise AssertionError(f"still open after {DEADLINE_S:g} s")
 
 
+# 4 of an address.
+@pytest.mark.parametrize("service", [HttpLimits(max_connections=8)], indirect=True)
 def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
-    service: HttpService, monkeypatch: pytest.MonkeyPatch
+    service: HttpService,
 ) -> None:
-    monkeypatch.setattr(api.http.connections, "MAX_CONNECTIONS", 8)  # 4 of an address
-
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(service, HALF_A_REQUEST)) for _ in range(4)]
         with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as fifth:
@@ -167,10 +164,9 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
                 idle[1].recv(1)
 
 
-def test_a_request_that_is_answered_keeps_its_place(
-    service: HttpService, store: SlowStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api.http.connections, "MAX_CONNECTIONS", 2)  # one of an address
+# 1 of an address.
+@pytest.mark.parametrize("service", [HttpLimits(max_connections=2)], indirect=True)
+def test_a_request_that_is_answered_keeps_its_place(service: HttpService, store: SlowStore) -> None:
     store.released.clear()
 
     with connect(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:
@@ -189,15 +185,15 @@ def test_requests_too_many_are_refused_and_probes_are_answered(
     request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     with ExitStack() as stack:
-        for _ in range(MAX_UNDER_WAY):
+        for _ in range(MAX_REQUESTS):
             stack.enter_context(connect(service, request))
-        for _ in range(MAX_UNDER_WAY):
+        for _ in range(MAX_REQUESTS):
             assert store.asked.acquire(timeout=DEADLINE_S)
 
         client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
         refused = client.get("/api/v1/state")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert f"{MAX_UNDER_WAY} requests are under way" in refused.json()["detail"]
+        assert f"{MAX_REQUESTS} requests are in progress" in refused.json()["detail"]
         assert client.get("/livez").status_code == 200
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["detail"]) == (

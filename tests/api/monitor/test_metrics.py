@@ -154,7 +154,7 @@ def figures_in(text: str) -> Figures:
     return found
 
 
-def test_every_metric_has_its_type_and_says_what_it_is(store: MemoryStore) -> None:
+def test_every_metric_has_a_type_and_a_help_text(store: MemoryStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     text = Exposition(store, monitor).text().decode()
@@ -212,7 +212,7 @@ def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
     assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
 
 
-def test_an_unknown_level_is_refused_in_words(store: MemoryStore) -> None:
+def test_unknown_metrics_level_is_refused(store: MemoryStore) -> None:
     with pytest.raises(ConfigError, match="unknown metrics level 'expert', expected one of: def"):
         text_of(store, level="expert")  # type: ignore[arg-type]
 
@@ -262,7 +262,7 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     assert set(found["eplb_anomalies_total"].values()) == {0}
 
 
-def test_samples_that_the_controller_left_out_are_counted_as_it_said_last(
+def test_samples_excluded_by_the_controller_are_counted_as_last_reported(
     store: MemoryStore,
 ) -> None:
     for late, malformed in ((1, 0), (2, 3)):
@@ -301,7 +301,7 @@ def test_layers_of_an_open_migration_are_pending(store: MemoryStore) -> None:
     assert figures_in(text_of(store))["eplb_layers_pending"] == {(): 2}
 
 
-def test_drift_is_told_from_what_the_placement_was_planned_on(store: MemoryStore) -> None:
+def test_drift_is_measured_from_the_load_that_was_planned_on(store: MemoryStore) -> None:
     before = figures_in(text_of(store))["eplb_drift_score"]
     serve(store, SECOND, 2, [[0, 900], [50, 50]], [[0, 0], [0, 0]])
     after = figures_in(text_of(store))["eplb_drift_score"]
@@ -310,7 +310,7 @@ def test_drift_is_told_from_what_the_placement_was_planned_on(store: MemoryStore
     assert after[("worst_layer",)] > after[("all",)] > 0.3
 
 
-def test_what_should_not_happen_is_counted_by_type(store: MemoryStore) -> None:
+def test_anomalies_are_counted_by_type(store: MemoryStore) -> None:
     for where in ("load", "load", "plan", "a place without a name"):
         store.add_event("error", {"where": where, "message": "test"})
     found = figures_in(text_of(store))["eplb_anomalies_total"]
@@ -394,7 +394,7 @@ def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
     assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0} | LEFT_OUT
 
 
-def test_metrics_are_served_over_http_and_the_global_registry_knows_nothing_of_them(
+def test_metrics_are_served_and_the_global_registry_stays_empty(
     store: MemoryStore,
 ) -> None:
     service = HttpService(create_app(store, metrics_level="layer"))

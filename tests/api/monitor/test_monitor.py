@@ -255,10 +255,10 @@ def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) 
             [{}, {"progress_age_s": 31, "progress_of": "mover: pulling layer 3 expert 17"}],
             "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling layer 3 exp",
         ),
-        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 takes part in no migration any more: torn"),
+        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 has migrations disabled: torn"),
     ],
 )
-def test_what_is_not_ready_says_why(
+def test_readiness_problem_gives_the_reason(
     store: MemoryStore, now: float, details: list[dict[str, Any]], why: str
 ) -> None:
     for rank, detail in enumerate(details):
@@ -274,7 +274,7 @@ def test_ranks_that_report_and_step_are_ready(store: MemoryStore) -> None:
     assert unready(seen_by(store, NOW + 1), 10.0, 30.0) is None
 
 
-def test_before_the_first_run_there_is_nothing_and_it_is_said() -> None:
+def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
     assert (seen.run, seen.generation, seen.ranks) == (None, None, ())
@@ -318,7 +318,7 @@ def test_many_layers_and_ranks_are_cut_to_the_height() -> None:
     assert any("more layers" in line for line in lines)
 
 
-def test_plain_lines_say_each_thing_once(store: MemoryStore) -> None:
+def test_plain_lines_print_each_event_once(store: MemoryStore) -> None:
     lines, seen = PlainLines(), seen_by(store)
 
     assert list(lines.new(seen)) == [
@@ -332,7 +332,7 @@ def test_plain_lines_say_each_thing_once(store: MemoryStore) -> None:
     assert list(lines.new(seen)) == []
 
 
-def test_a_plain_line_says_what_its_window_is_not() -> None:
+def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
     score = WindowScore(7, 28, 31, 1.6, 1.8, 2, is_complete=False, is_migrating=True)
 
     assert window_line(score) == (

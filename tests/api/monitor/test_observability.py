@@ -172,7 +172,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert set(sources) == {"${DS_PROMETHEUS}"}
 
 
-def test_panels_have_numbers_of_their_own_say_what_they_show_and_lie_side_by_side() -> None:
+def test_panels_have_own_ids_descriptions_and_do_not_overlap() -> None:
     shown = list(panels())
     ids = [panel["id"] for panel in shown]
     cells = [
@@ -196,7 +196,7 @@ def test_what_an_operator_needs_is_shown_and_watched() -> None:
     assert watched >= ALERTED
 
 
-def test_every_alert_says_whose_how_bad_and_what_to_do() -> None:
+def test_every_alert_has_deployment_severity_and_action() -> None:
     names = [rule["alert"] for rule in rules()]
 
     assert len(set(names)) == len(names)
@@ -209,7 +209,7 @@ def test_every_alert_says_whose_how_bad_and_what_to_do() -> None:
             assert label in known | TARGET_LABELS, rule["alert"]
 
 
-def test_no_alert_forgets_the_deployment() -> None:
+def test_every_alert_keeps_the_deployment_label() -> None:
     for rule in rules():
         grouped = grouped_by(rule["expr"])
         assert not grouped or "deployment" in grouped, rule["alert"]
@@ -224,7 +224,7 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     assert (folder / "eplb-alerts.yaml").read_bytes() == ALERTS.read_bytes()
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["observability", str(tmp_path / "file")])
 

@@ -119,7 +119,7 @@ def test_after_a_kill_a_start_on_the_same_host_goes_on_at_once(
         second.release()
 
 
-def test_an_owner_that_was_overtaken_ends_and_says_by_whom() -> None:
+def test_overtaken_owner_ends_and_names_the_new_holder() -> None:
     store = MemoryStore("demo")
     first = DeploymentLease(store, SHORT_S)
     first.take()

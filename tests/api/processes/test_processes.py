@@ -23,7 +23,7 @@ StartChild = Callable[..., Child]
 
 def count(parent: Parent, last: int) -> None:
     for number in range(last):
-        parent.tell("number", number)
+        parent.send("number", number)
 
 
 def refuse(parent: Parent) -> None:
@@ -38,15 +38,15 @@ def listen(parent: Parent) -> None:
     """Answer each command with itself, for ever."""
 
     def answer(command: Message) -> None:
-        parent.tell(*command)
+        parent.send(*command)
 
     parent.listen(answer)
-    parent.tell("ready", Path("/proc/self/comm").read_text().strip())
+    parent.send("ready", Path("/proc/self/comm").read_text().strip())
     threading.Event().wait()
 
 
 def hear_nothing(parent: Parent) -> None:
-    parent.tell("ready")
+    parent.send("ready")
     threading.Event().wait()
 
 
@@ -76,7 +76,7 @@ def test_messages_arrive_in_order_and_then_the_end(start: StartChild) -> None:
     child.process.join(DEADLINE_S)
 
     assert heard == [("number", 0), ("number", 1), ("number", 2), None]
-    assert child.how_it_ended() == "the counter ended with status 0"
+    assert child.how_it_ended() == "the counter exited with status 0"
 
 
 def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
@@ -87,7 +87,7 @@ def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
 
     assert (kind, body) == ("failed", ("PlacementError", "layer 3: expert 5 has no slot"))
     assert str(refusal("rank 2", body)) == "rank 2: layer 3: expert 5 has no slot"
-    assert child.how_it_ended() == f"rank 2 ended with status {FAILED}"
+    assert child.how_it_ended() == f"rank 2 exited with status {FAILED}"
 
 
 def test_a_rank_names_itself_in_its_own_errors() -> None:
@@ -99,15 +99,15 @@ def test_a_rank_names_itself_in_its_own_errors() -> None:
     assert isinstance(refusal("rank 2", ("StoreError", "it is full")), EplbError)
 
 
-def test_an_end_without_words_is_told_by_its_status(start: StartChild) -> None:
+def test_exit_without_a_message_is_reported_with_its_status(start: StartChild) -> None:
     child = start("rank 1", crash)
 
     assert next_message(child) is None
     child.process.join(DEADLINE_S)
-    assert child.how_it_ended() == "rank 1 ended with status 7"
+    assert child.how_it_ended() == "rank 1 exited with status 7"
 
 
-def test_a_killed_child_is_told_by_its_signal(start: StartChild) -> None:
+def test_killed_child_is_reported_with_its_signal(start: StartChild) -> None:
     child = start("rank 1", listen)
     next_message(child)
     assert child.how_it_ended() == "rank 1 is still running"
@@ -119,7 +119,7 @@ def test_a_killed_child_is_told_by_its_signal(start: StartChild) -> None:
     assert child.how_it_ended() == "rank 1 was killed by SIGKILL"
 
 
-def test_a_command_to_a_child_that_is_gone_is_dropped(start: StartChild) -> None:
+def test_command_to_an_exited_child_is_dropped(start: StartChild) -> None:
     child = start("the counter", count, 0)
     child.process.join(DEADLINE_S)
 
@@ -140,7 +140,7 @@ def test_interrupts_are_left_to_the_parent(start: StartChild) -> None:
     assert next_message(child) == ("still there?", 1)
 
 
-def test_stop_ends_a_child_by_its_lifeline(start: StartChild) -> None:
+def test_stop_ends_a_child_by_closing_its_command_pipe(start: StartChild) -> None:
     child = start("rank 0", listen)
     next_message(child)
 
@@ -149,7 +149,7 @@ def test_stop_ends_a_child_by_its_lifeline(start: StartChild) -> None:
     assert child.process.exitcode == ORPHANED
 
 
-def test_stop_kills_a_child_that_hears_nothing(start: StartChild) -> None:
+def test_stop_kills_a_child_that_ignores_commands(start: StartChild) -> None:
     child = start("rank 0", hear_nothing)
     next_message(child)
 
@@ -178,7 +178,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_child_exits_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}

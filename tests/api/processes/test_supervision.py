@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from api.processes.supervision import (
-    START_DEADLINE_S,
     ProcessState,
     RestartBudget,
     Supervised,
@@ -87,7 +86,7 @@ def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     scene = Scene()
     scene.dies()
     assert scene.notes[-1] == (
-        "the controller: the controller was killed by SIGKILL; it is started again in 0.1 s"
+        "the controller: the controller was killed by SIGKILL; restarting in 0.1 s"
     )
     scene.passes(0.05, 0.05)
     assert len(scene.started) == 1
@@ -95,7 +94,7 @@ def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     assert len(scene.started) == 2
     scene.dies()
 
-    assert scene.notes[-1].endswith("it is started again in 0.2 s")
+    assert scene.notes[-1].endswith("; restarting in 0.2 s")
 
 
 def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
@@ -105,7 +104,7 @@ def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
         scene.passes(10.0)
 
     assert scene.process.view().state is ProcessState.DEGRADED
-    assert "2 restarts within 600 s are used up, serving goes on without it" in scene.notes[-1]
+    assert "2 restarts within 600 s used up, serving continues without it" in scene.notes[-1]
     assert (len(scene.started), scene.process.restarts) == (3, 2)
 
     scene.passes(600.0)
@@ -120,11 +119,11 @@ def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
     scene.passes(2.0, 1.0)
 
     assert scene.process.view().is_late
-    assert scene.notes == ["the controller: no turn for 15.0 s, it is killed after 30 s"]
+    assert scene.notes == ["the controller: no report for 15.0 s, SIGKILL after 30 s"]
     scene.passes(14.0, 1.0)
     assert scene.started[0].is_killed
     assert scene.notes[-1] == (
-        "the controller: no turn for 30.0 s, expected one within 30 s: killed"
+        "the controller: no report for 30.0 s, expected one within 30 s: killed"
     )
 
     scene.dies()
@@ -132,18 +131,18 @@ def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
     assert (len(scene.started), scene.process.restarts) == (2, 1)
 
 
-def test_a_process_that_never_has_a_first_turn_is_killed() -> None:
+def test_process_without_a_first_report_is_killed() -> None:
     scene = Scene()
     scene.process.retire()
     scene.process.begin()
-    scene.passes(START_DEADLINE_S - 1.0, 1.0)
+    scene.passes(SupervisionSettings.start_deadline_s - 1.0, 1.0)
     assert not scene.started[-1].is_killed
     scene.passes(1.0, 1.0)
 
     assert scene.started[-1].is_killed
 
 
-def test_a_supervisor_that_stood_still_itself_kills_nobody() -> None:
+def test_suspended_supervisor_kills_no_process() -> None:
     scene = Scene()
     scene.process.look()
     scene.clock.now += 100
@@ -167,7 +166,7 @@ def test_time_without_tokens_begins_with_the_last_token() -> None:
     assert unserved.total_s == 50.0
 
 
-def test_a_second_death_before_ranks_serve_again_is_one_time_without_tokens() -> None:
+def test_second_rank_exit_before_serving_extends_one_unserved_time() -> None:
     clock = Clock()
     unserved = UnservedTime(clock)
     unserved.broken(990.0)

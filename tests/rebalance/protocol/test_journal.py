@@ -250,7 +250,7 @@ def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None
         ["recovery", "transactions=2"],
     ]
     assert [row for row in rows if row[0] == "start"] == [["start", "run-1"], ["start", "run-2"]]
-    assert done.output.splitlines()[-1] == "4 of 4 entries, 1 notes were dropped"
+    assert done.output.splitlines()[-1] == "4 of 4 entries, 1 notes dropped"
 
     flags = ["--rank", "1", "--no-votes", "--last", "5"]
     done = CliRunner().invoke(app, ["journal", str(tmp_path), *flags], env={"COLUMNS": "120"})

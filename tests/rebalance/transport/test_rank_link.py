@@ -21,6 +21,8 @@ import torch.distributed as dist
 from agent_group import StepClock
 from numpy.typing import NDArray
 
+from api.config.migration import HostCache
+from api.config.tree import Settings
 from api.demo.settings import DemoSettings
 from api.demo.setup import _rank_links
 from eplb.core.model import ModelShape
@@ -715,8 +717,9 @@ def test_without_links_such_a_move_is_dropped_in_words_and_serving_goes_on(
 
 
 def test_the_demo_s_ranks_are_asked_at_addresses_of_their_hosts() -> None:
-    assert _rank_links(DemoSettings(ranks=4, nodes=2)) is None
-    made = _rank_links(DemoSettings(ranks=4, nodes=2, other_hosts="after_disk"))
+    demo = DemoSettings(ranks=4, nodes=2)
+    assert _rank_links(Settings(demo=demo)) is None
+    made = _rank_links(Settings(demo=demo, host_cache=HostCache(other_hosts="after_disk")))
     assert made is not None
 
     made.check(4)

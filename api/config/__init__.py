@@ -1,0 +1,1 @@
+"""The tree of settings: sections, names, effective values, the reference page."""

@@ -1,0 +1,238 @@
+"""Sections of the processes around the ranks; ``api/config/migration.py`` has those of the ranks.
+
+The components take dataclasses (``AgentSettings``, ``StageSettings``, ...); a section is what of
+them a user may set, with the same defaults. A test compares the two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import field_validator
+
+from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, setting
+from api.http.limits import HttpLimits
+from api.processes.supervision import SupervisionSettings
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
+from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
+from telemetry.reporter.drain import Tempo
+from telemetry.retention.pruning import Retention
+
+
+class Deployment(Section):
+    """What runs where."""
+
+    state_dir: Path = setting(Path(".eplb"), "folder of the store, the weights and the journals")
+    store: str = setting(
+        "", "URL of the load store; empty: a file in the state folder", secret=True
+    )
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_shared(cls, store: str) -> str:
+        if store == "memory:":
+            raise ValueError("expected a store that several processes can share")
+        return store
+
+
+class Planner(Section):
+    """What a plan aims at."""
+
+    policy: str = setting("auto", "placement policy", min_length=1)
+    plan_windows: Whole = setting(16, "load windows that a plan uses", ge=1, le=64)
+    pay_back_s: Number = setting(
+        CostModel.pay_back_s,
+        "serving time within which a move must save what it costs",
+        ge=0,
+        le=1_000_000_000,
+    )
+    max_moves: Whole = setting(
+        0, "most experts that one plan moves; 0: no limit", unit="experts", ge=0, le=10**9
+    )
+    target_imbalance: Number = setting(
+        Budget.target_imbalance,
+        "max/mean rank load of a layer at or below which the layer is not changed",
+        ge=1,
+        le=1_000_000,
+    )
+
+
+class Controller(Section):
+    """When plans are made, and which are carried out."""
+
+    movement: bool = setting(True, "the kill switch: off means that no weight moves", live=True)
+    observe: bool = setting(False, "plan and report, publish no migration", live=True)
+    poll_s: Number = setting(0.2, "longest wait for a change of the store", gt=0, le=HOUR_S)
+    lease_ttl_s: Number = setting(
+        10.0,
+        "time to live of the controller's and the deployment's lease; longer than a plan takes",
+        gt=0,
+        le=HOUR_S,
+    )
+    migration_deadline_s: Number = setting(
+        60.0, "age at which an open migration is withdrawn", gt=0, le=HOUR_S
+    )
+    keep_every_windows: Whole = setting(
+        8, "windows between two events of the same KEEP decision", ge=1, le=1_000_000
+    )
+
+
+class Telemetry(Section):
+    """Samples, load windows, and how long they are kept."""
+
+    window_tokens: Whole = setting(
+        16384, "tokens of all ranks in a load window", ge=1, le=1_000_000_000
+    )
+    window_seconds: Number = setting(
+        0.0,
+        "length of a load window; 0: as many steps as window_tokens take",
+        unit="s",
+        ge=0,
+        le=HOUR_S,
+    )
+    sample_version: Whole = setting(
+        SAMPLE_VERSION,
+        "format in which ranks write samples; an older one during an upgrade",
+        ge=1,
+        le=max(READABLE_VERSIONS),
+    )
+    spool_dir: Path | None = setting(
+        None, "where ranks keep samples that the store lacks; none: the state folder"
+    )
+    spool_mb: Whole = setting(64, "disk for such samples, each rank", ge=1, le=1_000_000)
+    store_interval: Number = setting(
+        Tempo.write_s, "least time between two writes of a rank", unit="s", ge=0, le=HOUR_S
+    )
+    state_interval: Number = setting(
+        Tempo.state_s, "how long a rank's state may wait for samples", unit="s", ge=0, le=HOUR_S
+    )
+    keep_samples_s: Number = setting(
+        Retention.samples_s,
+        "age at which samples become roll-ups of a minute",
+        gt=0,
+        le=10 * YEAR_S,
+    )
+    keep_minutes_s: Number = setting(
+        Retention.minutes_s,
+        "age at which roll-ups of a minute become roll-ups of an hour",
+        gt=0,
+        le=10 * YEAR_S,
+    )
+    keep_hours_s: Number = setting(
+        Retention.hours_s, "age at which roll-ups of an hour are removed", gt=0, le=10 * YEAR_S
+    )
+    keep_events: Whole = setting(
+        Retention.events, "events that are kept, the latest", unit="events", ge=0, le=10_000_000
+    )
+
+    @field_validator("sample_version")
+    @classmethod
+    def _version_is_known(cls, version: int) -> int:
+        if version not in READABLE_VERSIONS:
+            raise ValueError(f"expected one of {', '.join(map(str, READABLE_VERSIONS))}")
+        return version
+
+
+class Http(Section):
+    """The HTTP service and its limits."""
+
+    host: str = setting("127.0.0.1", "loopback address that it listens on", min_length=1)
+    port: Whole = setting(8765, "port; 0: any free one", ge=0, le=65535)
+    metrics_level: Literal["default", "layer", "rank"] = setting(
+        "default", "series of /metrics for each layer, or each layer and rank"
+    )
+    max_connections: Whole = setting(
+        HttpLimits.max_connections,
+        "open at a time; never more than a quarter of the descriptors",
+        unit="connections",
+        ge=2,
+        le=65_536,
+    )
+    max_requests: Whole = setting(
+        HttpLimits.max_requests,
+        "in progress at a time; further ones get status 503",
+        unit="requests",
+        ge=1,
+        le=39,
+    )
+    max_body_bytes: Whole = setting(
+        HttpLimits.max_body_bytes, "of a request", ge=1024, le=1_073_741_824
+    )
+    request_deadline_s: Number = setting(
+        HttpLimits.request_deadline_s,
+        "for the headers and the body of a request",
+        gt=0,
+        le=HOUR_S,
+    )
+    unread_deadline_s: Number = setting(
+        HttpLimits.unread_deadline_s, "for a client to read an answer", ge=0.001, le=HOUR_S
+    )
+
+    def limits(self) -> HttpLimits:
+        """Give the limits that the service takes."""
+        return HttpLimits(**self.model_dump(exclude={"host", "port", "metrics_level"}))
+
+
+class Supervision(Section):
+    """Restarts of processes."""
+
+    restart_after_death: Whole = setting(
+        3,
+        "restarts of the ranks within restart_window_s; one more exit ends the deployment",
+        unit="restarts",
+        ge=0,
+        le=1_000_000,
+    )
+    process_restarts: Whole = setting(
+        SupervisionSettings.restarts,
+        "restarts of each other process within restart_window_s; then it stays down",
+        unit="restarts",
+        ge=0,
+        le=1_000_000,
+    )
+    restart_window_s: Number = setting(
+        SupervisionSettings.window_s, "window of both restart budgets", ge=1, le=2_592_000
+    )
+    restart_delay_s: Number = setting(
+        SupervisionSettings.max_delay_s, "longest delay before a restart", ge=0, le=HOUR_S
+    )
+    hung_after_s: Number = setting(
+        SupervisionSettings.hung_after_s,
+        "without a report, after which a process is killed; longer than a plan takes",
+        ge=1,
+        le=HOUR_S,
+    )
+    start_deadline_s: Number = setting(
+        SupervisionSettings.start_deadline_s,
+        "for the first report of a process",
+        ge=1,
+        le=HOUR_S,
+    )
+
+    def settings(self) -> SupervisionSettings:
+        """Give the settings that the supervisor takes."""
+        return SupervisionSettings(
+            self.process_restarts,
+            self.restart_window_s,
+            self.restart_delay_s,
+            self.hung_after_s,
+            self.start_deadline_s,
+        )
+
+
+class Log(Section):
+    """The log of every process, on its error stream.
+
+    A JSON line has ``time`` (UTC), ``level``, ``logger``, ``message``, ``deployment`` and
+    ``process``; where they are known ``rank``, ``generation`` and ``task``; with an exception
+    ``exception``. A message that repeats more than 20 times a minute is dropped and counted.
+    """
+
+    format: Literal["text", "json"] = setting(
+        "text", "one line of text, or one JSON object a line", short="log_format"
+    )
+    level: Literal["debug", "info", "warning", "error"] = setting(
+        "warning", "least level that is written", short="log_level"
+    )

@@ -1,0 +1,266 @@
+"""The tree of settings: its names, its reference page, and the components that it fills."""
+
+import tomllib
+from contextlib import closing
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from api.config.fields import about
+from api.config.migration import HostLink, Staging, Transport
+from api.config.reference import reference_page
+from api.config.tree import Settings, known_names, known_settings
+from api.demo.setup import prepare
+from api.demo.state_dir import StateDir
+from api.demo.workers.build import agent_settings
+from api.demo.workers.plan import WorkerPlan
+from api.http.limits import HttpLimits
+from api.processes.supervision import SupervisionSettings
+from api.settings import load_settings
+from eplb.errors import ConfigError
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.rank.parts import AgentSettings
+from rebalance.stage.settings import StageSettings
+from rebalance.transport.ranks.settings import RankLinkSettings
+from telemetry.reporter.drain import Tempo
+from telemetry.retention.pruning import Retention
+
+PAGE = ROOT / "docs" / "configuration.md"
+SMALL = {
+    "layers": 1,
+    "experts": 8,
+    "top_k": 2,
+    "hidden": 8,
+    "intermediate": 8,
+    "other_hosts": "off",
+}
+
+# Every name that `eplb demo` has ever had as a setting. None of them may stop working.
+OLD_NAMES = """
+    device precision dispatcher nodes ranks layers experts top_k slots spare_slots slab_mode
+    slab_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
+    window_tokens seconds text trace seed policy observe movement join serve host port json_path
+    state_dir store spool_dir spool_mb store_interval sample_version window_seconds keep_samples_s
+    keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows resume
+    restart_after_death process_restarts restart_window_s restart_delay_s hung_after_s
+    scrub_every_steps plan_deadline_s vote_deadline_s check_every metrics_level view
+"""
+
+
+def load(named: dict[str, Any] | None = None, **environ: str) -> Settings:
+    return load_settings({}, config=None, environ=environ, named=named)
+
+
+def refusal(named: dict[str, Any] | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(named, **environ)
+    return str(caught.value)
+
+
+def plan_of(tmp_path: Path, named: dict[str, Any]) -> WorkerPlan:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
+    with closing(StateDir(tmp_path / "state")) as state:
+        return prepare(load(SMALL | {"text": [text]} | named), state)
+
+
+def test_reference_page_is_what_the_code_writes() -> None:
+    assert reference_page() == PAGE.read_text(encoding="utf-8"), (
+        "write it again: eplb config --reference > docs/configuration.md"
+    )
+
+
+def test_example_of_the_reference_page_loads(tmp_path: Path) -> None:
+    example = PAGE.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    file = tmp_path / "eplb.toml"
+    file.write_text(example)
+
+    settings = load_settings({}, config=file, environ={})
+
+    found = settings.demo.ranks, settings.planner.policy, settings.host_link.deadline_s
+    assert found == (4, "greedy", 5.0)
+    assert settings.transport.deadline_s == RankLinkSettings.deadline_s
+
+
+def test_every_setting_has_a_meaning_and_live_ones_are_in_the_store() -> None:
+    known = known_settings().values()
+
+    assert all(one.field.description for one in known)
+    assert [one.path for one in known if one.is_live] == [
+        "controller.movement",
+        "controller.observe",
+    ]
+    assert [one.path for one in known if about(one.field, "secret")] == ["deployment.store"]
+
+
+@pytest.mark.parametrize("name", OLD_NAMES.split())
+def test_name_without_section_stands_for_one_setting(name: str) -> None:
+    assert known_names()[name].short == name
+
+
+def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text("[host_cache]\nmode = 'ring'\nrecords = 3\n[log]\nlevel = 'info'\n")
+    environ = {"EPLB_TRANSPORT__DEADLINE_S": "1.5", "EPLB_LOG_FORMAT": "json"}
+
+    settings = load_settings({}, config=file, environ=environ, named={"planner.max_moves": "7"})
+
+    assert (settings.host_cache.mode, settings.host_cache.records) == ("ring", 3)
+    assert (settings.log.level, settings.log.format) == ("info", "json")
+    assert (settings.transport.deadline_s, settings.planner.max_moves) == (1.5, 7)
+
+
+def test_name_of_several_settings_is_refused_with_their_full_names() -> None:
+    assert refusal({"deadline_s": "1"}) == (
+        "unknown key 'deadline_s' in --setting deadline_s, "
+        "closest known: transport.deadline_s, host_link.deadline_s"
+    )
+    assert refusal(EPLB_DEADLINE_S="1") == (
+        "unknown key 'EPLB_DEADLINE_S' in the environment, "
+        "closest known: EPLB_TRANSPORT__DEADLINE_S, EPLB_HOST_LINK__DEADLINE_S"
+    )
+
+
+def test_setting_without_short_name_is_reported_by_its_full_name() -> None:
+    assert refusal(EPLB_HOST_LINK__DEADLINE_S="0") == (
+        "host_link.deadline_s is '0' in environment variable EPLB_HOST_LINK__DEADLINE_S, "
+        "expected more than 0 and at most 3600"
+    )
+
+
+def test_setting_under_both_names_in_one_place_is_refused() -> None:
+    assert refusal({"ranks": "4", "demo.ranks": "2"}) == (
+        "demo.ranks is given as 'ranks' and as 'demo.ranks' in --setting demo.ranks, "
+        "expected one of them"
+    )
+
+
+def test_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text("planner = 'greedy'\n")
+
+    with pytest.raises(ConfigError) as caught:
+        load_settings({}, config=file, environ={})
+
+    assert str(caught.value) == f"planner is 'greedy' in {file}, expected a table [planner]"
+
+
+def test_store_url_with_a_password_is_refused_without_showing_it() -> None:
+    found = refusal({"store": ["redis://u:geheim@h:1"]})
+
+    assert found.endswith("in --setting store, expected text")
+    assert "geheim" not in found
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    return {one.name: one.default for one in fields(kind) if one.default is not MISSING}
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"), [(Transport, RankLinkSettings), (HostLink, HostLinkSettings)]
+)
+def test_link_section_has_the_defaults_of_its_dataclass(section: type, kind: type) -> None:
+    values = section().model_dump()
+
+    assert values == {name: defaults_of(kind)[name] for name in values}
+
+
+def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {})
+
+    agent = agent_settings(plan, StageSettings(), membership=0)
+    known = defaults_of(AgentSettings)
+    for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps"):
+        assert getattr(agent, name) == known[name], name
+    assert plan.staging.applied_to(StageSettings()) == StageSettings()
+    serving = StageSettings.while_serving()
+    assert plan.staging.applied_to(serving) == serving
+    controller = ControllerSettings()
+    for one in fields(ControllerSettings):
+        if one.name not in ("pace", "seed"):  # of the model's size, and the demo's
+            assert getattr(plan.controller, one.name) == getattr(controller, one.name), one.name
+    assert plan.reporting.tempo == Tempo()
+    assert plan.controller.retention == Retention()
+    settings = load()
+    assert settings.http.limits() == HttpLimits()
+    assert settings.supervision.settings() == SupervisionSettings()
+
+
+def test_settings_reach_the_components(tmp_path: Path) -> None:
+    plan = plan_of(
+        tmp_path,
+        {
+            "vote_every": "3",
+            "poll_s": "0.5",
+            "migration_deadline_s": "7",
+            "keep_every_windows": "2",
+            "max_moves": "5",
+            "target_imbalance": "1.5",
+            "state_interval": "0.75",
+            "other_hosts": "after_disk",
+            "transport.silence_s": "1.25",
+            "host_link.max_transfers": "9",
+            "num_readers": "2",
+            "in_flight": "4",
+            "peer_chunk_bytes": "4096",
+            "network_bytes_per_second": "1000",
+        },
+    )
+
+    assert (plan.vote_every, plan.controller_poll_s) == (3, 0.5)
+    controller = plan.controller
+    assert (controller.migration_deadline_s, controller.keep_every_windows) == (7.0, 2)
+    assert (controller.budget.max_moves, controller.budget.target_imbalance) == (5, 1.5)
+    assert plan.reporting.tempo == Tempo(0.0, 0.75)
+    assert plan.rank_links is not None
+    assert plan.slab.links is not None
+    assert (plan.rank_links.silence_s, plan.slab.links.silence_s) == (1.25, 2.0)
+    assert (plan.slab.links.max_transfers, plan.slab.num_readers) == (9, 2)
+    stage = plan.staging.applied_to(StageSettings())
+    assert (stage.in_flight, stage.peer.chunk_bytes) == (4, 4096)
+    assert (stage.network.bytes_per_second, stage.host) == (1000.0, StageSettings().host)
+    assert isinstance(plan.staging, Staging)
+
+
+def test_config_command_prints_values_their_places_and_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text("[demo]\nlayers = 3\n")
+    monkeypatch.setenv("EPLB_STORE", "redis://ops:geheim@store:6379/1")
+
+    given = ["config", "--config", str(file), "--setting", "seed=9"]
+    result = CliRunner().invoke(app, given)
+
+    assert result.exit_code == 0, result.output
+    values = tomllib.loads(result.output)
+    assert (values["demo"]["layers"], values["demo"]["seed"]) == (3, 9)
+    assert values["deployment"]["store"] == "redis://ops@store:6379/1"
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["layers", "=", "3", "#", str(file)] in lines
+    assert ["seed", "=", "9", "#", "--setting", "seed"] in lines
+    assert ["ranks", "=", "8", "#", "default"] in lines
+    assert "geheim" not in result.output
+    assert set(values) == set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("pair", "found"),
+    [
+        ("ranks", "--setting is 'ranks', expected NAME=VALUE"),
+        ("ranks=x", "ranks is 'x' in --setting ranks, expected a whole number"),
+        ("log.level=loud", "log_level is 'loud' in --setting log.level, expected 'debug', 'info'"),
+    ],
+)
+def test_config_command_refuses_a_wrong_value_in_one_line(pair: str, found: str) -> None:
+    result = CliRunner().invoke(app, ["config", "--setting", pair])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"eplb: {found}")
+    assert result.stderr.count("\n") == 1
