@@ -1,4 +1,4 @@
-"""The one object that a serving process holds: a rank's part in balancing.
+"""Entry point of a rank: the object that a serving process holds to take part in balancing.
 
     agent.start()
     while agent.step(number, "decode"):  # between forward passes, dummy batches included
@@ -10,7 +10,7 @@ agent's own threads: one brings bytes, two talk to the store. A dead store or a 
 migration never fails a step; a dead peer always does, because its tokens would be lost.
 
 What the agent does is in its pieces (``rebalance.rank.core``): ``voting`` (ballots and verdicts),
-``swapper`` (what serves), ``update`` (new weights), ``survival`` (after a death), ``scrub_turns``
+``swapper`` (what serves), ``update`` (new weights), ``recovery`` (after a death), ``scrub_turns``
 (idle steps), ``report``.
 """
 
@@ -23,13 +23,13 @@ from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, RankError
 from eplb.migration.build import Migration
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.report import rank_state
-from rebalance.recovery.survivors import WORDS_DEADLINE_S
+from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
@@ -47,10 +47,10 @@ class RankAgent:
         self._settings, self._parts = settings, parts
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         self._core = core = make_core(settings, parts, links, placement, self)
-        self._box, self._watchdog, self._sampler = core.box, core.watchdog, core.sampler
+        self._shared, self._watchdog, self._sampler = core.shared, core.watchdog, core.sampler
         self._swapper, self._voting, self._scrub_turns = core.swapper, core.voting, core.scrub_turns
-        self._update, self._survival = core.update, core.survival
-        self._door: RankLinkServer | None = None
+        self._update, self._recovery = core.update, core.survival
+        self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._watchdog.step.busy("before the first step")
 
@@ -62,7 +62,7 @@ class RankAgent:
         Raises:
             MigrationError: the address at which they ask cannot be listened on.
         """
-        self._door = self._core.listen()
+        self._link_server = self._core.listen()
         self._core.watcher.start()
 
     def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
@@ -96,7 +96,7 @@ class RankAgent:
             return True
         self._core.steps.last = step
         self._watchdog.step.busy(f"before step {step}")
-        self._core.voter.refuse_if_alone(f"before step {step}")
+        self._core.voter.raise_if_peer_dead(f"before step {step}")
         if step % self._settings.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
@@ -127,9 +127,9 @@ class RankAgent:
         return self._parts.steps.steps
 
     def _may_begin(self, step: int) -> bool:
-        """Say whether a step is new, and refuse one that must not be run."""
+        """Return whether a step is new; reject one that must not run."""
         rank, last = self._parts.rank, self._core.steps.last
-        if self._survival.is_recovering:
+        if self._recovery.is_recovering:
             raise RankError(f"rank {rank}: no step may follow a death in the group")
         if step == last:
             return False
@@ -146,22 +146,24 @@ class RankAgent:
         return True
 
     def _watch_over(self) -> None:
-        """Let nothing stop in silence: freeze without a thread, drop a plan that stands still."""
-        rank, state, ended = self._parts.rank, self._box.state, self._core.watcher.ended()
+        """Detect stopped threads and stalled plans: freeze migrations, or request an abort."""
+        rank, state, ended = self._parts.rank, self._shared.state, self._core.watcher.ended()
         if ended:
-            reason = f"rank {rank}: thread {' and '.join(ended)} ended without a word"
-            self._box.update(phases.freeze, reason)
+            reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
+            self._shared.update(phases.freeze, reason)
         objection = self._watchdog.objection(state)
         if objection and state.plan is not None:
-            self._box.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
+            self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
-            self._core.links.reporter.state(self.describe())  # whose task this is, does not
+            self._core.links.reporter.state(
+                self.describe()
+            )  # normally the task of the watcher, which has stopped
 
     def wait(self, completion: Completion) -> None:
-        """Wait for the device, but not for one that waits for a dead peer.
+        """Wait for the device; raise as soon as a peer is known to be dead.
 
-        A kernel of a dispatch may wait minutes for a rank that is gone (DeepEP v1.2.1: about 100 s)
-        and take the host with it. The lifelines, which are the host's, know within milliseconds.
+        A dispatch kernel may wait minutes for a dead rank (DeepEP v1.2.1: about 100 s) and block
+        the host. The liveness connections on the host detect the death within milliseconds.
 
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
@@ -189,7 +191,7 @@ class RankAgent:
         self._update.begin(version)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
-        """Give (layer, slot of this rank, expert) of every live slot: where weights belong now.
+        """Return (layer, slot of this rank, expert) of every live slot: where weights belong now.
 
         Not where they belonged at the start: experts have moved since.
         """
@@ -206,18 +208,18 @@ class RankAgent:
 
     @property
     def placement(self) -> Placement:
-        """What serves now; a legal mix in mid-migration."""
+        """The serving placement; valid also in the middle of a migration."""
         return self._swapper.placement
 
     @property
     def figures(self) -> StepFigures:
-        """What was measured of swaps."""
+        """Statistics of this rank's swaps."""
         return self._swapper.figures
 
     @property
     def phase(self) -> str:
         """Phase of the migration that this rank works on; "idle" without one."""
-        return self._box.state.phase.value
+        return self._shared.state.phase.value
 
     @property
     def num_samples(self) -> int:
@@ -229,49 +231,53 @@ class RankAgent:
         self._voting.wants_halt = True
 
     def pause_staging(self) -> None:
-        """Hold weights back, during a prefill or a transfer of KV cache, say; from any thread.
+        """Pause staging, for example during a prefill or a transfer of KV cache. Thread-safe.
 
-        It goes on at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
+        Staging resumes at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
         """
         self._core.mover.pause()
 
     def resume_staging(self) -> None:
-        """Let weights flow again; from any thread."""
+        """Resume staging. Thread-safe."""
         self._core.mover.resume()
-        self._box.wake()
+        self._shared.wake()
 
     def close(self) -> None:
-        """Stop the threads and leave the group. The last samples are the reporter's to flush."""
+        """Stop the threads and leave the group. The caller flushes the reporter."""
         self._core.watcher.close()
         self._core.links.transport.close()
-        if self._door is not None:
-            self._door.close()
+        if self._link_server is not None:
+            self._link_server.close()
         self._core.links.votes.close()
 
     # -- after a death (rebalance.recovery.survivors)
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone."""
+        """Ranks that are known to be dead."""
         return self._core.links.votes.dead()
 
-    def last_words(self, deadline_s: float = WORDS_DEADLINE_S) -> LastWords:
-        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
-        return self._survival.last_words(deadline_s)
+    def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
+        """Stop adopting and swapping, and return how far this rank has come, within the
+        deadline."""
+        return self._recovery.survivor_report(deadline_s)
 
-    def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
-        self._survival.take_over(record)
+    def apply_recovery(self, record: Recovery) -> None:
+        """Apply what the record includes and this rank has not swapped yet, and end the
+        migration."""
+        self._recovery.apply_recovery(record)
 
     # -- what the watcher calls, on its own thread
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
-        """Take in what the store says now; False to be told again soon."""
-        state = self._box.state
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
+        """Process an update of the store; return False to be called again soon."""
+        state = self._shared.state
         if state.plan is not None:
             if not control.movement:
-                self._box.update(phases.want_abort, state.plan.plan_id, "movement is switched off")
+                self._shared.update(
+                    phases.want_abort, state.plan.plan_id, "movement is switched off"
+                )
             elif not self._is_open(state.plan.plan_id, published):
-                self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
+                self._shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
         elif control.movement:
@@ -279,7 +285,7 @@ class RankAgent:
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
-        """Say whether a plan is published, or has been finished by ranks that were quicker.
+        """Return whether a plan is published, or was already committed by faster ranks.
 
         Then the verdict that they have read is on its way to this one.
         """
@@ -289,9 +295,10 @@ class RankAgent:
         return committed is not None and committed.plan_id == plan_id
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement as known to this rank, and the newest plan id it has
+        seen."""
         return self._swapper.settled()
 
     def describe(self) -> RankState:
-        """Say how this rank stands, for the store."""
+        """Return how this rank stands, for the store."""
         return rank_state(self._core, self.notes)

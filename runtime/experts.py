@@ -1,4 +1,4 @@
-"""Where a rank keeps its experts: live slots that serve, and a staging ring that is being filled.
+"""Expert memory of a rank: live slots that serve, and a staging ring.
 
 An expert is one record: all its tensors in the layout that the kernels read, page-aligned, so that
 moving an expert is moving one run of bytes and nothing that belongs to it can be left behind.
@@ -92,7 +92,7 @@ class ExpertSchema:
         """Shape of each checkpoint tensor that ``spec`` is made of."""
         return (spec.shape[0] // len(spec.parts), *spec.shape[1:])
 
-    def cook(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
+    def repack(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
         """Write one expert's checkpoint tensors into a record, in kernel layout.
 
         Raises:
@@ -162,7 +162,7 @@ class ExpertBank:
 
     @property
     def device(self) -> torch.device:
-        """Where the records are."""
+        """The device of the records."""
         return self._live.device
 
     def live(self, layer: int, slot: int) -> torch.Tensor:
@@ -182,7 +182,7 @@ class ExpertBank:
         self._live[layer, slot].copy_(self._staging[entry])
 
     def mark(self) -> Completion:
-        """Return what tells when every copy that was ordered so far is complete."""
+        """Return the completion of all copies that were ordered so far."""
         return Completion(is_cuda=self._live.is_cuda)
 
     def digest(self, layer: int, slot: int) -> tuple[int, int]:

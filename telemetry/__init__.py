@@ -53,7 +53,7 @@ __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 
 
 def file_of(url: str | Path) -> Path | None:
-    """Give the file that a store's URL names; None where it names no file."""
+    """Return the file that a store's URL names; None where it names no file."""
     scheme, colon, rest = str(url).partition(":")
     if isinstance(url, Path) or not colon or "/" in scheme:
         return Path(url)
@@ -66,11 +66,11 @@ def open_store(
     """Open the store that ``url`` names.
 
     Args:
-        url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
-            a file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
-        deployment: whose samples and placements it is to speak for.
-        sample_version: in which samples are written. Until every reader of the store is up to
-            date, its writers keep to the version before.
+        url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for a
+            file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
+        deployment: name of the deployment whose samples and placements it holds.
+        sample_version: in which samples are written. Until every reader of the store is up to date,
+            its writers keep to the version before.
 
     Raises:
         ConfigError: another scheme, a URL or name that the store cannot use, or a version that

@@ -22,5 +22,5 @@ def set_log_fields(**fields: int | str | None) -> None:
 
 
 def log_fields() -> Mapping[str, int | str]:
-    """Give the fields of this thread's log records."""
+    """Return the fields of this thread's log records."""
     return _fields.get()

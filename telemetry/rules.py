@@ -1,4 +1,4 @@
-"""What every store must decide alike: who may commit or publish, and what the events say."""
+"""Decisions shared by all stores: who may commit or publish, and the details of events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eplb.core.placement import Placement
 from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, TaskState
 
 OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
@@ -31,7 +31,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 
 
 def details_to_text(details: Details) -> str:
-    """Give details as JSON text, the form in which every store keeps them.
+    """Return details as JSON text, the form in which every store keeps them.
 
     Raises:
         StoreError: a value that JSON cannot hold.
@@ -43,7 +43,7 @@ def details_to_text(details: Details) -> str:
 
 
 def details_from_text(text: str) -> dict[str, Any]:
-    """Make details of what ``details_to_text`` gave."""
+    """Return details of what ``details_to_text`` gave."""
     details: dict[str, Any] = json.loads(text)
     return details
 
@@ -153,7 +153,7 @@ def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> Non
 
 
 def first_token(now: float) -> int:
-    """Return the fencing token that a store gives out when it knows of none before.
+    """Return the first fencing token of a store that has no earlier one.
 
     A new store, and one that lost its contents: seconds since the epoch above 31 random bits, so no
     token of before comes again. While the clock is right the seconds differ. If the clock is lost
@@ -175,8 +175,8 @@ def next_lease(
     """Return the lease that ``holder`` gets; None while another holds it.
 
     Args:
-        latest: the last lease that was given out, be it run out or given up.
-        is_over: tells of the latest lease (``telemetry/stores/lease_watch.py``).
+        latest: the last lease that was granted, even if expired or released.
+        is_over: returns whether the latest lease is over (``telemetry/stores/lease_watch.py``).
     """
     if not holder or not ttl_s > 0:
         raise ConfigError(
@@ -205,12 +205,12 @@ def given_up(
 
 
 def lease_to_text(lease: Lease) -> str:
-    """Give a lease as JSON text."""
+    """Return a lease as JSON text."""
     return details_to_text(vars(lease))
 
 
 def lease_from_text(text: str) -> Lease:
-    """Make a lease of what ``lease_to_text`` gave, or a program that knew but three fields."""
+    """Return a lease of what ``lease_to_text`` gave, or a program that knew but three fields."""
     return Lease(**{"ttl_s": OLD_TTL_S, "since": 0.0, "renewals": 0} | details_from_text(text))
 
 
@@ -231,7 +231,7 @@ def check_fence(fence: int | None, latest: Lease | None) -> None:
 
 
 def is_to_be_restored(run: RunInfo, *, is_committed: bool, current_run: str | None) -> bool:
-    """Whether a store lost its contents, and nobody has begun another run in it since."""
+    """Whether a store lost its contents, and no other run has begun in it since."""
     return not is_committed and current_run in (None, run.run)
 
 
@@ -282,24 +282,24 @@ def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
     return open_plan_id is not None and record.plan_id == open_plan_id and record.applied == 0
 
 
-def words_to_text(words: LastWords) -> str:
-    """Give last words as JSON text."""
-    return details_to_text(vars(words))
+def report_to_text(report: SurvivorReport) -> str:
+    """Give survivor report as JSON text."""
+    return details_to_text(vars(report))
 
 
-def words_from_text(text: str) -> LastWords:
-    """Make last words of what ``words_to_text`` gave."""
+def report_from_text(text: str) -> SurvivorReport:
+    """Make survivor report of what ``report_to_text`` gave."""
     detail = details_from_text(text)
-    return LastWords(**detail | {"dead": tuple(detail["dead"])})
+    return SurvivorReport(**detail | {"dead": tuple(detail["dead"])})
 
 
 def recovery_to_text(record: Recovery) -> str:
-    """Give a recovery record as JSON text."""
+    """Return a recovery record as JSON text."""
     return details_to_text(vars(record))
 
 
 def recovery_from_text(text: str) -> Recovery:
-    """Make a recovery record of what ``recovery_to_text`` gave."""
+    """Return a recovery record of what ``recovery_to_text`` gave."""
     detail = details_from_text(text)
     return Recovery(**detail | {"survivors": tuple(detail["survivors"])})
 
@@ -326,7 +326,7 @@ def close_detail(plan_id: int, generation: int | None, reason: str) -> Details:
 
 
 def overtaken_reason(generation: int) -> str:
-    """Why a migration is rejected when something else than it is committed."""
+    """Reason of a migration that is rejected because another generation is committed."""
     return f"generation {generation} was committed in its place"
 
 
@@ -336,7 +336,7 @@ def candidates_to_text(candidates: Candidates) -> str:
 
 
 def candidates_from_text(text: str) -> Candidates:
-    """Read what ``candidates_to_text`` gave."""
+    """Return the candidates from what ``candidates_to_text`` gave."""
     return Candidates.from_dict(details_from_text(text))
 
 

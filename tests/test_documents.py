@@ -143,7 +143,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
 
 @pytest.mark.parametrize("block", [b for b in SHELL if not b.not_run], ids=named)
 def test_shell_of_a_page_runs(block: Block, live: Any) -> None:
-    address = live.hears("eplb demo: http://").split("//")[1].strip()
+    address = live.wait_for_line("eplb demo: http://").split("//")[1].strip()
     live.sees("that all ranks report", lambda _: is_ready(address))
     environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
 

@@ -133,13 +133,15 @@ class HostCache(Section):
     """The records that a host keeps in memory for its ranks."""
 
     mode: Literal["full", "hot", "ring"] = setting(
-        "full", "records in host memory: all, those used last, or a small ring", short="slab_mode"
+        "full",
+        "records in host memory: all, those used last, or a small ring",
+        short="host_cache_mode",
     )
     records: Whole = setting(
         0,
         "capacity with hot or ring; 0 with full",
         unit="records",
-        short="slab_records",
+        short="host_cache_records",
         ge=0,
         le=100_000_000,
     )

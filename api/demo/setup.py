@@ -31,8 +31,8 @@ from eplb.policies.table import policy_named
 from rebalance.build.config import ReportingConfig
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import NUM_READERS, SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.settings import NUM_READERS, HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_file import record_file_beside
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -84,8 +84,8 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         trace=trace,
         model=model,
         topology=topology,
-        slabs=tuple(
-            SlabAddress(f"{run}-host{host}", secrets.token_bytes(16))
+        host_caches=tuple(
+            HostCacheAddress(f"{run}-host{host}", secrets.token_bytes(16))
             for host in range(settings.demo.nodes)
         ),
         rendezvous="",  # another for each start of the ranks
@@ -122,7 +122,7 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         ),
         controller_poll_s=settings.controller.poll_s,
         holder=new_holder(),
-        slab=_slab(settings, weights, model),
+        host_cache=_host_cache(settings, weights, model),
         rank_links=_rank_links(settings),
         reporting=ReportingConfig(
             settings.telemetry.spool_dir or state.path / "spool",
@@ -222,10 +222,10 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
     )
 
 
-def _slab(settings: Settings, weights: Path, model: ModelShape) -> SlabSettings:
+def _host_cache(settings: Settings, weights: Path, model: ModelShape) -> HostCacheSettings:
     """How every host keeps records; the file is shared, as the weights are."""
     records = settings.host_cache.records
-    return SlabSettings(
+    return HostCacheSettings(
         mode=settings.host_cache.mode,
         budget_bytes=records * model.expert_bytes if settings.host_cache.mode == "hot" else None,
         ring_records=records if settings.host_cache.mode == "ring" else None,

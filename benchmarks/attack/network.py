@@ -30,13 +30,13 @@ from benchmarks.attack.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import PROTOCOL as HOSTS
-from rebalance.network.wire import Wire, greet, reach
-from rebalance.preload.cache.client import SlabReader
-from rebalance.preload.cache.server import HostSlab
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.network.wire import Wire, client_handshake, connect
+from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.server import HostCacheServer
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
 from rebalance.transport.ranks.wire import PROTOCOL as RANKS
@@ -301,18 +301,20 @@ def _deep_frames(folder: Path) -> Outcome:
         host = _free_address()
         stack.enter_context(closing(_host_cache(folder, HostLinkSettings((host,), secret, host))))
         rank = _free_address()
-        plate = DoorPlate("rank", rank, RANKS, secret, 2.0)
-        stack.enter_context(closing(Door(plate, dict, lambda wire: None, is_closing)))
+        listener_settings = ListenerSettings("rank", rank, RANKS, secret, 2.0)
+        stack.enter_context(
+            closing(ConnectionListener(listener_settings, dict, lambda wire: None, is_closing))
+        )
         for address in (host, rank):
             for frame in FRAMES:
-                with suppress(OSError), closing(reach(address, DEADLINE_S)) as stranger:
+                with suppress(OSError), closing(connect(address, DEADLINE_S)) as stranger:
                     stranger.sendall(frame)
                     stranger.recv(4096)
                     stranger.recv(1)
         asked = sum(_asks_a_false_listener(frame) for frame in FRAMES)
         for address, protocol in ((host, HOSTS), (rank, RANKS)):
-            with closing(reach(address, DEADLINE_S)) as end:
-                greet(
+            with closing(connect(address, DEADLINE_S)) as end:
+                client_handshake(
                     Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S), secret, protocol=protocol
                 )
     held = not uncaught and asked == len(FRAMES)
@@ -323,12 +325,12 @@ def _deep_frames(folder: Path) -> Outcome:
 def _asks_a_false_listener(frame: bytes) -> bool:
     """Say whether a client reports such an answer as any other failure."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = reach(listening.getsockname()[:2], DEADLINE_S)
+        client = connect(listening.getsockname()[:2], DEADLINE_S)
         false, _ = listening.accept()
         with false, client:
             threading.Thread(target=_send, args=(false, frame), daemon=True).start()
             try:
-                greet(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
+                client_handshake(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
             except EplbError:
                 return True
             except RecursionError:
@@ -350,11 +352,13 @@ def _free_address() -> tuple[str, int]:
 # -- the host weight cache
 
 
-def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostSlab:
+def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostCacheServer:
     weights = folder / "weights"
     write_random_checkpoint(weights, MODEL, SCHEMA, vocabulary=64, seed=1)
-    address = SlabAddress(folder.name, b"key of 16 bytes.")
-    return HostSlab(address, Checkpoint(weights), MODEL, SCHEMA, SlabSettings(links=links))
+    address = HostCacheAddress(folder.name, b"key of 16 bytes.")
+    return HostCacheServer(
+        address, Checkpoint(weights), MODEL, SCHEMA, HostCacheSettings(links=links)
+    )
 
 
 def _flood(name: str, folder: str) -> None:
@@ -371,7 +375,7 @@ def _flood(name: str, folder: str) -> None:
 
 
 def _host_cache_connects(folder: Path) -> Outcome:
-    address = SlabAddress(folder.name, b"key of 16 bytes.")
+    address = HostCacheAddress(folder.name, b"key of 16 bytes.")
     took = []
     _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
@@ -387,7 +391,7 @@ def _host_cache_connects(folder: Path) -> Outcome:
                 time.sleep(0.02)
             began = time.monotonic()
             with suppress(EplbError):
-                reader = SlabReader(address, 8, SCHEMA.record_bytes, deadline_s=DEADLINE_S / 2)
+                reader = HostCacheClient(address, 8, SCHEMA.record_bytes, deadline_s=DEADLINE_S / 2)
                 reader.load([(0, 0)], deadline_s=DEADLINE_S / 2)
                 reader.close()
                 took.append(time.monotonic() - began)

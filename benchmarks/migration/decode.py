@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.migration.agent import MOVES, agent_of, publisher_of, rotated
 from benchmarks.migration.big_rank import BigRank, Shapes, build
-from benchmarks.migration.stage import PinnedSlab
+from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.rows import Row
 from eplb.core.model import ModelShape
 from rebalance.build.agent import WiredAgent
@@ -36,8 +36,8 @@ VOCABULARY = 1024
 def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: Path) -> list[Row]:
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
-    slab = slab_of_both_ends(big) if mode == "host" else None
-    wired, clock = agent_of(big, path, big.transport(slab))
+    host_cache = host_cache_of_both_ends(big) if mode == "host" else None
+    wired, clock = agent_of(big, path, big.transport(host_cache))
     agent, forward = wired.agent, decode_step(big, wired)
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()
@@ -65,7 +65,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     return decode_rows(mode, *by_phase(step_us), figures)
 
 
-def slab_of_both_ends(big: BigRank) -> PinnedSlab:
+def host_cache_of_both_ends(big: BigRank) -> PinnedHostCache:
     """Host memory with every expert that goes into this rank on the way there and back."""
     ends = (big.placement, rotated(big.placement, big.topology, MOVES))
     span = big.topology.slots_on(big.rank)
@@ -75,7 +75,7 @@ def slab_of_both_ends(big: BigRank) -> PinnedSlab:
         for layer, slot in np.argwhere(new).tolist()
         for end in ends
     }
-    return PinnedSlab(big, sorted(records))
+    return PinnedHostCache(big, sorted(records))
 
 
 def by_phase(step_us: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,8 +1,8 @@
 """The configuration of a rank: plain values, alike on every rank of a deployment.
 
 Nothing here reads a file or the environment; what does can fill these classes field by field. Host
-weight caches are configured by ``rebalance.preload.cache.settings.SlabSettings``, controllers by
-``rebalance.controller.loop.ControllerSettings``.
+weight caches are configured by ``rebalance.preload.cache.settings.HostCacheSettings``, controllers
+by ``rebalance.controller.loop.ControllerSettings``.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from rebalance.build.config import RankConfig
 from rebalance.build.group import RankGroups
-from rebalance.preload.cache.client import SlabReader
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
@@ -45,7 +45,7 @@ class RankPlace:
     topology: Topology
     groups: RankGroups
     device: torch.device
-    host_cache: SlabAddress  # of this rank's host
+    host_cache: HostCacheAddress  # of this rank's host
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def take_experts(
     network, rank = config.network, place.rank
     memory = _memory(config, place, model, experts)
     bank, size = memory.bank, memory.bank.schema.record_bytes
-    cache = SlabReader(
+    cache = HostCacheClient(
         place.host_cache,
         model.num_experts,
         size,

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from rebalance.preload.cache.server import HostSlab
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.server import HostCacheServer
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
 
 def build_host_cache(
-    settings: SlabSettings,
-    address: SlabAddress,
+    settings: HostCacheSettings,
+    address: HostCacheAddress,
     model: ModelShape,
     schema: ExpertSchema,
     checkpoint: Path | None,
     *,
     host: int = 0,
-) -> HostSlab:
+) -> HostCacheServer:
     """Build a host's cache; it answers from now on, until ``close``.
 
     Args:
@@ -47,4 +47,4 @@ def build_host_cache(
             )
         settings = replace(settings, links=replace(links, listen=links.hosts[host]))
     weights = Checkpoint(checkpoint) if checkpoint is not None else None
-    return HostSlab(address, weights, model, schema, settings)
+    return HostCacheServer(address, weights, model, schema, settings)

@@ -77,8 +77,8 @@ def build_rank(
         place: where this rank runs.
         model: the MoE layers and their experts.
         experts: what an expert consists of: memory is reserved here, and filled from the cache of
-            the rank's host. Or the engine's own memory, which it has filled by the placement of
-            the store; see ``committed_placement``.
+            the rank's host. Or the engine's own memory, which it has filled by the placement of the
+            store; see ``committed_placement``.
         store: of the deployment, open or by its URL.
 
     Raises:

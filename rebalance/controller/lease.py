@@ -1,16 +1,16 @@
-"""The right to act as a deployment's controller, or to run it, kept for as long as one is at work.
+"""The lease of a deployment: only its holder acts as controller, or runs the deployment.
 
               another holds it              asked, and it is free
     STANDS BY <--------------- (asks) -----------------------------> LEADS
         ^                                                               |
         +------- another has it, or it was not renewed in time ---------+
 
-Each turn of the controller asks. Whoever leads renews at a third of the time to live, and not in a
-thread of its own: a controller that hangs must lose the lease. Whatever it writes carries the
-lease's token, and the store refuses all but the newest; so one that slept through the end of its
-lease can do no harm, even before it knows.
+Each turn of the controller asks for the lease. The leader renews it at a third of the time to live,
+in the same thread as its work: a controller that hangs must lose the lease. Each write carries the
+lease's fencing token, and the store rejects all but the newest. So a controller that was suspended
+past the end of its lease cannot do harm.
 
-A plan that takes longer than the time to live is lost to whoever stands by: give it more.
+A plan that takes longer than the time to live loses the lease to a standby: configure more.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class ControllerLease:
         self._of = of
         self._lease: Lease | None = None
         self._asked_at = 0.0  # when the store was last asked for the lease that is held
-        self._untold = ""  # how the last one was lost, until the store has it as an event
+        self._unreported = ""  # how the last one was lost, until the store has it as an event
         self._is_standing_by = False
 
     @property
     def token(self) -> int:
-        """The fencing token, for whoever leads."""
+        """The fencing token of the held lease."""
         assert self._lease is not None, "only who leads writes"
         return self._lease.token
 
     def is_held(self) -> bool:
-        """Take the lease or renew it, if that is due, and say whether this controller leads.
+        """Acquire or renew the lease if that is due; return whether this process holds it.
 
         Raises:
-            StoreError: the store failed; nobody may act until it answers.
+            StoreError: the store failed; no process may act until it answers.
         """
         now = self._clock()
         if self._lease is not None and now < self._asked_at + self._ttl_s / RENEWALS:
@@ -74,7 +74,7 @@ class ControllerLease:
             found = self._store.acquire_lease(self.holder, self._ttl_s, self._of)
         except StoreError as exc:
             if self._lease is not None and now >= self._asked_at + self._ttl_s:
-                self.lose(f"it was not renewed within {self._ttl_s:g} s: {exc}")
+                self.lose(f"not renewed within {self._ttl_s:g} s: {exc}")
             raise
         if found is None:
             self._stand_by()
@@ -86,20 +86,22 @@ class ControllerLease:
         """Make sure of the lease after something that took long.
 
         Raises:
-            FencedOut: another holds it by now.
+            FencedOut: another holder has it now.
         """
         if not self.is_held():
-            raise FencedOut(f"{self.holder!r} held the lease, found that another holds it now")
+            raise FencedOut(
+                f"the lease of {self.holder!r} was taken: found another holder, expected this one"
+            )
 
     def lose(self, reason: str) -> None:
-        """Stop acting. Said at once, and to the store as soon as it answers again."""
+        """Stop acting; log the reason now and write it to the store once it responds."""
         if self._lease is not None:
-            self._untold = reason
-            log.warning("token=%d the lease is lost: %s", self._lease.token, reason)
+            self._unreported = reason
+            log.warning("token=%d lease lost: %s", self._lease.token, reason)
         self._lease = None
 
     def give_up(self) -> None:
-        """Let another have it at once."""
+        """Release the lease."""
         if self._lease is not None:
             self._store.release_lease(self._lease)
         self._lease = None
@@ -107,24 +109,26 @@ class ControllerLease:
     def _lead(self, lease: Lease, now: float) -> None:
         is_news = self._lease is None or self._lease.token != lease.token
         self._lease, self._asked_at, self._is_standing_by = lease, now, False
-        self._tell_loss()
+        self._report_loss()
         if is_news:
             log.info("token=%d %s holds the lease of the %s", lease.token, self.holder, self._of)
-            self._tell("leads", token=lease.token)
+            self._report("leads", token=lease.token)
 
     def _stand_by(self) -> None:
         if self._lease is not None:
-            self.lose("another holds it")
-        self._tell_loss()
+            self.lose("found another holder")
+        self._report_loss()
         if not self._is_standing_by:
             self._is_standing_by = True
-            log.info("%s stands by: another holds the lease of the %s", self.holder, self._of)
+            log.info(
+                "%s is standing by: another holder has the lease of the %s", self.holder, self._of
+            )
 
-    def _tell_loss(self) -> None:
-        if self._untold:
-            reason, self._untold = self._untold, ""
-            self._tell("lost", reason=reason)
+    def _report_loss(self) -> None:
+        if self._unreported:
+            reason, self._unreported = self._unreported, ""
+            self._report("lost", reason=reason)
 
-    def _tell(self, state: str, **more: object) -> None:
-        said = {"of": self._of, "state": state, "holder": self.holder}
-        self._store.add_event("lease", said | more)
+    def _report(self, state: str, **more: object) -> None:
+        detail = {"of": self._of, "state": state, "holder": self.holder}
+        self._store.add_event("lease", detail | more)

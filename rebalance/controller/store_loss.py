@@ -1,9 +1,9 @@
-"""A store that lost its contents (FLUSHALL, a server back without its files) is written anew.
+"""Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
 
-Every rank knows what was lost that balancing cannot go on without: its run, the placement that
-serves, the switches, and how far plan ids have come. Each looks after every look for news; the
-first to find no placement writes all of it at once, the others find it there. Samples, tasks,
-events and the history of placements are gone.
+Every rank knows the state that balancing needs: the run, the serving placement, the switches, and
+the highest plan id. Each rank checks after every poll. The first to find no placement restores all
+of it in one change; the others find it there. Samples, tasks, events and the history of placements
+are lost.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class Serving(Protocol):
-    """A rank, as far as it can say what the store must hold."""
+    """A rank's state, as far as the store must hold it."""
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement as known to this rank, and the newest plan id it has
+        seen."""
 
     def describe(self) -> RankState:
-        """Say how this rank stands."""
+        """Return how this rank stands."""
 
 
 class StoreLoss:
-    """What one rank remembers of the store; called by its watcher alone."""
+    """One rank's copy of the store's state; called by its watcher alone."""
 
     def __init__(self, store: LoadStore, serving: Serving) -> None:
         self._store, self._serving = store, serving
@@ -36,7 +37,7 @@ class StoreLoss:
         self._control: Control | None = None
 
     def is_restored(self, control: Control) -> bool:
-        """Write the store anew if it was lost; say whether what was just read of it is void.
+        """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
             control: the switches as they were read last.
@@ -52,11 +53,11 @@ class StoreLoss:
         if self._run is None or self._control is None:
             return False  # nothing was committed yet that could be lost
         state, (placement, plan_id) = self._serving.describe(), self._serving.settled()
-        reason = f"rank {state.rank} found the store without a placement: its contents are lost"
+        reason = f"rank {state.rank} found no placement in the store: the store lost its contents"
         if self._store.restore(
             self._run, placement, self._control, last_plan_id=plan_id, reason=reason
         ):
-            log.error("generation=%d %s; written anew", placement.generation, reason)
+            log.error("generation=%d %s; state restored", placement.generation, reason)
         return True
 
     def _own_run(self) -> RunInfo | None:

@@ -1,7 +1,7 @@
-"""What the controller's plans promised and gave, from placements, windows and events of the store.
+"""Compares the promised with the measured gain of the controller's plans.
 
-A plan that was committed is judged once enough windows have come under its placement. The sums are
-an event, so that a controller that is started again goes on from them.
+A committed plan is judged once enough windows were measured under its placement. The sums are
+stored as an event, so that a restarted controller continues from them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KIND = "promise"  # of the event
 
 
 class TrackRecord:
-    """Judges each MOVE once it has served, and keeps the sums.
+    """Judges each MOVE after it has served, and keeps the sums.
 
-    New shares alone are a new generation, but leave the experts where they were.
+    A RESPLIT is a new generation with the same slots, and does not end a judgement.
     """
 
     def __init__(self, store: EventStore) -> None:
@@ -35,7 +35,7 @@ class TrackRecord:
         self._generations: set[int] = set()  # with the experts where they are now
 
     def unseen(self, windows: Sequence[Window], committed: Placement) -> int:
-        """How many of the latest windows came since the experts are where they are."""
+        """Return the number of latest windows with the present slots."""
         before = self._serving
         if before is None or not np.array_equal(before.slot_to_expert, committed.slot_to_expert):
             self._generations = set()

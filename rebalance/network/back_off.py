@@ -1,4 +1,4 @@
-"""Leaves a host or a rank that failed alone for a while, longer after each further failure."""
+"""Back-off after failures of a host or a rank; it doubles with each further failure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class BackOff:
-    """Whether somebody may be asked now. Any thread may call any method.
+    """Suspends requests to one host or rank after failures. Thread-safe.
 
     Args:
-        name: of whom; for people.
-        most_s: for so long it is left alone after failures, at most.
-        clock: which time passes for it.
+        name: of the host or rank, for messages.
+        most_s: upper limit of one back-off.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -29,23 +29,23 @@ class BackOff:
         self._lock = threading.Lock()
         self._rest_s, self._until, self._why = 0.0, -math.inf, ""
 
-    def left_alone(self) -> str:
-        """Say why it is not asked now; "" if it may be."""
+    def reason(self) -> str:
+        """Return why requests are suspended; "" if they are not."""
         with self._lock:
             left_s = self._until - self._clock()
-            return f"left alone for {left_s:.1f} s more, because {self._why}" if left_s > 0 else ""
+            return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""
 
-    def fails(self, why: str) -> None:
-        """Leave it alone for a while, and longer after every failure that follows another."""
+    def record_failure(self, why: str) -> None:
+        """Start a back-off, twice as long as the one before."""
         with self._lock:
             now = self._clock()
             if now < self._until:
                 return  # the same failure, seen by another thread
             self._rest_s = min(self._most_s, max(FIRST_BACK_OFF_S, 2 * self._rest_s))
             self._until, self._why = now + self._rest_s, why
-        log.warning("%s is left alone for %.3g s: %s", self._name, self._rest_s, why)
+        log.warning("%s: in back-off for %.3g s after: %s", self._name, self._rest_s, why)
 
-    def is_well(self) -> None:
-        """Note that it gave what it was asked for."""
+    def record_success(self) -> None:
+        """Reset the back-off after a successful request."""
         with self._lock:
             self._rest_s = 0.0

@@ -1,15 +1,15 @@
-"""What two ends of a connection say to each other, and for how long either waits for the other.
+"""Framing, handshake and deadlines of a connection between two hosts or two ranks.
 
-    asker                                    who is asked
-      | <------ protocol, nonce ---------------- |   or why it takes no more callers
+    client                                   server
+      | <------ protocol, nonce ---------------- |   or: connection limit reached
       | ------- nonce, proof of the secret ----> |
-      | <------ proof, origin, version --------- |   or that the secret is another
-      | ------- what is asked -----------------> |
-      | <------ an answer, then a record's bytes |   or why not
+      | <------ proof, origin, version --------- |   or: the secrets differ
+      | ------- request -----------------------> |
+      | <------ response, then the record ------ |   or the reason of a refusal
 
-Between the slabs of two hosts a connection carries one question: nothing of an earlier one can be
-taken for an answer, and its end frees whatever it held on the other host. Between two ranks it is
-kept for further questions. Messages are JSON behind their length.
+Between two host caches a connection carries one request: no earlier response can be mistaken for a
+later one, and closing it frees what it held on the server. Between two ranks it is kept for further
+requests. Messages are JSON with a length prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
 from rebalance.network.throttle import TokenBucket
 
-PROTOCOL = "eplb-hosts-1"  # of slabs; each kind of door has a name of its own
+PROTOCOL = "eplb-hosts-1"  # of host caches; each kind of listener has its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
 MAX_MESSAGE_BYTES = 2**20  # after authentication
 MAX_PROOF_BYTES = 512  # before it: a nonce and a proof take 150
@@ -41,15 +41,15 @@ T = TypeVar("T")
 
 
 class RefusedError(MigrationError):
-    """The other side is well, and says no."""
+    """The other side works, and refuses the request."""
 
 
 class Wire:
-    """One end of a connection; whatever goes wrong is told in words.
+    """One end of a connection. Every failure is a MigrationError with the reason.
 
     Args:
         end: connected; closed by its owner.
-        deadline: for all that is said, by time.monotonic; may be set anew.
+        deadline: of the whole exchange, by time.monotonic; may be replaced.
         silence_s: for the next byte.
     """
 
@@ -62,54 +62,55 @@ class Wire:
         """Time until the deadline; none is 0."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def hears(self, patience_s: float) -> bool:
-        """Wait until the other side says something; False if it hangs up first, or is silent.
+    def wait_for_data(self, timeout_s: float) -> bool:
+        """Wait for the next message; False if the connection closes first, or on a timeout.
 
-        None of it is taken in. Nothing is wrong with a connection that has ended between two
-        questions.
+        Nothing is consumed. A connection that ends between two requests is not an error.
         """
         try:
-            self._end.settimeout(patience_s)
+            self._end.settimeout(timeout_s)
             return bool(self._end.recv(1, socket.MSG_PEEK))
-        except OSError:  # too late, or a connection that broke: either way there is no question
+        except OSError:  # timeout or broken connection: either way there is no request
             return False
 
     def send(self, message: Message) -> None:
-        """Say something.
+        """Send one message.
 
         Raises:
-            MigrationError: the other side is gone, or takes nothing in.
+            MigrationError: the connection failed, or the other side does not read.
         """
         text = json.dumps(message).encode()
         self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
 
-    def receive(self, *, max_bytes: int = MAX_MESSAGE_BYTES, is_patient: bool = False) -> Message:
-        """Hear something; patient: up to the deadline, because the other side may be reading.
+    def receive(
+        self, *, max_bytes: int = MAX_MESSAGE_BYTES, until_deadline: bool = False
+    ) -> Message:
+        """Receive one message; with ``until_deadline`` wait for it up to the deadline.
 
         Raises:
-            MigrationError: the other side is gone, or silent, or does not speak as we do.
+            MigrationError: the connection failed or timed out, or the message is malformed.
         """
-        silence_s = self.left_s if is_patient else self._silence_s
+        silence_s = self.left_s if until_deadline else self._silence_s
         head = self._read(_LENGTH.size, silence_s)
         (length,) = _LENGTH.unpack(head)
         if length > max_bytes:
             raise MigrationError(
-                f"it sent {head!r}, expected the length of a message of at most {max_bytes} bytes"
+                f"message header {head!r}, expected a length of at most {max_bytes} bytes"
             )
         text = self._read(length, self._silence_s)
         try:
             message = decode_json(text)
         except ValueError as exc:
-            raise MigrationError(f"it says {text[:32]!r}, expected JSON: {exc}") from exc
+            raise MigrationError(f"message {text[:32]!r}, expected JSON: {exc}") from exc
         if not isinstance(message, dict):
-            raise MigrationError(f"it says {text[:32]!r}, expected a JSON object")
+            raise MigrationError(f"message {text[:32]!r}, expected a JSON object")
         return message
 
     def send_bytes(self, view: memoryview) -> None:
         """Send all of it.
 
         Raises:
-            MigrationError: the other side is gone, or takes nothing in.
+            MigrationError: the connection failed, or the other side does not read.
         """
         # Copied, not sendfile: a place may hold another record before pages that are sent by
         # reference have left the machine.
@@ -120,7 +121,7 @@ class Wire:
         """Fill ``into``.
 
         Raises:
-            MigrationError: the other side is gone, or silent.
+            MigrationError: the connection failed or timed out.
         """
         self._fill(into, self._silence_s)
 
@@ -134,49 +135,49 @@ class Wire:
         while done < len(into):
             count = self._in_time(partial(self._end.recv_into, into[done:]), silence_s)
             if count == 0:
-                raise MigrationError(f"it hung up after {done} of {len(into)} bytes")
+                raise MigrationError(f"connection closed after {done} of {len(into)} bytes")
             done += count
 
     def _in_time(self, step: Callable[[], int], silence_s: float) -> int:
         left_s = min(self.left_s, silence_s)
         if left_s <= 0:
-            raise MigrationError("it was late: the deadline of a record has passed")
+            raise MigrationError("deadline passed before the transfer was complete")
         try:
             self._end.settimeout(left_s)
             return step()
         except TimeoutError as exc:
-            raise MigrationError(f"it moved no byte in {left_s:.3g} s") from exc
+            raise MigrationError(f"no bytes transferred within {left_s:.3g} s") from exc
         except OSError as exc:
-            raise MigrationError(f"the connection broke: {exc}") from exc
+            raise MigrationError(f"connection failed: {exc}") from exc
 
 
-def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """Connect.
+def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
+    """Open a TCP connection.
 
     Raises:
-        MigrationError: nobody is there, or not in time.
+        MigrationError: the connection was refused or timed out.
     """
     try:
         return socket.create_connection(address, timeout=deadline_s)
     except OSError as exc:
-        raise MigrationError(f"it cannot be reached: {exc}") from exc
+        raise MigrationError(f"cannot connect: {exc}") from exc
 
 
-def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
-    """Prove to the side that is asked that this one knows the secret, and have it prove the same.
+def client_handshake(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
+    """Authenticate to a server and check its proof.
 
     Returns:
-        What it says of itself.
+        The server's hello message.
 
     Raises:
-        RefusedError: it takes no more callers.
-        MigrationError: it knows another secret, or is not of this kind.
+        RefusedError: the server's connection limit is reached.
+        MigrationError: the secrets differ, or the protocol is another one.
     """
     theirs = wire.receive(max_bytes=MAX_PROOF_BYTES)
     if "refused" in theirs:
         raise RefusedError(str(theirs["refused"]))
     if theirs.get("protocol") != protocol:
-        raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {protocol!r}")
+        raise MigrationError(f"protocol {theirs.get('protocol')!r}, expected {protocol!r}")
     nonces = secrets.token_hex(16), str(theirs.get("nonce"))
     wire.send({"nonce": nonces[0], "proof": _proof(secret, protocol, "asks", nonces)})
     found = wire.receive(max_bytes=MAX_HELLO_BYTES)
@@ -184,15 +185,19 @@ def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
         raise MigrationError(str(found["error"]))
     proof = _proof(secret, protocol, "gives", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):
-        raise MigrationError("it does not prove that it knows the deployment's secret")
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the server"
+        )
     return found
 
 
-def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL) -> None:
-    """Have a caller prove that it knows the secret; only then say who we are.
+def server_handshake(
+    wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL
+) -> None:
+    """Authenticate a client, then send the hello message.
 
     Raises:
-        MigrationError: it does not know it.
+        MigrationError: the client has no proof of the secret.
     """
     own = secrets.token_hex(16)
     wire.send({"protocol": protocol, "nonce": own})
@@ -200,18 +205,20 @@ def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOC
     nonces = str(found.get("nonce")), own
     proof = _proof(secret, protocol, "asks", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):
-        wire.send({"error": "it knows another secret than this side: one deployment has one"})
-        raise MigrationError("it does not know the deployment's secret")
+        wire.send({"error": "authentication failed: the secrets differ, expected the deployment's"})
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the client"
+        )
     wire.send({"proof": _proof(secret, protocol, "gives", nonces)} | hello)
 
 
 def _proof(secret: bytes, protocol: str, role: str, nonces: tuple[str, str]) -> str:
-    """Bound to the role, so that nobody's proof can be handed back to it."""
+    """Bound to the role, so that a proof cannot be replayed to its sender."""
     return hmac.new(secret, "|".join((protocol, role, *nonces)).encode(), "sha256").hexdigest()
 
 
 def field(message: Message, name: str, kind: type[T]) -> T:
-    """Take one field of what the other side said.
+    """Return one field of a received message.
 
     Raises:
         TypeError: it is missing, or of another kind.
@@ -243,6 +250,6 @@ class Budget:
                     self._bucket.take(num_bytes)
                     return
             if ready_at >= deadline:
-                raise MigrationError("the budget between hosts has no room before the deadline")
+                raise MigrationError("bandwidth budget exhausted until after the deadline")
             if self._is_closing.wait(ready_at - now):
-                raise MigrationError("this side is closing")
+                raise MigrationError("this process is closing its connections")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from eplb.errors import RankError
-from rebalance.protocol.liveness import LOOPBACK, Address, Lifelines, address_towards
+from rebalance.protocol.liveness import LOOPBACK, Address, LivenessConnections, address_towards
 from rebalance.types import Outcome, PendingVote
 from runtime.group.agreement import gathered
 
 
 class GlooVotes:
-    """Votes over a private gloo group of torch.distributed, and lifelines between the votes.
+    """Votes over a private gloo group of torch.distributed, plus liveness connections.
 
     Args:
         group: every rank, for votes alone.
@@ -34,14 +34,18 @@ class GlooVotes:
     ) -> None:
         self._group = group
         own = host or _host_towards_rendezvous(group)
-        self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
+        self._liveness = LivenessConnections(
+            group.rank(), self._exchange, host=own, deadline_s=deadline_s
+        )
 
     def _exchange(self, mine: Address) -> list[Address]:
         host, port, key = mine
         try:
             found = gathered((host, port, key.hex()), self._group)
         except RuntimeError as exc:
-            raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
+            raise RankError(
+                f"a rank died or timed out during the exchange of addresses: {exc}"
+            ) from exc
         return [_address_of(rank, message) for rank, message in enumerate(found)]
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
@@ -49,12 +53,12 @@ class GlooVotes:
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def dead(self) -> frozenset[int]:
-        """Ranks whose lifeline broke."""
-        return self._lifelines.dead()
+        """Ranks whose liveness connection broke."""
+        return self._liveness.dead()
 
     def close(self) -> None:
-        """Take leave of the other ranks."""
-        self._lifelines.close()
+        """Announce the leave to all ranks and close the connections."""
+        self._liveness.close()
 
 
 def _address_of(rank: int, message: Any) -> Address:
@@ -85,7 +89,7 @@ class _GlooVote:
         if self._failed or self._is_late(timeout_s):
             return (Outcome.BROKEN if self._failed else Outcome.LATE), []
         try:
-            self._work.wait()  # it has ended, well or badly: this only says which
+            self._work.wait()  # it has ended, successfully or not: this raises in the second case
         except RuntimeError:
             self._failed = True
             return Outcome.BROKEN, []
@@ -93,10 +97,10 @@ class _GlooVote:
 
     def _is_late(self, timeout_s: float) -> bool:
         try:
-            if timeout_s > 0:  # zero would mean "for ever" to torch
+            if timeout_s > 0:  # zero means "no timeout" to torch
                 self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError:
-            # A time-out or a failure, the type does not tell; and a vote that ends right after the
-            # time-out has not failed. Only whether it has ended counts.
+            # A timeout or a failure, alike by type; and a vote that ends right after the time-out
+            # has not failed. Only whether it has ended counts.
             pass
         return not self._work.is_completed()

@@ -1,8 +1,8 @@
-"""What happened on a rank, line by line, for whoever asks after a death why.
+"""A rank's journal: what happened, as JSON lines, for the analysis of a failure.
 
-One file a rank, of JSON lines, in the state folder; the lines of all starts follow each other. The
-step never waits for it: notes go into a bounded queue, and a thread writes them. When the queue is
-full the oldest note is dropped and counted: what came last matters most after a death.
+One file per rank in the state folder; the entries of all starts follow each other. The step never
+waits for it: entries go into a bounded queue, and a thread writes them. When the queue is full the
+oldest entry is dropped and counted: the latest ones matter most after a death.
 
 A line is in the operating system's hands as soon as it is written, so SIGKILL costs only what was
 still queued, and at most the last line of a file is torn (power loss).
@@ -36,7 +36,7 @@ class Entry:
 
     run: str
     rank: int
-    number: int  # counts the notes of a start, those included that were dropped
+    number: int  # counts the entries of a start, including dropped ones
     time: float  # seconds since the epoch
     monotonic: float  # seconds; for distances within one process
     step: int  # -1 before the first
@@ -46,15 +46,15 @@ class Entry:
     detail: Mapping[str, Any]
 
 
-class Notebook(Protocol):
-    """Takes notes; never blocks, never raises."""
+class JournalSink(Protocol):
+    """Accepts journal entries; never blocks, never raises."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        """Take a note of what happened at ``where``: (step, generation, plan id)."""
+        """Record an event at ``where``: (step, generation, plan id)."""
 
 
 class NoJournal:
-    """Takes no notes: for ranks without a state folder."""
+    """Drops all entries: for ranks without a state folder."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
         """Drop it."""
@@ -64,11 +64,11 @@ class Journal:
     """A rank's journal file.
 
     Args:
-        folder: made if it is missing.
+        folder: created if missing.
         run: name of this start.
-        rank: whose journal it is.
-        max_bytes: a file that has grown beyond this becomes ``.1``, in place of the one before.
-        capacity: notes that may wait to be written.
+        rank: the rank of this journal.
+        max_bytes: a larger file is renamed to ``.1``, which replaces the previous one.
+        capacity: maximum number of queued entries.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Journal:
     ) -> None:
         self.path = folder / f"rank-{rank:04d}.jsonl"
         self._run, self._rank, self._max_bytes = run, rank, max_bytes
-        self.num_dropped = 0  # notes that found the queue full, or no room on the disk
+        self.num_dropped = 0  # entries lost to a full queue or a failed write
         self._num_noted = 0
         self._waiting: deque[Entry] = deque()
         self._capacity = capacity
@@ -92,7 +92,7 @@ class Journal:
         self._thread.start()
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        """Take a note; the oldest that waits gives way when there is no room."""
+        """Queue an entry; drop the oldest one if the queue is full."""
         with self._changed:
             self._num_noted += 1
             place = (self._run, self._rank, self._num_noted, time.time(), time.monotonic())
@@ -114,9 +114,9 @@ class Journal:
             try:
                 lines = "".join(json.dumps(asdict(entry), default=str) + "\n" for entry in entries)
                 self._append(lines.encode())
-            except (OSError, TypeError, ValueError) as exc:  # serving goes on, and this says so
+            except (OSError, TypeError, ValueError) as exc:  # serving continues; the loss is logged
                 self.num_dropped += len(entries)
-                log.warning("%s: %d notes are lost: %s", self.path, len(entries), exc)
+                log.warning("%s: %d journal entries lost: %s", self.path, len(entries), exc)
 
     def _next(self) -> list[Entry]:
         with self._changed:
@@ -160,33 +160,33 @@ def _entry_of(line: bytes) -> Entry | None:
         return None
 
 
-class Diary:
-    """What of a rank agent's life is worth a note. Votes are, only when they change something."""
+class JournalRecorder:
+    """Records the events of a rank agent. Votes are recorded only when they change."""
 
-    def __init__(self, notebook: Notebook, step: Callable[[], int]) -> None:
-        self._notebook, self._step = notebook, step
+    def __init__(self, sink: JournalSink, step: Callable[[], int]) -> None:
+        self._sink, self._step = sink, step
         self._last_ballot: Ballot | None = None
         self._last_verdict: Verdict | None = None
 
     def note(self, what: str, state: RankPhase, **detail: Any) -> None:
-        """Note something that happened in this state."""
+        """Record an event in this state."""
         plan_id = state.plan.plan_id if state.plan else 0
-        self._notebook.note(what, (self._step(), state.generation, plan_id), detail)
+        self._sink.note(what, (self._step(), state.generation, plan_id), detail)
 
     def note_change(self, before: RankPhase, after: RankPhase) -> None:
-        """Note what a change of the phase machine means."""
+        """Record a change of the phase machine."""
         for what, detail in changes(before, after):
             self.note(what, after if after.plan else before, **detail)
 
     def note_ballot(self, ballot: Ballot) -> None:
-        """Note a vote that differs from the last one."""
+        """Record a ballot that differs from the last one."""
         news = _differences(self._last_ballot, ballot)
         self._last_ballot = ballot
         if news:
             self._note_vote("vote cast", ballot, ballot.generation, news)
 
     def note_verdict(self, cast: Ballot, verdict: Verdict) -> None:
-        """Note a verdict that differs from the last one."""
+        """Record a verdict that differs from the last one."""
         news = _differences(self._last_verdict, verdict)
         self._last_verdict = verdict
         if news:
@@ -195,11 +195,11 @@ class Diary:
     def _note_vote(
         self, what: str, ballot: Ballot, generation: int, news: Mapping[str, Any]
     ) -> None:
-        self._notebook.note(what, (self._step(), generation, ballot.plan_id), news)
+        self._sink.note(what, (self._step(), generation, ballot.plan_id), news)
 
 
 def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Say in words what is new in a state of the phase machine."""
+    """Name what changed in a state of the phase machine."""
     plan = after.plan or before.plan
     if before.plan is None and after.plan is not None:
         yield "plan seen", {"transactions": after.plan.num_transactions}
@@ -214,7 +214,7 @@ def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str
     if after.applied > before.applied:
         yield "applied", {"transactions": after.applied}
     if after.abort_reason and not before.abort_reason and after.phase is not Phase.ABORTED:
-        yield "wants abort", {"reason": after.abort_reason}
+        yield "abort requested", {"reason": after.abort_reason}
     if after.phase is Phase.ABORTED and before.phase is not Phase.ABORTED:
         yield "aborted", {"reason": after.abort_reason, "kept": after.swapped}
     if before.phase is Phase.ABORTED and after.phase is Phase.IDLE:
@@ -226,7 +226,7 @@ def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str
 
 
 def _differences(before: Ballot | Verdict | None, after: Ballot | Verdict) -> dict[str, Any]:
-    """Fields that changed; the step alone is no news."""
+    """Return the changed fields; a new step alone is not a change."""
     found = vars(after)
     known = vars(before) if before is not None else {}
     return {

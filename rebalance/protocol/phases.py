@@ -33,7 +33,7 @@ from enum import Enum
 from eplb.errors import RankError
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 
-ELSEWHERE = "another rank asked for it"  # all that a verdict tells of an abort's reason
+ELSEWHERE = "requested by another rank"  # the only reason of an abort that a verdict carries
 
 
 class Phase(Enum):
@@ -57,7 +57,7 @@ NEXT: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(frozen=True)
 class PlanRef:
-    """What the machine needs to know of a migration."""
+    """The phase machine's view of a migration."""
 
     plan_id: int
     plan_hash: int
@@ -80,7 +80,7 @@ class RankPhase:
     swapped: int = 0  # ordered into the live slots
     applied: int = 0  # complete there, on the device
     applied_everywhere: int = 0  # the smallest ``applied`` that a verdict on this plan has named
-    abort_reason: str = ""  # why this rank wants the plan dropped
+    abort_reason: str = ""  # why this rank requests an abort of the plan
     refused_up_to: int = NO_PLAN  # plans with ids up to this are never adopted (again)
     frozen_reason: str = ""  # why this rank adopts no plan any more
     weights_version: int = 0  # of the weights that this rank serves
@@ -88,7 +88,7 @@ class RankPhase:
 
 @dataclass(frozen=True)
 class Swap:
-    """What a verdict orders: the half-open range of transactions to apply now."""
+    """The swap that a verdict orders: a half-open range of transactions."""
 
     first: int
     last: int
@@ -122,7 +122,7 @@ def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
 
 
 def may_stage(state: RankPhase, reads_after: int) -> bool:
-    """Say whether bytes may be staged that need ``reads_after`` transactions applied everywhere."""
+    """Return whether bytes that need ``reads_after`` applied transactions may be staged."""
     return (
         state.plan is not None
         and state.phase is not Phase.ABORTED
@@ -153,7 +153,7 @@ def want_abort(state: RankPhase, plan_id: int, reason: str) -> RankPhase:
 
 
 def freeze(state: RankPhase, reason: str) -> RankPhase:
-    """Adopt no further plan, and ask for the present one to be dropped. Serving goes on."""
+    """Adopt no further plan, and request an abort of the present one. Serving continues."""
     frozen = replace(state, frozen_reason=state.frozen_reason or reason)
     return want_abort(frozen, state.plan.plan_id, reason) if state.plan else frozen
 
@@ -242,7 +242,7 @@ def finish_swap(state: RankPhase) -> RankPhase:
 
 
 def _drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
-    """Drop plans with ids up to one. What was applied stays, as a generation of its own."""
+    """Drop plans with ids up to one. Applied transactions stay, as a new generation."""
     state = replace(state, refused_up_to=max(state.refused_up_to, up_to))
     if state.plan is None or state.phase is Phase.ABORTED:
         return state
@@ -283,7 +283,7 @@ def _move(state: RankPhase, phase: Phase) -> RankPhase:
 
 
 def _works_on(state: RankPhase, plan_id: int) -> bool:
-    """Say whether news of a plan still matter; late news of a dropped one do not."""
+    """Return whether updates of a plan still apply; those of a dropped plan do not."""
     return (
         state.plan is not None
         and state.plan.plan_id == plan_id

@@ -1,4 +1,4 @@
-"""A rank's side of the votes: cast, read when due, and never wait for a rank that is gone."""
+"""A rank's votes: cast, read when due, and end the wait as soon as a rank is dead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rebalance.types import Outcome, PendingVote, VoteGroup
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
-VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
+VOTE_POLL_S = 0.02  # poll interval for dead ranks during a late vote
 
 
 class Exchange(Protocol):
     """A collective under way (torch.distributed.Work)."""
 
     def is_completed(self) -> bool:
-        """Say whether it has ended, well or badly."""
+        """Return whether it has ended, successfully or not."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Wait for its end; raises RuntimeError when it is late or has failed."""
@@ -38,11 +38,11 @@ class Voter:
         self._pending = (ballot, self._votes.cast(ballot.encode()))
 
     def read(self, step: int, *, swapped: int, must_finish: bool) -> tuple[Ballot, Verdict] | None:
-        """Read the vote under way, if there is one; None while it may be read later.
+        """Read the vote under way, if there is one; None if it may be read later.
 
         A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
-        smallest of all, so nobody can have swapped by it. A rank that had must wait, and if the
-        vote never ends it must not serve: others may have swapped.
+        minimum, so no rank can have swapped by it. A rank that had prepared transactions must wait.
+        If the vote never ends, this rank must not serve: others may have swapped.
 
         Args:
             step: the step that is about to begin.
@@ -75,9 +75,9 @@ class Voter:
             if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
                 return outcome, reduced
             # A reduction around a ring breaks at the dead rank's neighbours alone.
-            self.refuse_if_alone("before it had voted")
+            self.raise_if_peer_dead("before it had voted")
 
-    def refuse_if_alone(self, when: str) -> None:
+    def raise_if_peer_dead(self, when: str) -> None:
         """Run no further step without a rank: its tokens would be lost.
 
         Raises:
@@ -95,22 +95,22 @@ class Voter:
             RuntimeError: torch's own, of an exchange that failed or missed its group's deadline.
         """
         while not exchange.is_completed():
-            self.refuse_if_alone(f"in the exchange of tokens of step {step}")
+            self.raise_if_peer_dead(f"in the exchange of tokens of step {step}")
             try:
                 exchange.wait(timedelta(seconds=VOTE_POLL_S))
             except RuntimeError:
-                continue  # late or failed, the type does not tell: only whether it has ended counts
-        exchange.wait()  # says how
+                continue  # timeout or failure, the type does not distinguish: only is_completed counts
+        exchange.wait()  # raises if it failed
 
     def wait_for_device(
         self, completion: Completion, step: int, *, is_halting: bool = False
     ) -> None:
-        """Wait for the device, but not for one that waits for a dead peer.
+        """Wait for the device; raise as soon as a peer is known to be dead.
 
         Args:
             completion: what to wait for.
             step: in which the device is.
-            is_halting: whether all ranks end here: then peers may be gone in good order.
+            is_halting: whether all ranks stop here; then peers may have left regularly.
 
         Raises:
             BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.
@@ -118,12 +118,12 @@ class Voter:
         deadline = time.monotonic() + self._deadline_s
         while not completion.is_complete():
             if not is_halting:
-                self.refuse_if_alone(f"while the device was in step {step} or the last")
+                self.raise_if_peer_dead(f"while the device was in step {step} or the last")
             if time.monotonic() >= deadline:
                 raise BrokenGroup(
                     f"rank {self._rank}: the device is not done with step {step} after "
                     f"{self._deadline_s:.0f} s; a peer is dead or late"
                 )
             # A device's event can be asked or waited for without end, nothing between: a wait with
-            # a deadline, and with an eye on the lifelines, has to ask.
+            # a deadline that also watches the liveness connections has to poll.
             time.sleep(DEVICE_POLL_S)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from eplb.core.placement import Placement
-from rebalance.protocol.journal import Diary
+from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.sampling import SampleLabel, Sampler
-from rebalance.rank.watcher import Listener, Watcher
-from rebalance.recovery.rank import Member, Survival
+from rebalance.rank.watcher import WatchedAgent, Watcher
+from rebalance.recovery.rank import Member, RankRecovery
 from rebalance.stage.mover import Mover, RankSlots
 from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.scrubber import Scrubber
@@ -21,7 +21,7 @@ from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
 from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.transport.ranks.server import RankLinkServer, Served
 from rebalance.transport.ranks.wire import GroupName
@@ -47,7 +47,7 @@ class RankCore:
     links: Links
     slots: RankSlots
     steps: StepCount
-    box: PhaseBox
+    shared: SharedPhase
     fence: Fence
     watchdog: Watchdog
     mover: Mover
@@ -59,7 +59,7 @@ class RankCore:
     scrubber: Scrubber
     scrub_turns: ScrubTurns
     update: WeightUpdate
-    survival: Survival
+    survival: RankRecovery
     read_ahead: ReadAhead
 
     def listen(self) -> RankLinkServer | None:
@@ -86,7 +86,7 @@ def make_core(
     parts: RankParts,
     links: Links,
     placement: Placement,
-    listener: Listener,
+    listener: WatchedAgent,
 ) -> RankCore:
     """Put a rank's pieces together; no thread runs yet.
 
@@ -95,13 +95,13 @@ def make_core(
         parts: the rank's live pieces.
         links: the rank's ways to the outside.
         placement: what serves at the start.
-        listener: whom the watcher's thread tells what the store says.
+        listener: receives the store's updates, on the watcher's thread.
     """
     rank, steps = parts.rank, StepCount()
     watchdog = Watchdog(settings.plan_deadline_s, links.monotonic)
     slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
-    diary = Diary(links.journal, steps)
-    box = PhaseBox(RankPhase(generation=placement.generation), diary.note_change)
+    recorder = JournalRecorder(links.journal, steps)
+    shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
     fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s)
     mover = Mover(
         slots,
@@ -111,15 +111,15 @@ def make_core(
         clock=links.monotonic,
         beat=watchdog.mover,
     )
-    watcher = links.threads(links.store, listener, mover, box, links.reporter, watchdog)
+    watcher = links.threads(links.store, listener, mover, shared, links.reporter, watchdog)
     sampler = _sampler(settings, parts, links)
-    swapper = Swapper(placement, slots, box, fence, mover, orders=watcher, cut=sampler.cut)
+    swapper = Swapper(placement, slots, shared, fence, mover, orders=watcher, cut=sampler.cut)
     voting = Voting(
         voter,
         swapper,
-        box,
+        shared,
         fence,
-        diary,
+        recorder,
         membership=settings.membership,
         vote_every=settings.vote_every,
     )
@@ -128,9 +128,9 @@ def make_core(
         scrubber,
         swapper,
         mover,
-        box,
+        shared,
         watcher,
-        diary=diary,
+        recorder=recorder,
         every_steps=settings.scrub_every_steps,
     )
     update = WeightUpdate(
@@ -139,14 +139,14 @@ def make_core(
         voting,
         scrub_turns,
         UpdateLinks(links.votes, voter, links.transport, settings.vote_deadline_s),
-        box=box,
+        shared=shared,
         fence=fence,
         beat=watchdog.step,
         last_step=steps,
     )
     member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
-    survival = Survival(
-        member, swapper, voting, scrub_turns, box=box, diary=diary, beat=watchdog.step
+    survival = RankRecovery(
+        member, swapper, voting, scrub_turns, shared=shared, recorder=recorder, beat=watchdog.step
     )
     read_ahead = ReadAhead(
         rank,
@@ -160,7 +160,7 @@ def make_core(
         links,
         slots,
         steps,
-        box,
+        shared,
         fence,
         watchdog,
         mover,

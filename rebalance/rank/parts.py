@@ -1,4 +1,4 @@
-"""What a rank agent is made of: settings alike on every rank, the rank's live pieces, its links."""
+"""Parts of a rank agent: settings equal on every rank, live objects, links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.topology import Topology
-from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.settings import StageSettings
 from rebalance.transport.interface import WeightTransport
@@ -24,7 +24,7 @@ from telemetry.store import LoadStore
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What every rank must be given alike."""
+    """Settings that must be equal on every rank."""
 
     deployment: str
     run: str
@@ -32,7 +32,7 @@ class AgentSettings:
     sample_steps: int  # steps per sample; a divisor of the window
     vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
     vote_deadline_s: float = 30.0
-    plan_deadline_s: float = 30.0  # how long a migration may stand still; then it is dropped
+    plan_deadline_s: float = 30.0  # a migration without progress for so long is aborted
     scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)
@@ -68,6 +68,6 @@ class Links:
     store: LoadStore
     reporter: SampleSink
     clock: Callable[[], float] = time.time
-    journal: Notebook = field(default_factory=NoJournal)
+    journal: JournalSink = field(default_factory=NoJournal)
     monotonic: Callable[[], float] = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself

@@ -1,4 +1,4 @@
-"""What a rank says of itself, for the store and whoever watches."""
+"""A rank's report to the store: progress, counters, versions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REPORTED_PAUSES = 256  # of the latest swaps
 
 
 def rank_state(core: RankCore, notes: Mapping[str, Any]) -> RankState:
-    """Say how a rank stands; ``notes`` are the engine's own."""
+    """Return a rank's report; ``notes`` are fields that the engine adds."""
     swapper = core.swapper
-    with core.box.changed:
-        state = core.box.state
+    with core.shared.changed:
+        state = core.shared.state
         migration = swapper.migration if state.plan is not None else None
     transactions = migration.transactions if migration is not None else ()
     detail = {

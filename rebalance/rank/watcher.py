@@ -1,10 +1,10 @@
-"""The threads of a rank that are not the step: one watches the store, one brings bytes.
+"""Background threads of a rank: store watcher, mover, and commit writer.
 
-None of them ends in silence. The mover, once failed, is started again, once; what fails twice would
-fail again, and freezes the rank's part in migrations. Serving goes on.
+No thread ends unnoticed. A failed mover is restarted once; a second failure freezes migrations on
+this rank. Serving continues.
 
-A store that fails is retried for as long as the rank serves; meanwhile no plan is heard and nothing
-is lost, because what must be written (a commit) waits here until it is.
+A failing store is retried for as long as the rank serves. Meanwhile no plan is received, and
+commits wait in a queue until the store accepts them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rebalance.controller.store_loss import StoreLoss
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.stage.mover import Mover
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
 SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
-DEFERS_S = 1.0  # to the rank that knows why a plan was dropped; it may be dead
+DEFERS_S = 1.0  # extra time for the rank that knows the reason of an abort; it may be dead
 CLOSE_DEADLINE_S = 10.0
 MOVER = "eplb-mover"
 
@@ -42,23 +42,23 @@ class SampleSink(Protocol):
     """Takes samples off the step path (telemetry.reporter.reporter.Reporter)."""
 
     def offer(self, sample: LoadSample) -> bool:
-        """Take a sample; never blocks, never raises. False when one was dropped for it."""
+        """Accept a sample; never blocks, never raises. False if one was dropped for it."""
 
     def state(self, state: RankState) -> None:
-        """Take what the rank says of itself; only the newest matters."""
+        """Accept the rank's report; only the newest is kept."""
 
 
-class Listener(Protocol):
+class WatchedAgent(Protocol):
     """The agent, as the watcher sees it."""
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
-        """Take in what the store says now; False to be told again soon."""
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
+        """Process an update of the store; return False to be called again soon."""
 
     def describe(self) -> RankState:
-        """Say how this rank stands."""
+        """Return how this rank stands."""
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Writing:
 
     what: str
     write: Callable[[], object]
-    plan_id: int = NO_PLAN  # whose end others may write down too, with a better reason
+    plan_id: int = NO_PLAN  # other ranks may write its end too, with a better reason
     defers_until: float = 0.0
 
 
@@ -77,13 +77,13 @@ class Watcher:
     def __init__(
         self,
         store: LoadStore,
-        agent: Listener,
+        agent: WatchedAgent,
         mover: Mover,
-        box: PhaseBox,
+        shared: SharedPhase,
         sink: SampleSink,
         watchdog: Watchdog,
     ) -> None:
-        self._store, self._agent, self._mover, self._box = store, agent, mover, box
+        self._store, self._agent, self._mover, self._shared = store, agent, mover, shared
         self._sink, self._watchdog = sink, watchdog
         self._loss = StoreLoss(store, agent)
         self.num_mover_failures = 0
@@ -93,7 +93,7 @@ class Watcher:
         self._threads = [
             threading.Thread(target=self._watch, name="eplb-watcher", daemon=True),
             threading.Thread(target=self._move, name=MOVER, daemon=True),
-            threading.Thread(target=self._write_down, name="eplb-scribe", daemon=True),
+            threading.Thread(target=self._write_down, name="eplb-commit-writer", daemon=True),
         ]
 
     def start(self) -> None:
@@ -104,45 +104,46 @@ class Watcher:
     def close(self) -> None:
         """Write what is still to be written, and stop."""
         self._closing.set()
-        self._box.close()
+        self._shared.close()
         self._to_do.put(None)
         self._to_write.put(None)
         for thread in self._threads:
             thread.join(CLOSE_DEADLINE_S)
 
     def ended(self) -> list[str]:
-        """Name the threads that were started and are no more, though nobody closed them."""
+        """Return the names of threads that have exited before ``close``."""
         started = {thread.name for thread in self._threads if thread.ident is not None}
         alive = {thread.name for thread in self._threads if thread.is_alive()}
         return [] if self._closing.is_set() else sorted(started - alive)
 
     def has_mover(self) -> bool:
-        """Say whether the mover's thread lives."""
+        """Return whether the mover's thread is alive."""
         return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
 
     def bring(self, migration: Migration) -> None:
-        """Have the mover bring a migration's bytes."""
-        self.do(partial(self._mover.bring, migration, self._box))
+        """Queue a migration for the mover."""
+        self.do(partial(self._mover.bring, migration, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have the mover's thread do something, after what it was given before."""
+        """Queue a job for the mover's thread."""
         self._to_do.put(job)
 
-    def tell(self, kind: str, detail: Details) -> None:
-        """Have an event written down."""
+    def report_event(self, kind: str, detail: Details) -> None:
+        """Queue an event for the store."""
         write = partial(self._store.add_event, kind, detail)
-        self._to_write.put(Writing(f"writing down an event of kind {kind!r}", write))
+        self._to_write.put(Writing(f"writing an event of kind {kind!r}", write))
 
     def commit(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
     ) -> None:
-        """Have it written down that ``serving`` is what serves after ``migration``.
+        """Queue the commit of ``serving`` as the outcome of ``migration``.
 
-        Every rank writes the same, but for the reason of an abort, which only the rank that asked
-        for it knows. The first to write is the one that people read, so the others let it be first.
+        Every rank writes the same commit, except for the reason of an abort, which only the
+        requesting rank knows. The first write counts, so the other ranks wait for that rank for a
+        moment.
         """
         write = partial(self._write, migration, serving, outcome, reason)
-        what, now = f"writing down the end of plan {migration.plan_id}", self._watchdog.clock()
+        what, now = f"writing the end of plan {migration.plan_id}", self._watchdog.clock()
         until = now + (DEFERS_S if reason == phases.ELSEWHERE else 0.0)
         self._to_write.put(Writing(what, write, migration.plan_id, until))
 
@@ -163,7 +164,7 @@ class Watcher:
             if committed is None or committed.placement.generation == base:
                 # In the second case another rank has written it anew since the commit was refused.
                 raise StoreError(
-                    "the store has lost its contents, expected its placement to be written anew"
+                    "the store lost its contents, expected its placement to be restored"
                 ) from None
             if committed.placement.generation <= serving.generation:
                 raise
@@ -172,48 +173,48 @@ class Watcher:
         version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
-            heard = self.listen(version, 0.0 if is_last else patience_s)
-            if heard is None:
+            polled = self.poll_store(version, 0.0 if is_last else patience_s)
+            if polled is None:
                 self._closing.wait(POLL_S)
             else:
-                version, patience_s = heard
+                version, patience_s = polled
             self._sink.state(self._agent.describe())
             if is_last:
                 self._watchdog.watcher.idle("closed")
                 return
 
-    def listen(self, version: int, patience_s: float) -> tuple[int, float] | None:
-        """Hear the store's news, once.
+    def poll_store(self, version: int, patience_s: float) -> tuple[int, float] | None:
+        """Poll the store once.
 
         Returns:
-            Their version, and how long to wait for the next; None if it failed.
+            The store's version, and the timeout of the next poll; None if the store failed.
         """
-        self._watchdog.watcher.busy("asking the load store for news")
+        self._watchdog.watcher.busy("polling the load store")
         try:
             version = self._store.wait(version, patience_s)
             control, published = self._store.control(), self._store.published()
             if self._loss.is_restored(control):
                 return version, SOON_S  # what was read is of a store without its contents
-            is_settled = self._agent.hear(control, published)
+            is_settled = self._agent.on_store_update(control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
-            log.warning("the load store failed, trying again: %s", exc)
+            log.warning("load store failed, retrying: %s", exc)
         except Exception:
-            # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
-            # adopted any more, the rank's state says so, and serving goes on.
+            # A bug here must not end the thread unnoticed (vLLM issue 57883): no plan is adopted
+            # any more, the rank's report has the reason, and serving continues.
             log.exception("the watcher failed")
-            self._box.update(phases.freeze, "the watcher thread failed, see the log")
+            self._shared.update(phases.freeze, "the watcher thread failed, see the log")
         return None
 
     def _write_down(self) -> None:
         """Write commits and events in order, each until the store has it, or at the end once."""
-        beat = self._watchdog.scribe
+        beat = self._watchdog.commit_writer
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
             while not (is_written := self.is_written(writing)) and not self._closing.is_set():
                 self._closing.wait(POLL_S)
             if not is_written:
-                log.error("%s is given up: the rank ends", writing.what)
+                log.error("%s cancelled: the rank is stopping", writing.what)
             beat.idle()
 
     def is_written(self, writing: Writing) -> bool:
@@ -223,16 +224,16 @@ class Watcher:
                 return False
             writing.write()
         except StaleGeneration as exc:
-            # What serves here is not what the store says serves: only people can tell why.
-            log.exception("a commit was refused")
-            self._box.update(phases.freeze, f"a commit was refused: {exc}")
+            # The slots differ from the store's placement: an operator has to find out why.
+            log.exception("the store rejected a commit")
+            self._shared.update(phases.freeze, f"the store rejected a commit: {exc}")
         except StoreError as exc:
-            log.warning("%s failed, trying again: %s", writing.what, exc)
+            log.warning("%s failed, retrying: %s", writing.what, exc)
             return False
         except Exception:
             # As above: the commits that follow must still be written.
-            log.exception("the scribe failed")
-            self._box.update(phases.freeze, f"{writing.what} failed, see the log")
+            log.exception("the commit writer failed")
+            self._shared.update(phases.freeze, f"{writing.what} failed, see the log")
         return True
 
     def _defers(self, writing: Writing) -> bool:
@@ -252,16 +253,16 @@ class Watcher:
             self._after_failure(exc)
 
     def _after_failure(self, exc: Exception) -> None:
-        """Put another thread into the mover's place, once."""
+        """Restart the mover's thread, once."""
         self.num_mover_failures += 1
         self._mover.beat.idle("failed")
         if self.num_mover_failures > 1:
             words = f"the mover failed twice, the second time with {type(exc).__name__}: {exc}"
-            plan = self._box.update(phases.freeze, words).plan
-            if plan is not None:  # adopted since, or before the mover could begin: never brought
-                self._mover.wait_for_end(self._box, plan.plan_id)
+            plan = self._shared.update(phases.freeze, words).plan
+            if plan is not None:  # adopted since, or before the mover could begin: never staged
+                self._mover.wait_for_end(self._shared, plan.plan_id)
         elif not self._closing.is_set():
-            log.warning("the mover is started again, for the only time")
+            log.warning("restarting the mover after its first failure")
             again = threading.Thread(target=self._move, name=MOVER, daemon=True)
             again.start()
             self._threads.append(again)

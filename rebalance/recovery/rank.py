@@ -1,6 +1,6 @@
-"""A rank agent's part in a recovery: its last words, and what the survivors' record asks of it.
+"""A rank agent's part in a recovery: its survivor report, and the survivors' record applied.
 
-``rebalance/recovery/survivors.py`` says what all survivors do, and in which order.
+``rebalance/recovery/survivors.py`` has the order of the steps on all survivors.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
-from rebalance.protocol.journal import Diary
+from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase, RankPhase
 from rebalance.recovery.survivors import missed_verdicts
 from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 
 
@@ -33,7 +33,7 @@ class Member:
     last_step: Callable[[], int]
 
 
-class Survival:
+class RankRecovery:
     """One rank's side of a recovery, on the thread that ran its steps.
 
     Args:
@@ -41,8 +41,8 @@ class Survival:
         swapper: says what serves.
         voting: obeys the verdicts that this rank has missed.
         scrub_turns: stopped for the recovery.
-        box: the rank's phase.
-        diary: notes what is done.
+        shared: the rank's phase.
+        recorder: notes what is done.
         beat: of the step's thread.
     """
 
@@ -53,39 +53,45 @@ class Survival:
         voting: Voting,
         scrub_turns: ScrubTurns,
         *,
-        box: PhaseBox,
-        diary: Diary,
+        shared: SharedPhase,
+        recorder: JournalRecorder,
         beat: Heartbeat,
     ) -> None:
         self._member, self._swapper, self._voting = member, swapper, voting
-        self._scrub_turns, self._box, self._diary, self._beat = scrub_turns, box, diary, beat
+        self._scrub_turns, self._shared, self._diary, self._beat = (
+            scrub_turns,
+            shared,
+            recorder,
+            beat,
+        )
         self.is_recovering = False  # no step may follow
 
-    def last_words(self, deadline_s: float) -> LastWords:
-        """Adopt, swap and mend nothing any more, and say how far this rank has come.
+    def survivor_report(self, deadline_s: float) -> SurvivorReport:
+        """Stop adopting, swapping and repairing; return how far this rank has come.
 
         Args:
-            deadline_s: for the scrubber's look under way to end; the words come by then all the
-                same, because others take a rank for dead that says none.
+            deadline_s: for the running check of the scrubber to end. The report is written by then
+                in any case, because a rank without a report counts as dead.
         """
         self.is_recovering = True
         self._beat.busy("recovering after a death")
-        self._box.update(phases.freeze, "a rank died")
-        # What was found rotten is not mended, and slots that are rolled forward are not looked at.
+        self._shared.update(phases.freeze, "a rank died")
+        # What was found corrupted is not repaired, and slots that are rolled forward are not looked
+        # at.
         has_ended = self._scrub_turns.end_look(deadline_s)
-        with self._box.changed:
-            state = self._box.state
-            words = self._words(state)
+        with self._shared.changed:
+            state = self._shared.state
+            report = self._report(state)
         # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
-        assert has_ended or not words.prepared, "who looks at a slot has staged nothing"
-        self._diary.note("death seen", state, dead=list(words.dead))
-        self._diary.note("last words", state, swapped=words.swapped, prepared=words.prepared)
-        return words
+        assert has_ended or not report.prepared, "who looks at a slot has staged nothing"
+        self._diary.note("death detected", state, dead=list(report.dead))
+        self._diary.note("survivor report", state, swapped=report.swapped, prepared=report.prepared)
+        return report
 
-    def _words(self, state: RankPhase) -> LastWords:
+    def _report(self, state: RankPhase) -> SurvivorReport:
         member, closed = self._member, self._swapper.closed
         plan = state.plan if state.phase is not Phase.ABORTED else None
-        return LastWords(
+        return SurvivorReport(
             run=member.run,
             rank=member.rank,
             membership=member.membership,
@@ -101,12 +107,12 @@ class Survival:
             time=member.clock(),
         )
 
-    def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
-        state = self._box.state
+    def apply_recovery(self, record: Recovery) -> None:
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
+        state = self._shared.state
         self._diary.note("recovery", state, membership=record.membership, reason=record.reason)
         verdicts = missed_verdicts(state, record)
         if verdicts:
-            self._box.update(lambda found: replace(found, abort_reason=record.reason))
+            self._shared.update(lambda found: replace(found, abort_reason=record.reason))
         for cast, verdict in verdicts:
-            self._voting.obey(cast, verdict, self._member.last_step())
+            self._voting.apply_verdict(cast, verdict, self._member.last_step())

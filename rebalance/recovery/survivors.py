@@ -1,12 +1,12 @@
-"""What survivors of a death do: agree on one placement, write it down, and end together.
+"""Recovery after a death: survivors agree on one placement, record it, and end together.
 
-    words ----> decide ----> record (first writer wins) ----> roll forward ----> commit
-    each to                  compare and set,                 what the others
-    the store                in the store                     swapped already
+    reports ----> decide ----> record (first writer wins) ----> roll forward ----> commit
+    each to                    compare and set,                 what the others
+    the store                  in the store                     swapped already
 
-The group that broke is never used again: after a death every vote on it fails. A new one is made
-from the record, through a rendezvous that lives in no rank. Survivors never serve in it here; they
-prove that they hold one placement, and end. A start of all ranks then loads what is committed.
+The broken group is never used again: after a death every vote on it fails. A new group is formed
+from the record, through a rendezvous outside of all ranks. Survivors do not serve in it. They
+verify that they hold one placement, and end. A start of all ranks then loads the committed one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.gloo_votes import GlooVotes
@@ -34,7 +34,7 @@ from runtime.group.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
-WORDS_DEADLINE_S = 5.0  # for what a rank is still at, before it says its words
+REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its report
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +48,21 @@ class Survivor(Protocol):
     def placement(self) -> Placement:
         """What this rank holds."""
 
-    def last_words(self, deadline_s: float) -> LastWords:
-        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
+    def survivor_report(self, deadline_s: float) -> SurvivorReport:
+        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone."""
+        """Ranks that are known to be dead."""
 
-    def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
+    def apply_recovery(self, record: Recovery) -> None:
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a survivor waits."""
+    """Deadlines of a recovery."""
 
-    words_s: float = 10.0  # for the others' words; who is silent for longer counts as dead
+    reports_s: float = 10.0  # for the others' reports; a rank without one counts as dead
     store_s: float = 20.0  # for a store that fails, in all
     group_s: float = 20.0  # for the new group, and for its vote
 
@@ -76,37 +76,38 @@ def membership_of_start(store: LoadStore) -> int:
 def recover(
     survivor: Survivor, store: LoadStore, *, num_ranks: int, deadlines: Deadlines | None = None
 ) -> Recovery:
-    """Agree with the other survivors. Called by each of them after a BrokenGroup, once.
+    """Agree with the other survivors. Each of them calls it once, after a BrokenGroup.
 
-    Afterwards every survivor holds one placement, and the store names it as committed.
+    Afterwards every survivor holds one placement, and the store has it as committed.
 
     Raises:
-        RankError: there was no agreement in time, or this rank counts as dead. What the store says
-            is committed is still right for a start, because a start loads every slot anew.
+        RankError: there was no agreement in time, or this rank counts as dead. The committed
+            placement of the store is still valid for a start, which loads every slot.
     """
     deadlines = deadlines or Deadlines()
-    # The others wait for them no longer than words_s, and may have begun to a little earlier.
-    words = survivor.last_words(min(WORDS_DEADLINE_S, deadlines.words_s / 2))
-    patient = _Patience(words.rank, time.monotonic() + deadlines.store_s + deadlines.words_s)
-    patient.insist("write its last words", lambda: store.last_words(words))
-    deadline = time.monotonic() + deadlines.words_s
-    record = patient.insist(
-        "agree with the others", lambda: _agree(survivor, store, words, num_ranks, deadline)
+    # The others wait for them no longer than reports_s, and may have begun to a little earlier.
+    report = survivor.survivor_report(min(REPORT_DEADLINE_S, deadlines.reports_s / 2))
+    retries = _Retries(report.rank, time.monotonic() + deadlines.store_s + deadlines.reports_s)
+    retries.until_done("write its survivor report", lambda: store.add_survivor_report(report))
+    deadline = time.monotonic() + deadlines.reports_s
+    record = retries.until_done(
+        "agree with the other survivors",
+        lambda: _agree(survivor, store, report, num_ranks, deadline),
     )
-    if words.rank not in record.survivors:
+    if report.rank not in record.survivors:
         raise RankError(
-            f"rank {words.rank}: the others went on without it ({record.reason}), "
-            "it was silent for too long"
+            f"rank {report.rank}: the other survivors excluded it ({record.reason}): "
+            "its survivor report came too late"
         )
     try:
-        survivor.take_over(record)
+        survivor.apply_recovery(record)
     except RuntimeError as exc:  # torch's, of a device that a death took with it
-        raise RankError(f"rank {words.rank} cannot roll forward: {exc}") from exc
-    patient.insist("see the commit", lambda: _await_commit(store, survivor, record, patient))
+        raise RankError(f"rank {report.rank} cannot roll forward: {exc}") from exc
+    retries.until_done("read the commit", lambda: _await_commit(store, survivor, record, retries))
     log.warning(
         "generation=%d rank=%d membership=%d recovered: %s",
         record.generation,
-        words.rank,
+        report.rank,
         record.membership,
         record.reason,
     )
@@ -114,20 +115,20 @@ def recover(
 
 
 def _agree(
-    survivor: Survivor, store: LoadStore, words: LastWords, num_ranks: int, deadline: float
+    survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: float
 ) -> Recovery:
-    """Return another survivor's record, or write one once all who live have spoken."""
+    """Return another survivor's record, or write one once all live ranks have reported."""
     overtaken_by: int | None = None
     while True:
         version, standing = store.version(), store.recovery()
-        if standing is not None and standing.membership > words.membership:
-            return _own_run(standing, words)
-        said = store.words(words.run, words.membership)
-        silent = set(range(num_ranks)) - {one.rank for one in said} - survivor.dead()
+        if standing is not None and standing.membership > report.membership:
+            return _own_run(standing, report)
+        reports = store.survivor_reports(report.run, report.membership)
+        silent = set(range(num_ranks)) - {one.rank for one in reports} - survivor.dead()
         left_s = deadline - time.monotonic()
         if not silent or left_s <= 0:
-            record = decide(said, survivor.dead(), silent, _written_end(survivor, store, words))
-            written = store.recover(record, expected_membership=words.membership)
+            record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
+            written = store.recover(record, expected_membership=report.membership)
             if written is not None:
                 return written
             # A dead rank's last commit came in between: it is looked at once more.
@@ -135,39 +136,39 @@ def _agree(
             assert found is not None, "a generation is newer than the record's"
             if found.placement.generation == overtaken_by:
                 raise RankError(
-                    f"rank {words.rank}: generation {overtaken_by} is committed, and survivors "
-                    f"can reach generation {record.generation} of plan {record.plan_id} alone"
+                    f"rank {report.rank}: generation {overtaken_by} is committed, and survivors "
+                    f"can reach only generation {record.generation} of plan {record.plan_id}"
                 )
             overtaken_by = found.placement.generation
             continue
-        # A moment at most: that a rank is dead is told by its lifeline, not by the store.
+        # A moment at most: a death is detected by its liveness connection, not by the store.
         store.wait(version, min(left_s, RETRY_S))
 
 
-def _written_end(survivor: Survivor, store: LoadStore, words: LastWords) -> WrittenEnd | None:
-    """What the store says of this rank's migration, if it is over: a dead rank may have told it."""
+def _written_end(survivor: Survivor, store: LoadStore, report: SurvivorReport) -> WrittenEnd | None:
+    """The end of this rank's migration in the store, if a dead rank has written it."""
     committed = store.committed()
-    if committed is None or committed.plan_id != words.plan_id or words.plan_id == NO_PLAN:
+    if committed is None or committed.plan_id != report.plan_id or report.plan_id == NO_PLAN:
         return None
     # It was dropped where it stands here, or else finished: then every rank had prepared it all.
     is_dropped = committed.placement.hash == survivor.placement.hash
-    applied = words.swapped if is_dropped else words.prepared
-    return WrittenEnd(words.plan_id, applied, committed.placement.generation)
+    applied = report.swapped if is_dropped else report.prepared
+    return WrittenEnd(report.plan_id, applied, committed.placement.generation)
 
 
-def _own_run(record: Recovery, words: LastWords) -> Recovery:
-    if (record.run, record.membership) != (words.run, words.membership + 1):
+def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
+    if (record.run, record.membership) != (report.run, report.membership + 1):
         raise RankError(
-            f"rank {words.rank} is of run {words.run!r}, membership {words.membership}; found "
-            f"membership {record.membership} of run {record.run!r} recorded: it is left behind"
+            f"rank {report.rank} is of run {report.run!r}, membership {report.membership}; found "
+            f"membership {record.membership} of run {record.run!r} recorded: this rank is excluded"
         )
     return record
 
 
 def _await_commit(
-    store: LoadStore, survivor: Survivor, record: Recovery, patient: _Patience
+    store: LoadStore, survivor: Survivor, record: Recovery, retries: _Retries
 ) -> None:
-    """Wait until the store names what the survivors hold. Their scribes write it."""
+    """Wait until the store names what the survivors hold. Their commit writers write it."""
     mine = survivor.placement
     while True:
         version = store.version()
@@ -181,10 +182,10 @@ def _await_commit(
                 f"the store names generation {found.generation} (hash {found.hash}), "
                 f"found generation {mine.generation} (hash {mine.hash}) in this rank's slots"
             )
-        store.wait(version, patient.left_s(f"for generation {record.generation} to be committed"))
+        store.wait(version, retries.left_s(f"for generation {record.generation} to be committed"))
 
 
-class _Patience:
+class _Retries:
     """Tries a store again until one deadline for all that a recovery asks of it."""
 
     def __init__(self, rank: int, deadline: float) -> None:
@@ -193,10 +194,10 @@ class _Patience:
     def left_s(self, what: str) -> float:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
-            raise RankError(f"rank {self._rank}: out of time while it waited {what}")
+            raise RankError(f"rank {self._rank}: timed out while waiting {what}")
         return left_s
 
-    def insist(self, what: str, ask: Callable[[], Result]) -> Result:
+    def until_done(self, what: str, ask: Callable[[], Result]) -> Result:
         while True:
             try:
                 return ask()
@@ -205,19 +206,20 @@ class _Patience:
             except StoreError as exc:
                 if time.monotonic() + RETRY_S >= self._deadline:
                     raise RankError(
-                        f"rank {self._rank} cannot {what}, no store in time: {exc}"
+                        f"rank {self._rank} cannot {what}: the store failed until the deadline: "
+                        f"{exc}"
                     ) from exc
-                log.warning("rank %d cannot %s, trying again: %s", self._rank, what, exc)
-                time.sleep(RETRY_S)  # a store that fails tells nobody when it is well again
+                log.warning("rank %d cannot %s, retrying: %s", self._rank, what, exc)
+                time.sleep(RETRY_S)  # a failing store sends no notification when it works again
 
 
 # -- rolling forward
 
 
 def missed_verdicts(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
-    """Return the verdicts that bring a survivor to the record, as if it had read them in time.
+    """Return the verdicts that bring a survivor to the record, as if read in time.
 
-    First the swap that others have made and this rank has not, then the end of what is left.
+    First the swap that others have made and this rank has not, then the abort of the rest.
     """
     verdicts = []
     if state.plan is None or state.phase is Phase.ABORTED:
@@ -264,17 +266,17 @@ def rejoin(
     host: str | None = None,
     deadline_s: float = 20.0,
 ) -> SurvivorVotes:
-    """Form the group of the survivors, anew and apart from the one that broke.
+    """Form the group of the survivors, separate from the broken one.
 
     Args:
-        record: names the survivors; each of them calls this.
-        rendezvous: a store that outlives every rank, the supervisor's.
-        rank: this rank, by its number among all.
-        host: as for the votes of the group that broke.
+        record: names the survivors; each of them calls this function.
+        rendezvous: a store that outlives every rank, owned by the supervisor.
+        rank: this rank, by its number in the original group.
+        host: as for the votes of the original group.
         deadline_s: for all survivors to have joined.
 
     Raises:
-        RankError: a survivor died or was late meanwhile.
+        RankError: a survivor died or timed out meanwhile.
     """
     place, size = record.survivors.index(rank), len(record.survivors)
     timeout = timedelta(seconds=deadline_s)
@@ -287,7 +289,7 @@ def rejoin(
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as exc:
-        raise RankError(f"rank {rank} could not join the other survivors: {exc}") from exc
+        raise RankError(f"rank {rank} cannot join the other survivors: {exc}") from exc
     return SurvivorVotes(GlooVotes(group, host=host, deadline_s=deadline_s), record.survivors)
 
 

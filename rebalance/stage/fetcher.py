@@ -1,7 +1,7 @@
-"""Brings one record outside of any migration; and waits, for every user of staging, until it rests.
+"""Fetches single records outside of migrations, and waits until staging has no copies under way.
 
-Nothing that staging may write to is used again before ``settle`` has found that nothing writes. If
-that cannot be had, it is never used again, and the rank's part in migrations is over.
+Staging memory is reused only after ``settle`` has found that nothing writes to it. If that fails,
+it is never used again, and migrations stay disabled on this rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rebalance.protocol import phases
 from rebalance.stage.lanes import Pull
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted
-from rebalance.threads.waiting import PhaseBox, Wait, drive
+from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -27,20 +27,20 @@ class Fetcher:
         self, rank: int, stager: Stager, beat: Heartbeat, clock: Callable[[], float]
     ) -> None:
         self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
-        self.is_quiet = True  # False once copies could not be ended: they may still be writing
+        self.is_drained = True  # False once copies could not be ended: they may still be writing
 
-    def fetch(self, pull: Pull, box: PhaseBox, is_wanted: IsWanted) -> bool:
-        """Bring and prove one record, while no migration is being brought.
+    def fetch(self, pull: Pull, shared: SharedPhase, is_wanted: IsWanted) -> bool:
+        """Fetch and verify one record, while no migration is staged.
 
         Returns:
-            Whether it is there; False if it is not wanted any more. However this ends, nothing
-            writes to its destination any more, unless ``is_quiet`` is False.
+            Whether it is there; False if it is not wanted any more. Afterwards nothing writes to
+            its destination, unless ``is_drained`` is False.
 
         Raises:
             MigrationError: no source has it.
         """
-        if not self.is_quiet:
-            raise MigrationError("copies that were given up earlier may still be writing")
+        if not self.is_drained:
+            raise MigrationError("cancelled copies may still be writing to staging")
         is_there, failure = False, None
 
         def work() -> Generator[Wait, None, None]:
@@ -48,29 +48,29 @@ class Fetcher:
             try:
                 is_there = yield from self._stager.stage([pull], is_wanted)
             except Exception as exc:
-                failure = exc  # goes on below, once nothing writes any more
-            yield from self.settle(box)
+                failure = exc  # raised below, once nothing writes any more
+            yield from self.settle(shared)
 
-        drive(work(), box, self._clock)
+        drive(work(), shared, self._clock)
         self._stager.meter.restart()  # it counts what a migration has staged: this was none
         if failure is not None:
             raise failure
-        return is_there and self.is_quiet
+        return is_there and self.is_drained
 
-    def settle(self, box: PhaseBox) -> Generator[Wait, None, None]:
+    def settle(self, shared: SharedPhase) -> Generator[Wait, None, None]:
         """Wait until nothing writes. Where that cannot be had, no plan is adopted any more."""
-        self._beat.busy("waiting for what was ordered to end")
+        self._beat.busy("waiting for ordered copies to end")
         try:
             yield from self._stager.drain()
             self._release()
         except Exception as exc:
             # Too late or a broken device: what may still be written must not be used again.
-            log.exception("rank %d: copies cannot be ended", self._rank)
-            self.is_quiet = False
-            box.update(phases.freeze, f"rank {self._rank}: copies cannot be ended: {exc}")
+            log.exception("rank %d: staging copies did not end", self._rank)
+            self.is_drained = False
+            shared.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
 
     def _release(self) -> None:
-        """End the leases. A host that is gone has none, and nothing is writing all the same."""
+        """End the leases. A dead host holds none."""
         try:
             self._stager.host.release()
         except MigrationError as exc:

@@ -1,4 +1,4 @@
-"""The records that a rank has its host hold: asked for before they are pulled, let go of after."""
+"""The records that a rank leases from its host cache: loaded before pulls, released afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class HostRecords:
-    """What the host holds for one rank; used by one thread."""
+    """The records that the host cache leases to one rank; used by one thread."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class HostRecords:
         self._held: set[Record] = set()  # records that preload has answered for
 
     def preload(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
-        """Have the host hold records. May block; see WeightTransport.preload.
+        """Have the host load and lease records. May block; see WeightTransport.preload.
 
         Raises:
             CalledOff: they are not wanted any more.
@@ -49,13 +49,13 @@ class HostRecords:
         self._held.update(missing)
 
     def reload(self, record: Record, is_wanted: IsWanted) -> bool:
-        """Have the host mend a record whose bytes were wrong; its disk is a second try.
+        """Have the host reload a record with a wrong digest from disk.
 
         Raises:
             CalledOff: it is not wanted any more.
         """
         name = f"layer {record[0]} expert {record[1]}"
-        self._beat.busy(f"having the host read {name} again")
+        self._beat.busy(f"reloading {name} on the host")
         try:
             self._transport.reload(record, self._deadline_s, is_wanted)
         except CalledOff:
@@ -68,12 +68,12 @@ class HostRecords:
         return True
 
     def release(self, records: Iterable[Record] | None = None) -> None:
-        """Let the host forget records, or all that it holds for this rank.
+        """Release some records, or all that the host holds for this rank.
 
         Raises:
-            MigrationError: the host is gone.
+            MigrationError: the host cache disconnected.
         """
         held = self._held if records is None else self._held.intersection(records)
-        self._held = self._held - held  # first: a host that is gone holds nothing any more
+        self._held = self._held - held  # first: a dead host holds nothing
         if held:
             self._transport.release(sorted(held))

@@ -32,14 +32,14 @@ class Pull:
     offset: int = 0  # bytes ordered in this attempt
     num_chunks: int = 0  # ordered in this attempt
     num_flying: int = 0
-    has_failed: bool = False  # this attempt: begun anew once its chunks have landed
+    has_failed: bool = False  # this attempt: restarted once its chunks have arrived
     num_tried: int = 0
     suspected: tuple[Place, ...] = ()  # gave wrong bytes together
     is_reloaded: bool = False  # the host has read it again, once
     failed: dict[Place, str] = field(default_factory=dict)  # and why
 
     def __post_init__(self) -> None:
-        self.num_bytes = self.into.numel()  # asked for often, and torch takes its time to say
+        self.num_bytes = self.into.numel()  # read often, and slow to get from torch
 
     @property
     def name(self) -> str:
@@ -103,17 +103,17 @@ class Lane:
 
     @property
     def is_active(self) -> bool:
-        """Say whether something is in line or under way."""
+        """Return whether something is in line or under way."""
         return bool(self._queue or self.flying)
 
     @property
     def is_flowing(self) -> bool:
-        """Say whether another chunk goes now, or as soon as one lands."""
+        """Return whether another chunk goes now, or as soon as one lands."""
         is_full = len(self.flying) >= self._in_flight
         return bool(self._queue) and (is_full or self.ready_at() <= self._clock())
 
     def add(self, pull: Pull) -> None:
-        """Put a record in line."""
+        """Queue a record."""
         self._queue.append(pull)
         if self._active_since is None:
             self._active_since = self._clock()
@@ -151,16 +151,16 @@ class Lane:
             self._queue.popleft()
 
     def give_up(self, pull: Pull) -> None:
-        """Take a record, the first in line, out again."""
+        """Remove the first record of the queue."""
         assert self._queue[0] is pull, "only the record whose turn it is can fail"
         self._queue.popleft()
         self.rest()
 
     def land(self) -> Pull | None:
-        """Take note of the oldest chunk if it has landed, and return its record.
+        """Return the record of the oldest chunk if that has arrived.
 
         Raises:
-            MigrationError: it has not, and is overdue.
+            MigrationError: it has not arrived before its deadline.
         """
         if not self.flying:
             return None
@@ -170,7 +170,7 @@ class Lane:
                 return None
             raise MigrationError(
                 f"{chunk.pull.name}: {chunk.num_bytes} bytes from "
-                f"{chunk.pull.origin} have not landed in {self._deadline_s:.3g} s"
+                f"{chunk.pull.origin} did not arrive within {self._deadline_s:.3g} s"
             )
         self.flying.popleft()
         chunk.pull.num_flying -= 1

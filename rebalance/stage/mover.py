@@ -1,9 +1,9 @@
-"""What brings a migration's bytes to a rank: preload, then stage, one transaction at a time.
+"""The mover: loads a migration's bytes to a rank. Preload, then stage, one transaction at a time.
 
-It never touches a slot that serves, and it tells the phase machine what it has; it decides nothing.
+It never writes to a slot that serves. It reports progress to the phase machine and decides nothing.
 
-``Mover.work`` is a generator that says what it waits for and never waits itself: a thread drives it
-in a rank (``bring``), a scheduler may drive it step by step, over a simulated transport and clock.
+``Mover.work`` is a generator that yields what it waits for and never blocks: in a rank a thread
+drives it (``bring``), in tests a scheduler may, with a simulated transport and clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff
-from rebalance.threads.waiting import WAIT_S, PhaseBox, Wait, drive
+from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import WeightTransport
 from rebalance.types import Record
@@ -42,7 +42,7 @@ from runtime.routing import RoutingTable
 log = logging.getLogger(__name__)
 
 
-def nobody() -> frozenset[int]:
+def no_ranks() -> frozenset[int]:
     """No rank is known to be dead."""
     return frozenset()
 
@@ -68,15 +68,15 @@ class RankSlots:
 
 
 class Mover:
-    """Brings one rank's share of each migration.
+    """Loads one rank's share of each migration.
 
     Args:
         slots: where bytes go to.
         transport: where bytes come from.
         settings: what staging may take.
-        dead: ranks that are known to be gone; no source of anything.
+        dead: returns the ranks that are known to be dead; they are no source.
         clock: of seconds, for budgets and deadlines.
-        beat: where it says what it does.
+        beat: its heartbeat.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Mover:
         transport: WeightTransport,
         settings: StageSettings,
         *,
-        dead: Callable[[], frozenset[int]] = nobody,
+        dead: Callable[[], frozenset[int]] = no_ranks,
         clock: Callable[[], float] = time.monotonic,
         beat: Heartbeat | None = None,
     ) -> None:
@@ -99,12 +99,12 @@ class Mover:
         )
         self.fetcher = Fetcher(slots.rank, self._stager, self.beat, clock)
         self.ring = StagingRing(slots.bank.num_staging)
-        self.serving: list[Serving] = []  # of the migration being brought, one per transaction
+        self.serving: list[Serving] = []  # of the present migration, one per transaction
 
     # -- from any thread
 
     def figures(self) -> StageFigures:
-        """How staging stands."""
+        """Return the statistics of staging."""
         return self._stager.meter.snapshot(
             num_quarantined=self._sources.num_quarantined,
             ring_in_use=self.ring.num_in_use,
@@ -116,7 +116,7 @@ class Mover:
         self._stager.hold.pause(self._settings.pause_deadline_s)
 
     def resume(self) -> None:
-        """Let staging go on; whoever drives ``work`` is to be woken too."""
+        """Resume staging; the caller must also wake the driver of ``work``."""
         self._stager.hold.resume()
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
@@ -131,68 +131,69 @@ class Mover:
         self._transport.begin()
 
     def read_ahead(self, records: Sequence[Record]) -> None:
-        """Have the host read records that may be wanted soon, when nothing else is to be done."""
+        """Have the host load records that may be needed soon, when it is idle."""
         try:
             self._transport.hint(records)
         except MigrationError as exc:
-            log.warning("rank %d: nothing is read ahead: %s", self._slots.rank, exc)
+            log.warning("rank %d: read-ahead failed: %s", self._slots.rank, exc)
 
-    def bring(self, migration: Migration, box: PhaseBox) -> None:
+    def bring(self, migration: Migration, shared: SharedPhase) -> None:
         """Work one migration off: returns when it is done or dropped, or the rank halts.
 
         What ``work`` raises is raised here: this thread is not to be trusted any more.
         """
-        drive(self.work(migration, box), box, self._clock)
+        drive(self.work(migration, shared), shared, self._clock)
 
-    def work(self, migration: Migration, box: PhaseBox) -> Iterator[Wait]:
-        """Work one migration off, step by step; ends when it is done or dropped, or the rank halts.
+    def work(self, migration: Migration, shared: SharedPhase) -> Iterator[Wait]:
+        """Process one migration step by step; ends when it is done or dropped, or the rank halts.
 
-        Each Wait says when to resume; news in the box are always a reason to. When it has ended,
-        nothing that it ordered writes any more. What is not an EplbError is a bug, or a broken
-        device: the migration is dropped, and once nothing of it is left the exception goes on.
+        Each Wait has the time of the next step; a change of the shared state resumes it too. After
+        the end nothing that it ordered writes any more. An exception other than an EplbError is a
+        bug or a broken device: the migration is aborted, and after the cleanup the exception is
+        raised.
         """
         plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()
         try:
-            yield from self._bring(migration, box)
+            yield from self._bring(migration, shared)
         except (MigrationError, PlacementError) as exc:
-            box.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {exc}")
+            shared.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {exc}")
         except Exception as exc:
             words = f"the mover failed with {type(exc).__name__}: {exc}"
-            box.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {words}")
+            shared.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {words}")
             failure = exc
-        yield from self._end(box, plan_id)
+        yield from self._end(shared, plan_id)
         if failure is not None:
             raise failure
 
-    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+    def wait_for_end(self, shared: SharedPhase, plan_id: int) -> None:
         """Wait until no verdict on a plan can come, and free what it held if it was dropped."""
-        drive(self._end(box, plan_id), box, self._clock)
+        drive(self._end(shared, plan_id), shared, self._clock)
 
-    def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
+    def _bring(self, migration: Migration, shared: SharedPhase) -> Generator[Wait, None, None]:
         plan_id = migration.plan_id
-        self.beat.busy(f"working out what serves in plan {plan_id}")
+        self.beat.busy(f"computing the placements of plan {plan_id}")
         self.serving = list(serving_after_each(migration, self._slots.table))
         self._check(migration)
-        if not (yield from self._preload(migration, box)):
+        if not (yield from self._preload(migration, shared)):
             return
-        box.update(phases.preloaded, plan_id)
+        shared.update(phases.preloaded, plan_id)
         for number, transaction in enumerate(migration.transactions):
             moves = self.own_moves(transaction)
-            if not (yield from self._wait_for_room(box, migration, number)):
+            if not (yield from self._wait_for_room(shared, migration, number)):
                 return
             held, mode = readable(migration, self.serving, number), migration.pace.mode
             pulls = [Pull(move, self.destination(move, mode), held) for move in moves]
-            if not (yield from self._stager.stage(pulls, lambda: box.is_wanted(plan_id))):
+            if not (yield from self._stager.stage(pulls, lambda: shared.is_wanted(plan_id))):
                 return
             self._stager.host.release((move.layer, move.expert) for move in moves)
-            box.update(phases.staged, plan_id, number + 1)
+            shared.update(phases.staged, plan_id, number + 1)
 
     def _check(self, migration: Migration) -> None:
-        """Refuse what could never be brought, or would be written over what serves.
+        """Reject a migration that can never be staged, or that would overwrite serving slots.
 
         Raises:
-            MigrationError: it is such a migration.
+            MigrationError: with the reason.
         """
         if not migration.transactions:
             raise MigrationError(f"plan {migration.plan_id} has no transactions, expected one")
@@ -200,8 +201,8 @@ class Mover:
             moves = self.own_moves(transaction)
             check_places(migration, self.serving, number, moves, self.ring.num_entries)
 
-    def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
-        """Have the host hold what is taken from it, some records at a time; False if unwanted."""
+    def _preload(self, migration: Migration, shared: SharedPhase) -> Generator[Wait, None, bool]:
+        """Preload records in batches; return False if the plan is not wanted any more."""
         wanted = {
             (move.layer, move.expert): (move, held)
             for number, transaction in enumerate(migration.transactions)
@@ -211,26 +212,26 @@ class Mover:
         }
         records = list(wanted)
         if len(records) > self._transport.host_room:
-            # They do not fit together: the first now, the others as they are wanted.
+            # They do not fit together: the first now, the others when needed.
             wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
         at_once, plan_id = self._settings.preload_records, migration.plan_id
         for first in range(0, len(records), at_once):
-            if not box.is_wanted(plan_id):
+            if not shared.is_wanted(plan_id):
                 return False
-            # Named before the others are waited for, so that the disk never rests in between.
+            # Hinted before the others are waited for, so that the disk is never idle in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
             now = [wanted[record] for record in records[first : first + at_once]]
             try:
-                self._stager.preload(now, lambda: box.is_wanted(plan_id))
+                self._stager.preload(now, lambda: shared.is_wanted(plan_id))
             except CalledOff:
                 return False
             yield Wait("nothing: others may take their turn", self._clock())
         return True
 
     def destination(self, move: Move, mode: Mode) -> torch.Tensor:
-        """The memory [record_bytes] that a move's bytes are brought to before they serve.
+        """The memory [record_bytes] that a move is staged in before it serves.
 
         A staging entry, or in flip mode the EMPTY slot itself: no token is routed there yet.
         """
@@ -240,20 +241,20 @@ class Mover:
         return self._slots.bank.live(move.layer, move.dst_slot - first_slot)
 
     def _wait_for_room(
-        self, box: PhaseBox, migration: Migration, number: int
+        self, shared: SharedPhase, migration: Migration, number: int
     ) -> Generator[Wait, None, bool]:
         """Wait until a transaction may be staged; False when the plan is not wanted any more.
 
-        A vote that adopts the plan, or drops it, comes by the votes' own deadlines. A swap's copies
-        have one here.
+        The deadlines of votes cover the wait for a vote. The wait for a swap's copies has its own
+        here.
         """
         transaction, copy, deadline = migration.transactions[number], None, 0.0
         moves = self.own_moves(transaction) if migration.pace.mode == "copy" else []
         while True:
-            with box.changed:
-                if not box.is_wanted(migration.plan_id):
+            with shared.changed:
+                if not shared.is_wanted(migration.plan_id):
                     return False
-                may_stage = phases.may_stage(box.state, transaction.reads_after)
+                may_stage = phases.may_stage(shared.state, transaction.reads_after)
                 if may_stage and self.ring.num_free >= len(moves):
                     for move in moves:
                         self.ring.take(move)
@@ -269,23 +270,22 @@ class Mover:
                 self.beat.busy("waiting for copies into live slots")
             elif now >= deadline:
                 raise MigrationError(
-                    "a swap's copies have not ended "
-                    f"{self._settings.pull_deadline_s:.3g} s after they were ordered"
+                    f"copies of a swap did not end within {self._settings.pull_deadline_s:.3g} s"
                 )
             yield Wait("the copies of a swap", deadline, (copy,))
 
-    def _end(self, box: PhaseBox, plan_id: int) -> Generator[Wait, None, None]:
+    def _end(self, shared: SharedPhase, plan_id: int) -> Generator[Wait, None, None]:
         """Wait until nothing writes and no verdict on the plan can come; free what it held."""
-        yield from self.fetcher.settle(box)
+        yield from self.fetcher.settle(shared)
         self.beat.idle(f"waiting for the last vote on plan {plan_id}")
         while True:
-            with box.changed:
-                if not box.is_live(plan_id):
+            with shared.changed:
+                if not shared.is_live(plan_id):
                     break
             yield Wait("the vote that ends the plan", self._clock() + WAIT_S)
-        with box.changed:
-            if box.state.phase is Phase.ABORTED:
+        with shared.changed:
+            if shared.state.phase is Phase.ABORTED:
                 # Only this generator has staging entries written, and all it ordered has ended.
-                if self.fetcher.is_quiet:
+                if self.fetcher.is_drained:
                     self.ring.release_all()
-                box.update(phases.aborted)
+                shared.update(phases.aborted)

@@ -1,4 +1,4 @@
-"""Proves what staging has brought: every record's digest, ordered while its bytes are on their way.
+"""Verifies staged records: computes each digest while further bytes are under way.
 
 Digests of a few records are ordered in one launch where more are about to come, because a launch
 takes the host as long as a fast link takes for 44 MB.
@@ -47,7 +47,7 @@ class Proofs:
 
     @property
     def is_active(self) -> bool:
-        """Say whether a record is to be proved."""
+        """Return whether a record is to be proved."""
         return bool(self._ordered or self._proofs)
 
     @property
@@ -57,13 +57,13 @@ class Proofs:
 
     @property
     def oldest(self) -> _Proof | None:
-        """What is judged next, if all of it has landed."""
+        """The next proof to check, if all of its chunks have arrived."""
         if self._proofs and not any(pull.num_flying for pull in self._proofs[0].pulls):
             return self._proofs[0]
         return None
 
     def add(self, pull: Pull, completion: Completion) -> None:
-        """Note a record whose last chunk was ordered, and what tells that it has landed."""
+        """Queue a record whose last chunk was ordered, with the completion of that chunk."""
         self._ordered.append((pull, completion))
 
     def order(self, *, is_more_coming: bool) -> bool:
@@ -91,7 +91,7 @@ class Proofs:
         if not proof.digests.is_complete():
             if self._clock() < proof.deadline:
                 return []
-            raise MigrationError(f"{proof.pulls[0].name}: its digest is not worked out in time")
+            raise MigrationError(f"{proof.pulls[0].name}: its digest was not computed in time")
         self._proofs.popleft()
         found = self._records.read(proof.digests)
         return [

@@ -10,7 +10,7 @@ from runtime.streams import Completion
 
 
 class StagingRing:
-    """Which staging entries are free, and which hold which move's bytes. Guarded by the box.
+    """Tracks free staging entries and the move that each other one holds. Guarded by SharedPhase.
 
     An entry that was swapped from is free only once that copy is complete, not when it is ordered:
     on a GPU the host runs ahead (vLLM pull 32881 is a buffer overwritten while it was copied).
@@ -31,7 +31,7 @@ class StagingRing:
 
     @property
     def num_in_use(self) -> int:
-        """Entries that hold bytes or are being copied from, as far as anybody has looked."""
+        """Entries that hold bytes or are being copied from, as of the latest poll."""
         return self.num_entries - len(self._free)
 
     @property
@@ -46,11 +46,11 @@ class StagingRing:
         return entry
 
     def release(self, moves: Sequence[Move], completion: Completion) -> None:
-        """Give the entries of moves back once their copy into the live slots is complete."""
+        """Free the entries of moves once their copy into the live slots is complete."""
         self._copying.append((completion, [self._held.pop(move) for move in moves]))
 
     def release_all(self) -> None:
-        """Give every entry back: the plan was dropped."""
+        """Free every entry: the plan was dropped."""
         self._free.extend(self._held.values())
         self._held.clear()
 
@@ -59,9 +59,9 @@ class StagingRing:
         return self._held[move]
 
     def borrow(self) -> int | None:
-        """Reserve an entry for bytes of no migration; None while none is free.
+        """Reserve an entry outside of migrations; None while none is free.
 
-        ``release_all`` leaves it alone: it is given back by whoever borrowed it.
+        ``release_all`` does not free it: the borrower gives it back.
         """
         return self._free.pop() if self.num_free else None
 

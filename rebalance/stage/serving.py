@@ -1,4 +1,4 @@
-"""What serves after each transaction of a migration, worked out off the step path.
+"""The serving placement after each transaction, computed off the step path.
 
 Shapes:  L MoE layers, S slots.
 """
@@ -19,14 +19,14 @@ from runtime.routing import RoutingTable, TableLayers
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves once a transaction is applied."""
+    """Placement and table once a transaction is applied."""
 
     placement: Placement
     table: TableLayers
 
 
 def serving_after_each(migration: Migration, table: RoutingTable) -> Iterator[Serving]:
-    """Give what serves after each transaction; the table's new entries lie ready beside it.
+    """Return what serves after each transaction; the table's new entries lie ready beside it.
 
     Raises:
         PlacementError: the table has no room for a placement.

@@ -1,4 +1,4 @@
-"""How much staging may take, of links and of time; alike on every rank."""
+"""Limits of staging: bandwidth and deadlines; equal on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What staging may take.
+    """Limits of staging.
 
     Without a budget chunks are large, because the host needs about 25 us to order one, as long as a
     fast link needs for 8 MB. While serving they are small, because serving waits behind one that is

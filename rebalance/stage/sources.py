@@ -1,10 +1,10 @@
-"""Where a rank may take a record from, best first, and what it must not use again.
+"""Sources of a record, best first, and their quarantine.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host's slab, which other hosts and the disk fill, then ranks that must be asked over the network,
-one after the other. A move that was planned from the host takes that first. A slot that gave wrong
-bytes is not used again by this rank in this run: memory that rots once rots again. A host's record
-is, after a while: its disk may be well by then, and bytes that are right lift it.
+host cache, then ranks over the network, one after the other. A move that was planned from the
+host takes that first. A slot with a wrong digest is never used again by this rank in this run:
+memory that was corrupted once may be corrupted again. A host's record is retried after a while,
+and a correct digest ends its quarantine.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Key = tuple[int, int, int]  # (layer, rank, slot), or (layer, NO_RANK, expert) o
 
 
 class Sources:
-    """What one rank may read.
+    """Selects the sources of one rank.
 
     Args:
         rank: the receiver.
-        topology: says which slots a rank has.
-        readable: ranks whose live slots can be read from here, this one included.
-        dead: ranks that are known to be gone by now.
+        topology: defines the slots of each rank.
+        readable: ranks whose live slots can be read from here, including this one.
+        dead: returns the ranks that are known to be dead.
         clock: of seconds.
-        reachable: further ranks, which can be asked for what their live slots hold.
+        reachable: further ranks, which send live slots over the network.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Sources:
         return len(self._quarantined)
 
     def is_alive(self, place: Place) -> bool:
-        """Say whether a place can still be read; a dead peer's memory may vanish at any moment."""
+        """Return whether a place can be read; a dead peer's memory may vanish at any moment."""
         return place.rank not in self._dead()
 
     def choose(
@@ -126,13 +126,13 @@ class Sources:
     def wrong(self, move: Move, places: Sequence[Place]) -> None:
         """Note that the bytes from ``places`` together were not the expert's."""
         if len(places) > 1:
-            # Any of them may be to blame: none is read together with others any more.
+            # Any of them may be the cause: none is read together with others any more.
             self._suspects |= {_key(move, place) for place in places}
             return
         rest_s = HOST_RETRY_S if places[0] == HOST else math.inf
         self._quarantined[_key(move, places[0])] = self._clock() + rest_s
         log.warning(
-            "layer %d expert %d: %s gave wrong bytes and is not read by rank %d for %g s",
+            "layer %d expert %d: digest mismatch from %s; rank %d quarantines it for %g s",
             move.layer,
             move.expert,
             places[0],
@@ -143,7 +143,7 @@ class Sources:
     def right(self, move: Move, place: Place, suspected: Sequence[Place]) -> None:
         """Note that ``place`` alone gave right bytes, after ``suspected`` together had not."""
         self._suspects.discard(_key(move, place))
-        self._quarantined.pop(_key(move, place), None)  # it was tried again, and is well
+        self._quarantined.pop(_key(move, place), None)  # correct when tried again
         others = [other for other in suspected if other != place]
         left = [other for other in others if _key(move, other) not in self._quarantined]
         if len(others) < len(suspected) and len(left) == len(others) == 1:

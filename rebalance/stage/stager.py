@@ -1,12 +1,12 @@
-"""Phase two, stage: brings records in chunks, within budgets, and proves each before it counts.
+"""Phase two, stage: pulls records in chunks, within budgets, and verifies each of them.
 
     in line -> chunks under way, then its digest -> landed -> right: done
        ^                                               | wrong, or a source failed
        +----------------- from the next source --------+
 
-``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when only time or
-the device can bring it further. A record's digest is ordered behind its last chunk, so records
-follow one another without a gap. Nothing is written but the destinations that the caller gives.
+``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when it depends on
+time or the device. A record's digest is ordered behind its last chunk, so records follow each other
+without a gap. Only the caller's destinations are written.
 """
 
 from __future__ import annotations
@@ -59,35 +59,35 @@ class Stager:
         self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
-        self._is_said = False  # that it waits, and for what
+        self._has_reported_wait = False  # that it waits, and for what
         self._is_wanted: IsWanted = always  # what is being staged
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
-        """Say whether the host's slab is where a move's bytes are taken from first."""
+        """Return whether the host cache is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
 
     def preload(
         self, wanted: Sequence[tuple[Move, NDArray[np.int32]]], is_wanted: IsWanted
     ) -> None:
-        """Have the host hold what moves take from it, each with what may be read for it.
+        """Have the host load what moves take from it, each with the slots that may be read for it.
 
-        What it cannot hold is looked for elsewhere when its turn comes, where anybody else has it.
+        What the host cannot hold is taken from other sources later, if they exist.
 
         Raises:
             CalledOff: it is not wanted any more.
-            MigrationError: the host cannot, and nobody else has all of it.
+            MigrationError: the host failed, and other sources do not have all of it.
         """
         try:
             self.host.preload([(move.layer, move.expert) for move, _ in wanted], is_wanted)
         except MigrationError as exc:
             if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
                 raise
-            log.info("%d records are looked for beyond the host: %s", len(wanted), exc)
+            log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
 
     def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
-        """Bring and prove all of ``pulls``; return False if that is not wanted any more.
+        """Pull and verify all of ``pulls``; return False if that is not wanted any more.
 
-        Whatever ends it early, ``drain`` must follow before the destinations are used again.
+        After an early end, ``drain`` must run before the destinations are used again.
 
         Raises:
             MigrationError: a record has no source left, or a chunk does not land.
@@ -101,15 +101,15 @@ class Stager:
             except CalledOff:
                 return False
             if has_moved:
-                self._is_said = False
+                self._has_reported_wait = False
                 continue
-            if not self._is_said:
-                self._say()
+            if not self._has_reported_wait:
+                self._report_wait()
             yield self._wait()
         return True
 
     def _advance(self, waiting: deque[Pull]) -> bool:
-        """Order, land and prove what can be; say whether anything was."""
+        """Order, collect and verify what is possible; return whether anything progressed."""
         has_moved = [self._feed(waiting)]
         has_moved += [self._land(lane) for lane in self._lanes.values() if lane.flying]
         has_moved.append(self._prove(is_more_coming=bool(waiting)))
@@ -127,10 +127,10 @@ class Stager:
         while left := [done for done in self._completions() if not done.is_complete()]:
             if self._clock() >= deadline:
                 raise MigrationError(
-                    f"{len(left)} copies into staging have not ended "
-                    f"{self._settings.pull_deadline_s:.3g} s after they were given up"
+                    f"{len(left)} copies into staging did not end "
+                    f"within {self._settings.pull_deadline_s:.3g} s after they were cancelled"
                 )
-            yield Wait("copies that were given up", deadline, (left[-1],))
+            yield Wait("cancelled copies", deadline, (left[-1],))
         for lane in self._lanes.values():
             lane.clear()
         self._proofs.clear()
@@ -143,11 +143,11 @@ class Stager:
         return self._proofs.is_active or any(lane.is_active for lane in self._lanes.values())
 
     def _begin(self, pull: Pull) -> None:
-        """Put a record in line for its next source.
+        """Queue a record for its next source.
 
         Raises:
-            CalledOff: nobody wants it any more.
-            MigrationError: there is none left.
+            CalledOff: it is not wanted any more.
+            MigrationError: no source is left.
         """
         while True:
             failed, tried = tuple(pull.failed), pull.num_tried
@@ -207,14 +207,14 @@ class Stager:
         return True
 
     def _fail(self, lane: Lane, pull: Pull) -> None:
-        """Give this attempt up; the next must not write before its last chunk has landed."""
+        """Cancel this attempt; the next starts after its last chunk has arrived."""
         lane.give_up(pull)
         pull.has_failed = True
         if not pull.num_flying:
             self._again(pull)
 
     def _land(self, lane: Lane) -> bool:
-        """Take note of the oldest chunk, if it has landed."""
+        """Collect the oldest chunk, if it has arrived."""
         pull = lane.land()
         if pull is None:
             return False
@@ -240,41 +240,41 @@ class Stager:
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        is_mended = (
+        is_repaired = (
             pull.places == (HOST,)
             and not pull.is_reloaded
             and self.host.reload(pull.record, self._is_wanted)
         )
-        if not is_mended:
+        if not is_repaired:
             self._sources.wrong(pull.move, pull.places)
-        if is_mended:
+        if is_repaired:
             pull.is_reloaded = True
         elif len(pull.places) == 1:
-            pull.failed[pull.places[0]] = "wrong digest"
+            pull.failed[pull.places[0]] = "digest mismatch"
         else:
             pull.suspected = pull.places
         self.meter.add_bytes("rejected", pull.num_bytes)
         self.meter.add("num_wrong_digests")
         self._again(pull)
 
-    def _say(self) -> None:
-        """Name what it waits for, once: to whoever asks, saying it again would be progress."""
-        self._is_said = True
+    def _report_wait(self) -> None:
+        """Report once what it waits for: repeated reports would count as progress."""
+        self._has_reported_wait = True
         for lane in self._lanes.values():
             if lane.flying:
                 pull = lane.flying[0].pull
                 self._beat.busy(f"pulling {pull.name} from {pull.origin}")
                 return
         if (proof := self._proofs.oldest) is not None:
-            self._beat.busy(f"working out the digest of {proof.pulls[0].name}")
+            self._beat.busy(f"computing the digest of {proof.pulls[0].name}")
         else:
             self._beat.idle("waiting for the budget of a link, or for the engine's hold to end")
 
     def _wait(self) -> Wait:
-        """What can bring it further: a landing where no chunk may be ordered before it, or time.
+        """Return what to wait for: the arrival of a chunk or digest, or a time.
 
-        While it is the budget that holds a link back, its landings are seen at the next chunk:
-        asking the device more often would only take the interpreter from the step.
+        While the budget holds a link back, arrivals are collected with the next chunk: polling the
+        device more often would only take the interpreter from the step.
         """
         lanes = [lane for lane in self._lanes.values() if lane.is_active]
         times = [lane.ready_at() for lane in lanes]

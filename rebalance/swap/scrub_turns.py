@@ -1,26 +1,25 @@
-"""Looks for rotten bytes in live slots while nothing moves, and puts the right ones back.
+"""The scrubber's schedule: verifies live slots while nothing moves, and repairs corrupted ones.
 
     every 64th idle step:    digest one live slot, in turn -> as agreed by all ranks? -> next
                                                            -> no: fetch the expert from elsewhere,
-                                  between two steps: copy it into the slot, then look at it again
+                                  between two steps: copy it into the slot, then verify it again
 
-Reading is safe because nobody writes live slots meanwhile. Only a step swaps, and only what every
-rank has prepared; this rank prepares nothing until its mover's thread does, and that is the thread
-which reads. So a plan that arrives in the middle waits behind the one slot, and no other rank can
-swap either: what is fetched from a peer's slot stands still too. An engine writes live slots
-between begin_update and end_update; begin_update waits for the look under way and forgets what it
-found, and votes only after that, so that no peer's engine writes earlier.
+Reading is safe because live slots are not written meanwhile. Only a step swaps, and only what every
+rank has prepared. This rank prepares nothing before its mover's thread does, and that thread does
+the reading. So a plan that arrives meanwhile waits for the one slot, and no other rank can swap
+either: a peer's slot that is fetched does not change. An engine writes live slots between
+begin_update and end_update. begin_update waits for the running check, drops its result, and votes
+only afterwards, so that no peer's engine writes earlier.
 
-Repairing takes no vote. The placement, the tables and what any rank believes stay as they are; one
-slot's bytes become what every rank takes them for already. The step's own thread orders the copy,
-on the stream of the forward passes, and only while the rank is idle: then no peer reads the slot.
-In a migration the repair is dropped and made anew after it; peers that pull the rotten bytes find
-out by the digest.
+A repair needs no vote. Placement and tables stay; the slot's bytes become what every rank expects
+there. The step's thread orders the copy, on the stream of the forward passes, and only while the
+rank is idle: then no peer reads the slot. During a migration the repair is dropped and repeated
+afterwards; peers that pull the corrupted bytes detect it by the digest.
 
-The bytes come the way that a migration's come: in chunks, from peers and then the host, with their
-digest checked. Meanwhile they lie in a staging entry, or in an EMPTY slot of the layer where there
-are no entries (flip mode): no token goes there, and only this rank's mover writes there. After a
-death nothing is looked at or mended any more, so that what survivors swap is theirs alone.
+The bytes come like a migration's: in chunks, from peers and then the host, verified by digest. They
+are staged in a staging entry, or in an EMPTY slot of the layer where there are no entries (flip
+mode): it receives no tokens, and only this rank's mover writes there. After a death nothing is
+checked or repaired any more, so that only the survivors' recovery writes.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from dataclasses import asdict
 from eplb.core.placement import Placement
 from eplb.errors import MigrationError, RankError
 from rebalance.protocol import phases
-from rebalance.protocol.journal import Diary
+from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
 from rebalance.stage.mover import Mover
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.threads.orders import Orders
-from rebalance.threads.waiting import WAIT_S, PhaseBox
+from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.types import Digest
 from runtime.streams import Completion
 
@@ -54,9 +53,9 @@ class ScrubTurns:
         scrubber: looks at slots.
         swapper: says what serves, and writes the right bytes.
         mover: fetches them, and lends the room for them.
-        box: the rank's phase.
+        shared: the rank's phase.
         orders: have the mover's thread look.
-        diary: notes what is found.
+        recorder: notes what is found.
         every_steps: idle steps from one look to the next; 0: never.
     """
 
@@ -65,14 +64,14 @@ class ScrubTurns:
         scrubber: Scrubber,
         swapper: Swapper,
         mover: Mover,
-        box: PhaseBox,
+        shared: SharedPhase,
         orders: Orders,
         *,
-        diary: Diary,
+        recorder: JournalRecorder,
         every_steps: int,
     ) -> None:
         self._scrubber, self._swapper, self._mover = scrubber, swapper, mover
-        self._box, self._orders, self._diary = box, orders, diary
+        self._shared, self._orders, self._diary = shared, orders, recorder
         self._every_steps = every_steps
         self._idle_steps = 0
         self._is_looking = False  # set by the step, cleared by the mover's thread
@@ -82,16 +81,16 @@ class ScrubTurns:
     # -- the step's thread
 
     def at_step(self) -> None:
-        """Do what is due between two steps."""
+        """Run the scrubber's part between two steps."""
         if not self._every_steps or self._is_looking:
             return
         if self._staged is not None:
-            self._mend(*self._staged)
+            self._repair(*self._staged)
             return
-        self._idle_steps += self._box.state.phase is Phase.IDLE
+        self._idle_steps += self._shared.state.phase is Phase.IDLE
         is_due = self._idle_steps >= self._every_steps or self._scrubber.suspects
         if is_due and self._orders.has_mover():
-            with self._box.changed:
+            with self._shared.changed:
                 if self._swapper.at_rest() is not None:
                     self._idle_steps, self._is_looking = 0, True
                     self._orders.do(self._look)
@@ -104,7 +103,7 @@ class ScrubTurns:
         """
         if not self.end_look(deadline_s):
             raise RankError(
-                f"rank {self._scrubber.rank}: a live slot is still being looked at after "
+                f"rank {self._scrubber.rank}: the check of a live slot did not end within "
                 f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
             )
 
@@ -114,15 +113,15 @@ class ScrubTurns:
         One that has not will end as soon as it can: what it waits for may take minutes (a host
         that reads a disk), and it begins nothing more.
         """
-        box, deadline = self._box, time.monotonic() + deadline_s
-        with box.changed:
+        shared, deadline = self._shared, time.monotonic() + deadline_s
+        with shared.changed:
             self._is_stopping = True
-            box.wake()
+            shared.wake()
             while self._is_looking and self._orders.has_mover():
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                box.changed.wait(min(left_s, WAIT_S))
+                shared.changed.wait(min(left_s, WAIT_S))
             self._is_stopping = False
             if self._staged is not None:
                 self._give_back(self._staged[1])
@@ -130,16 +129,16 @@ class ScrubTurns:
             self._scrubber.suspects.clear()
             return True
 
-    def _mend(self, where: LiveSlot, loan: Loan) -> None:
+    def _repair(self, where: LiveSlot, loan: Loan) -> None:
         """Copy the right bytes into the slot, unless something else has begun since."""
-        with self._box.changed:
+        with self._shared.changed:
             self._staged, done = None, None
             serving = self._swapper.at_rest()
             if serving is not None and self._scrubber.holds(serving, where):
                 done = self._swapper.put_back(where, loan)
                 self._scrubber.suspects[where] = self._scrubber.suspects.get(where, 0) + 1
             self._give_back(loan, done)
-            self._box.wake()  # the mover may be waiting for the entry
+            self._shared.wake()  # the mover may be waiting for the entry
 
     def _give_back(self, loan: Loan, done: Completion | None = None) -> None:
         if loan.entry is not None:
@@ -149,15 +148,15 @@ class ScrubTurns:
 
     def _look(self) -> None:
         try:
-            with self._box.changed:
-                serving = None if self._box.is_closing else self._swapper.at_rest()
+            with self._shared.changed:
+                serving = None if self._shared.is_closing else self._swapper.at_rest()
             where = self._scrubber.next_slot(serving) if serving else None
             if serving is not None and where is not None:
                 self._look_at(where, serving)
         finally:
-            with self._box.changed:
+            with self._shared.changed:
                 self._is_looking = False
-                self._box.wake()
+                self._shared.wake()
 
     def _look_at(self, where: LiveSlot, serving: Placement) -> None:
         scrubber = self._scrubber
@@ -166,13 +165,13 @@ class ScrubTurns:
         if damage is None:
             scrubber.counts["clean"] += 1
             if scrubber.suspects.pop(where, 0):
-                self._tell("repaired", where, "holds the right bytes again")
+                self._report("repaired", where, "digest correct after the repair")
             return
         if where not in scrubber.suspects:
             scrubber.suspects[where] = 0
-            self._tell("damaged", where, "holds wrong bytes", damage)
+            self._report("damaged", where, "digest mismatch", damage)
         if scrubber.suspects[where] >= MAX_REPAIRS:
-            self._lose(where, f"{where} does not keep what was written into it {MAX_REPAIRS} times")
+            self._give_up(where, f"{where}: digest mismatch after {MAX_REPAIRS} repairs")
         else:
             self._stage(where, serving)
 
@@ -183,15 +182,15 @@ class ScrubTurns:
             loan = self._borrow(where, serving)
             if loan is not None:
                 pull = self._scrubber.right_bytes(where, serving, loan)
-                is_right = self._mover.fetcher.fetch(pull, self._box, self._is_wanted)
+                is_right = self._mover.fetcher.fetch(pull, self._shared, self._is_wanted)
         except MigrationError as exc:
-            self._lose(where, f"{where} holds wrong bytes: {exc}")
+            self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
-            with self._box.changed:
-                # Whoever ended the look has gone on, and would not give the loan back.
+            with self._shared.changed:
+                # Otherwise the check was cancelled, and its canceller does not return the loan.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
-                elif loan is not None and self._mover.fetcher.is_quiet:
+                elif loan is not None and self._mover.fetcher.is_drained:
                     self._give_back(loan)
 
     def _borrow(self, where: LiveSlot, serving: Placement) -> Loan | None:
@@ -202,35 +201,37 @@ class ScrubTurns:
         """
         ring = self._mover.ring
         if ring.num_entries:
-            with self._box.changed:
+            with self._shared.changed:
                 entry = ring.borrow()
             # A suspect is looked at again at once.
             return None if entry is None else self._scrubber.staging(entry)
         spare = self._scrubber.spare(where.layer, serving)
         if spare is None:
             raise MigrationError(
-                f"right ones can be brought nowhere, found 0 staging entries and no EMPTY slot in "
+                f"no memory for the repair: found 0 staging entries and no EMPTY slot in "
                 f"layer {where.layer}"
             )
         return spare
 
     def _is_wanted(self) -> bool:
-        return not (self._is_stopping or self._box.is_closing)
+        return not (self._is_stopping or self._shared.is_closing)
 
-    def _lose(self, where: LiveSlot, why: str) -> None:
-        """Give a slot up: only people can mend it."""
+    def _give_up(self, where: LiveSlot, why: str) -> None:
+        """Freeze migrations on this rank: the slot cannot be repaired."""
         del self._scrubber.suspects[where]
-        self._tell("lost", where, why)
-        self._box.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
+        self._report("lost", where, why)
+        self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
 
-    def _tell(self, result: str, where: LiveSlot, words: str, damage: Damage | None = None) -> None:
+    def _report(
+        self, result: str, where: LiveSlot, words: str, damage: Damage | None = None
+    ) -> None:
         self._scrubber.counts[result] += 1
         rank = self._scrubber.rank
         log.warning("rank %d: scrub=%s %s: %s", rank, result, where, words)
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
-        self._diary.note(f"scrub {result}", self._box.state, **detail)
+        self._diary.note(f"scrub {result}", self._shared.state, **detail)
         self._orders.tell("scrub", detail)
 
 

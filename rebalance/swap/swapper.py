@@ -1,7 +1,7 @@
 """Phase three, swap: what serves on this rank, and how migrations change it between two steps.
 
-Everything here happens with the phase machine's box held, on the step's thread, but for ``adopt``,
-which the watcher's thread calls.
+Everything here happens with the phase machine's shared state held, on the step's thread, but for
+``adopt``, which the watcher's thread calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rebalance.stage.mover import Mover, RankSlots
 from rebalance.swap.scrubber import LiveSlot, Loan
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.orders import Orders
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from runtime.streams import Completion
 
 KEPT_PAUSES = 4096  # a rank serves for months
@@ -28,14 +28,14 @@ KEPT_PAUSES = 4096  # a rank serves for months
 
 @dataclass
 class StepFigures:
-    """What the agent has measured of itself."""
+    """Statistics of an agent."""
 
     experts_moved: int = 0
     rebalances: int = 0
     _pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_PAUSES))
 
     def swapped(self, num_experts: int, *, pause_ms: float) -> None:
-        """Note a swap, and for how long it kept the step waiting."""
+        """Count a swap, and the time that it delayed the step."""
         self.experts_moved += num_experts
         self._pauses_ms.append(pause_ms)
 
@@ -51,7 +51,7 @@ class Swapper:
     Args:
         placement: what serves at the start.
         slots: what is swapped into.
-        box: the rank's phase.
+        shared: the rank's phase.
         fence: closed while the weights are being replaced.
         mover: has staged what is swapped.
         orders: takes what need not be done in the step.
@@ -62,7 +62,7 @@ class Swapper:
         self,
         placement: Placement,
         slots: RankSlots,
-        box: PhaseBox,
+        shared: SharedPhase,
         fence: Fence,
         mover: Mover,
         *,
@@ -70,7 +70,7 @@ class Swapper:
         cut: Callable[[int, Placement], None],
     ) -> None:
         self.placement = placement  # a legal mix in mid-migration
-        self._slots, self._box, self._fence = slots, box, fence
+        self._slots, self._shared, self._fence = slots, shared, fence
         self._mover, self._orders, self._cut = mover, orders, cut
         self.figures = StepFigures()
         self.migration: Migration | None = None  # the newest that was adopted
@@ -87,23 +87,23 @@ class Swapper:
             migration.pace.transactions_per_commit,
             migration.weights_version,
         )
-        with self._box.changed:
+        with self._shared.changed:
             if not self._fence.is_open:
-                return False  # heard again once the new weights serve
+                return False  # called again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
             if not self.last_swap.is_complete():
                 return False  # a peer that saw this rank adopt a plan may read its live slots
-            state = phases.see_plan(self._box.state, plan)
-            if state is not self._box.state:
+            state = phases.see_plan(self._shared.state, plan)
+            if state is not self._shared.state:
                 self.migration = migration
-                self._box.state = state
-                self._box.changed.notify_all()
+                self._shared.state = state
+                self._shared.changed.notify_all()
                 self._orders.bring(migration)
         return True
 
     def swap(self, order: Swap, step: int) -> None:
-        """Let transactions serve, between two steps: copy what was staged, then the routing table.
+        """Apply transactions between two steps: copy staged bytes, then the routing table.
 
         In flip mode the bytes are where they will serve, and only the table is copied.
         """
@@ -124,8 +124,8 @@ class Swapper:
         self.last_swap = bank.mark()
         if is_copied:
             ring.release(moved, self.last_swap)
-        self._box.state = phases.finish_swap(self._box.state)
-        if self._box.state.plan is None:
+        self._shared.state = phases.finish_swap(self._shared.state)
+        if self._shared.state.plan is None:
             self._commit(migration)
         self.figures.swapped(len(moved), pause_ms=(time.perf_counter() - started) * 1e3)
 
@@ -138,7 +138,7 @@ class Swapper:
         self._orders.commit(migration, migration.target, "committed", reason)
 
     def drop(self, state: RankPhase) -> None:
-        """Keep what was swapped of a dropped migration, under a generation of its own."""
+        """Keep the swapped part of a dropped migration, as a new generation."""
         migration = self.migration
         assert migration is not None, "a plan that is dropped was seen"
         if state.swapped:
@@ -148,9 +148,9 @@ class Swapper:
         self._orders.commit(migration, self.placement, "aborted", state.abort_reason)
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
-        with self._box.changed:
-            state, migration = self._box.state, self.migration
+        """Return the committed placement and the newest plan id, as known to this rank."""
+        with self._shared.changed:
+            state, migration = self._shared.state, self.migration
             newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)
             if state.plan is None or migration is None:
                 return self.placement, newest
@@ -159,8 +159,8 @@ class Swapper:
     # -- what the scrubber needs
 
     def at_rest(self) -> Placement | None:
-        """What serves, if nothing is writing live slots."""
-        is_idle = self._box.state.phase is Phase.IDLE and self._fence.is_open
+        """The serving placement if nothing writes live slots, else None."""
+        is_idle = self._shared.state.phase is Phase.IDLE and self._fence.is_open
         return self.placement if is_idle and self.last_swap.is_complete() else None
 
     def put_back(self, where: LiveSlot, loan: Loan) -> Completion:

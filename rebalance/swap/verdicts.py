@@ -1,4 +1,4 @@
-"""What this rank votes, and what follows from a verdict: swap, drop, halt."""
+"""Ballots of this rank, and the effects of a verdict: swap, abort, halt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import Ballot, Verdict
-from rebalance.protocol.journal import Diary
+from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 
 
 class Voting:
@@ -20,9 +20,9 @@ class Voting:
     Args:
         voter: casts and reads.
         swapper: does what a verdict orders.
-        box: the rank's phase.
+        shared: the rank's phase.
         fence: of which weights this rank serves.
-        diary: notes ballots and verdicts.
+        recorder: notes ballots and verdicts.
         membership: number of the group of ranks.
         vote_every: steps from one vote to the next.
     """
@@ -31,27 +31,27 @@ class Voting:
         self,
         voter: Voter,
         swapper: Swapper,
-        box: PhaseBox,
+        shared: SharedPhase,
         fence: Fence,
-        diary: Diary,
+        recorder: JournalRecorder,
         *,
         membership: int,
         vote_every: int,
     ) -> None:
-        self._voter, self._swapper, self._box = voter, swapper, box
-        self._fence, self._diary = fence, diary
+        self._voter, self._swapper, self._shared = voter, swapper, shared
+        self._fence, self._diary = fence, recorder
         self._membership, self._vote_every = membership, vote_every
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
 
     def cast(self, step: int) -> None:
         """Vote by how this rank stands."""
-        with self._box.changed:
-            state = self._box.state
+        with self._shared.changed:
+            state = self._shared.state
             if state.plan is not None and self._swapper.last_swap.is_complete():
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
-                self._box.state = state
+                self._shared.state = state
         ballot = phases.ballot(state, step=step, membership=self._membership, halt=self.wants_halt)
         ballot = replace(ballot, weights_version=self._fence.ballot)
         self._diary.note_ballot(ballot)
@@ -63,25 +63,25 @@ class Voting:
         Raises:
             RankError: a rank is dead or too late, or ranks are at different steps.
         """
-        swapped = self._box.state.swapped
+        swapped = self._shared.state.swapped
         found = self._voter.read(step, swapped=swapped, must_finish=must_finish)
         if found is None:
             return None
-        self.obey(*found, step)
+        self.apply_verdict(*found, step)
         return found[1]
 
-    def obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
-        """Do what a verdict on this rank's ballot asks for, before ``step``."""
+    def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+        """Apply a verdict on this rank's ballot, before ``step``."""
         self._diary.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self.halt_at = cast.step + self._vote_every
-        with self._box.changed:
-            before = self._box.state
+        with self._shared.changed:
+            before = self._shared.state
             state, order = phases.read_verdict(before, cast, verdict)
-            self._box.state = state
+            self._shared.state = state
             if order is not None:
                 self._swapper.swap(order, step)
             elif state.phase is Phase.ABORTED and before.phase is not state.phase:
                 self._swapper.drop(state)
-            self._box.changed.notify_all()
+            self._shared.changed.notify_all()

@@ -24,7 +24,7 @@ from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import WeightTransport
 from rebalance.types import VoteGroup
@@ -49,7 +49,7 @@ class WeightUpdate:
         voting: has a migration under way dropped.
         scrub_turns: stopped for the update.
         links: by what ranks agree.
-        box: the rank's phase.
+        shared: the rank's phase.
         fence: closed by the update.
         beat: of the step's thread.
         last_step: says which step was begun last.
@@ -63,14 +63,14 @@ class WeightUpdate:
         scrub_turns: ScrubTurns,
         links: UpdateLinks,
         *,
-        box: PhaseBox,
+        shared: SharedPhase,
         fence: Fence,
         beat: Heartbeat,
         last_step: Callable[[], int],
     ) -> None:
         self._slots, self._swapper, self._voting = slots, swapper, voting
         self._scrub_turns, self._links = scrub_turns, links
-        self._box, self._fence, self._beat, self._last_step = box, fence, beat, last_step
+        self._shared, self._fence, self._beat, self._last_step = shared, fence, beat, last_step
 
     def begin(self, version: int) -> None:
         """Stop moving experts, on every rank; see RankAgent.begin_update."""
@@ -80,14 +80,14 @@ class WeightUpdate:
     def begin_steps(self, version: int) -> Iterator[str]:
         """``begin`` in steps: names what the next one may have to wait for."""
         step = self._last_step()
-        with self._box.changed:
+        with self._shared.changed:
             self._fence.begin(version)
-            plan = self._box.state.plan
+            plan = self._shared.state.plan
         self._beat.busy(f"updating the weights to version {version}")
         self._scrub_turns.stop(self._links.deadline_s)
         if plan is not None:
             reason = f"the weights are updated to version {version}"
-            self._box.update(phases.want_abort, plan.plan_id, reason)
+            self._shared.update(phases.want_abort, plan.plan_id, reason)
         yield "vote"
         self._voting.read(step + 1, must_finish=True)  # that step is made, and was counted
         is_moving = True
@@ -99,7 +99,7 @@ class WeightUpdate:
         self._wait_until_idle()
 
     def held(self) -> Iterator[tuple[int, int, int]]:
-        """Give (layer, slot of this rank, expert) of every live slot."""
+        """Return (layer, slot of this rank, expert) of every live slot."""
         slots = self._slots.held(self._swapper.placement)
         for layer, slot in np.argwhere(slots != EMPTY).tolist():
             yield layer, slot, int(slots[layer, slot])
@@ -120,10 +120,10 @@ class WeightUpdate:
         version = self._fence.next_version
         assert version is not None, "an update ends that has begun"
         links.transport.serve_weights(version, links.deadline_s)
-        with self._box.changed:
+        with self._shared.changed:
             self._fence.end()
-            self._box.state = phases.serve_weights(self._box.state, self._fence.version)
-            self._box.changed.notify_all()
+            self._shared.state = phases.serve_weights(self._shared.state, self._fence.version)
+            self._shared.changed.notify_all()
         self._beat.busy(f"after the update to weights version {version}")
 
     def _verdict(self, step: int) -> Verdict:
@@ -138,14 +138,14 @@ class WeightUpdate:
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        box, deadline = self._box, time.monotonic() + self._links.deadline_s
-        with box.changed:
-            while box.state.phase is not Phase.IDLE:
+        shared, deadline = self._shared, time.monotonic() + self._links.deadline_s
+        with shared.changed:
+            while shared.state.phase is not Phase.IDLE:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise RankError(
                         f"rank {self._slots.rank}: the mover still drains the dropped migration "
                         f"after {self._links.deadline_s:.0f} s"
                     )
-                box.changed.wait(left_s)
+                shared.changed.wait(left_s)
         self._links.voter.wait_for_device(self._swapper.last_swap, self._last_step())

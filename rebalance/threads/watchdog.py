@@ -1,17 +1,16 @@
-"""Whether a rank's threads get on, and if not, what each is at and since when.
+"""Progress of a rank's threads: what each one does, and since when.
 
-An asynchronous balancer was once dead for hours while its engine's health check said all was well
-(vLLM issue 57883). Here every thread that matters says what it does. A thread at rest is in order
-for ever; one that is at work and says nothing new grows old, and its age and words are in every
-report of the rank:
+An asynchronous balancer was once dead for hours while its engine's health check passed (vLLM issue
+57883). Here every thread that matters reports what it does. An idle thread has age 0. A busy one
+without a new report ages. The oldest activity and its age are in every report of the rank:
 
     progress_age_s = 31.2    progress_of = "mover: pulling layer 3 expert 17 from rank 2"
 
-The step is always at work: while a rank serves, one follows the other.
+The step is always busy: while a rank serves, one follows the other.
 
-A migration is held up by a thread of some rank, and that rank sees it best. So a rank that merely
-waits for the others does not grow impatient with them, with one exception: a rank that never takes
-up a plan has nothing to be stuck in, and the others ask for the plan to be dropped.
+A stalled thread of some rank blocks a migration, and that rank detects it first. So a rank that
+only waits for the others does not request an abort, with one exception: a rank that never adopts a
+plan detects nothing, so the others request the abort.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from rebalance.protocol.phases import Phase, RankPhase
 
 @dataclass(frozen=True)
 class Standing:
-    """What a thread is at, and for how long it has said nothing new."""
+    """What a thread does, and the time since its last report."""
 
     thread: str
     doing: str
-    age_s: float  # 0 for a thread at rest
+    age_s: float  # 0 for an idle thread
 
     def __str__(self) -> str:
         return f"{self.thread}: {self.doing}"
 
 
 class Heartbeat:
-    """What one thread does. It writes, any other thread reads."""
+    """Activity of one thread, which writes it; any other thread reads it."""
 
     def __init__(self, thread: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._thread, self._clock = thread, clock
@@ -52,17 +51,17 @@ class Heartbeat:
         self._beat = (doing, None)
 
     def standing(self) -> Standing:
-        """Say what the thread is at, and since when."""
+        """Return what the thread is at, and since when."""
         doing, since = self._beat
         age_s = 0.0 if since is None else max(0.0, self._clock() - since)
         return Standing(self._thread, doing, age_s)
 
 
 class Watchdog:
-    """The heartbeats of one rank, and what follows from them.
+    """The heartbeats of one rank, and the aborts that follow from them.
 
     Args:
-        plan_deadline_s: how long a migration may stand still before it is to be dropped.
+        plan_deadline_s: a migration without progress for so long is aborted.
     """
 
     def __init__(self, plan_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,21 +69,21 @@ class Watchdog:
         self.step = Heartbeat("step", clock)
         self.watcher = Heartbeat("watcher", clock)
         self.mover = Heartbeat("mover", clock)
-        self.scribe = Heartbeat("scribe", clock)
+        self.commit_writer = Heartbeat("commit writer", clock)
         self._not_adopted: tuple[int, float] | None = None  # plan, and when that was first seen
 
     def oldest(self) -> Standing:
         """Return the thread that has made no progress for longest."""
-        beats = (self.step, self.watcher, self.mover, self.scribe)
+        beats = (self.step, self.watcher, self.mover, self.commit_writer)
         return max((beat.standing() for beat in beats), key=lambda standing: standing.age_s)
 
     @property
     def is_watcher_stuck(self) -> bool:
-        """Say whether the thread that reports this rank has stood still."""
+        """Return whether the thread that reports this rank has stood still."""
         return self.watcher.standing().age_s > self._deadline_s
 
     def objection(self, state: RankPhase) -> str:
-        """Say why the plan that a rank works on is to be dropped; empty while it gets on."""
+        """Return why the plan of this rank must be dropped; "" while it makes progress."""
         if state.plan is None or state.phase is Phase.ABORTED:
             self._not_adopted = None
             return ""
@@ -93,7 +92,7 @@ class Watchdog:
             return f"{standing} for {standing.age_s:.1f} s, expected at most {self._deadline_s:g} s"
         if not state.is_adopted and self._waits_too_long(state.plan.plan_id):
             return (
-                f"plan {state.plan.plan_id} is not worked on by every rank after "
+                f"plan {state.plan.plan_id} was not adopted by every rank within "
                 f"{self._deadline_s:g} s"
             )
         return ""

@@ -1,7 +1,7 @@
-"""The start-up proof of the transport: every rank pulls a known record from everywhere it may.
+"""Start-up check of the transport: every rank pulls known records from all of its sources.
 
-Memory that is mapped may still be the wrong memory. What a rank cannot read, no rank relies on: all
-of them take the same way, so that a rank's speed does not depend on luck, and they say why.
+Mapped memory may still be the wrong memory. A source that fails on one rank is used by none: all
+ranks use the same sources, so that their speed does not differ, and report the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_S = 0.001
 
 @dataclass(frozen=True)
 class KnownRecords:
-    """What every rank holds before it serves, and what that must digest to."""
+    """Placement and digests of all ranks before they serve."""
 
     placement: Placement
     topology: Topology
@@ -54,7 +54,7 @@ def choose_transport(
     known: KnownRecords,
     group: dist.ProcessGroup,
 ) -> tuple[PullTransport, str]:
-    """Make the transport that every rank has proved; collective, and alike on every rank.
+    """Make the transport that passes on every rank; collective, with the same result on every rank.
 
     Args:
         memory: this rank's.
@@ -63,14 +63,17 @@ def choose_transport(
         group: every rank, at start-up.
 
     Returns:
-        The transport, and one sentence that says why it was picked.
+        The transport, and one sentence with the reason of the choice.
 
     Raises:
-        MigrationError: some rank reads wrong bytes from its own slots or the slab of its host.
+        MigrationError: some rank reads wrong bytes from its own slots or the host cache of its
+            host.
     """
     wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
     if wrong:
-        raise MigrationError(f"a rank reads wrong bytes from its own slots or its host: {wrong}")
+        raise MigrationError(
+            f"start-up check failed for a rank's own slots or its host cache: {wrong}"
+        )
     made: PullTransport | None = None
     try:
         made = PullTransport(memory, open_peers())
@@ -79,10 +82,17 @@ def choose_transport(
         wrong = str(exc)
     wrong = first_refusal(wrong, group)
     if made is None or wrong:
-        ways = "the host" if memory.others is None else "the host, or from ranks that are asked"
-        why = f"all weights come through {ways}, because peers cannot be read: {wrong}"
+        ways = (
+            "the host"
+            if memory.others is None
+            else "the host and from other ranks over the network"
+        )
+        why = f"weights are read from {ways}, not from peers: {wrong}"
         return PullTransport(memory, NoPeers()), why
-    return made, f"peers' slots and the host's slab give right bytes on {group.size()} ranks"
+    return (
+        made,
+        f"peers' slots and the host cache passed the start-up check on {group.size()} ranks",
+    )
 
 
 def _places(
@@ -98,7 +108,7 @@ def _places(
 
 
 def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemory) -> str:
-    """What is wrong first; "" if nothing is. Nothing serves yet, so this may wait."""
+    """Return the first failure, or "". Nothing serves yet, so this may wait."""
     size, device = memory.bank.schema.record_bytes, memory.bank.device
     into = torch.empty(size, dtype=torch.uint8, device=device)
     for record, place in _places(transport, known, memory.rank):
@@ -111,11 +121,11 @@ def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemor
             half = size // 2  # an offset other than 0 is to be right too
             landed = [transport.pull(record, place, at, into[at:][:half]) for at in (0, half)]
             if not all(_is_complete_in_time(completion) for completion in landed):
-                return f"{where} has not landed in {PROOF_DEADLINE_S:.0f} s"
+                return f"{where} did not arrive within {PROOF_DEADLINE_S:.0f} s"
         except MigrationError as exc:
             return f"{where}: {exc}"
         if digest(into) != tuple(known.digests[record].tolist()):
-            return f"{where} has another digest than the expert"
+            return f"{where}: digest mismatch"
     return ""
 
 

@@ -23,7 +23,7 @@ NO_RANK = -1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a record's bytes lie: a slot of a rank, or the slab of the receiver's host."""
+    """Where a record's bytes lie: a slot of a rank, or the host cache of the receiver's host."""
 
     source: Source  # SAME_RANK, PEER or HOST
     rank: int = NO_RANK
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """What bytes from here are counted as."""
+        """Label of this source in metrics."""
         return "other_rank" if self.is_far else self.source.name.lower()
 
 
@@ -50,7 +50,7 @@ class WeightTransport(Protocol):
 
     @property
     def readable(self) -> frozenset[int]:
-        """Ranks whose live slots can be read without their help, this one included."""
+        """Ranks whose live slots can be read from here, including this one."""
 
     @property
     def reachable(self) -> frozenset[int]:
@@ -62,17 +62,17 @@ class WeightTransport(Protocol):
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host hold these records until ``release``.
+        """Have the host load and keep these records until ``release``.
 
-        It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. Where
-        time is simulated it answers at once.
+        It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. With
+        simulated time it returns at once.
 
         Returns:
-            Bytes that were brought into the host's memory for it: "disk", "other_host".
+            Bytes that were loaded into the host cache for it: "disk", "other_host".
 
         Raises:
-            CalledOff: it is not wanted any more; the host was told so.
-            MigrationError: the host cannot, or not in time, or it has no records of these weights.
+            CalledOff: it is not wanted any more; the request was cancelled.
+            MigrationError: the host failed, timed out, or has no records of these weights.
         """
 
     @property
@@ -80,43 +80,43 @@ class WeightTransport(Protocol):
         """Records that the host has room for at a time, for this rank, whatever others hold."""
 
     def hint(self, records: Sequence[Record]) -> None:
-        """Say what will be preloaded next; the host may read ahead when it has time and room.
+        """Name records to preload next; the host may read ahead when idle and not full.
 
         Raises:
-            MigrationError: the host is gone.
+            MigrationError: the host cache disconnected.
         """
 
     def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Have the host look at a record that it holds, and read it again if it is damaged.
+        """Have the host verify a leased record, and reload it from disk if it is corrupted.
 
         Raises:
-            CalledOff: it is not wanted any more; the host does not hold it for this rank then.
-            MigrationError: it cannot be mended, or not in time.
+            CalledOff: it is not wanted any more; the lease has ended.
+            MigrationError: it cannot be repaired, or not in time.
         """
 
     def release(self, records: Sequence[Record]) -> None:
-        """Let the host forget these records if it needs the room.
+        """Release these records.
 
         Raises:
-            MigrationError: the host is gone.
+            MigrationError: the host cache disconnected.
         """
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Note that other weights serve: no record of older ones may come from the host any more.
+        """Switch to other weights: the host must serve no record of older ones any more.
 
         Called while nothing moves.
 
         Raises:
-            MigrationError: the host is gone or late.
+            MigrationError: the host cache disconnected or timed out.
         """
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
 
-        From a place that is far it blocks while the bytes come, for as long as a rank may be late.
+        For a place on another host it blocks while the bytes arrive, up to a deadline.
 
         Returns:
-            What tells when the bytes have landed; on a CPU they have on return.
+            Completion of the copy; on a CPU it is complete on return.
 
         Raises:
             MigrationError: the place cannot be read.

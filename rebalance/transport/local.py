@@ -40,12 +40,12 @@ class LocalTransport:
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host hold these records; return the bytes that came from disk."""
+        """Load these records; return the bytes that were read from disk."""
         from_disk = 0
         for record in records:
             if self._weights_version:
                 raise MigrationError(
-                    f"weights version {self._weights_version} is not in the host's slab"
+                    f"weights version {self._weights_version} is not in the host cache"
                 )
             if record not in self._on_disk:
                 raise MigrationError(f"layer {record[0]} expert {record[1]} is not on disk")
@@ -67,7 +67,7 @@ class LocalTransport:
             self._on_host.pop(record, None)
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have no records any more."""
+        """Drop all records."""
         self._on_host.clear()
         self._weights_version = version
 

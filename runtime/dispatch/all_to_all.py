@@ -23,7 +23,7 @@ from runtime.counters import SlotCounter
 
 @dataclass(frozen=True)
 class Received:
-    """What one dispatch brought to this rank.
+    """Rows that one dispatch delivered to this rank.
 
     ``rows`` is [n, H], grouped by local slot in slot order, or [C, M, H], M places for each slot of
     which the first ``counts`` are filled: experts must take either.
@@ -36,14 +36,14 @@ class Received:
 
 
 class Dispatcher(Protocol):
-    """The seam behind which DeepEP and other transports stand."""
+    """The interface of DeepEP and other transports."""
 
     @property
     def steps(self) -> int:
         """Forward passes begun so far: the clock that all ranks share."""
 
     def forget_steps(self) -> None:
-        """Count from zero again: what ran so far was a proof or a warm-up and served nobody."""
+        """Reset the step count: earlier steps were a proof or a warm-up and served no request."""
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -183,6 +183,6 @@ class AllToAllDispatcher:
 
 
 def first_sentence(exc: Exception) -> str:
-    """What a communication library found, without where in its source, and without its advice."""
+    """The error of a communication library, without its source position and advice."""
     found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
     return found.split("\n")[0].split(". ")[0]

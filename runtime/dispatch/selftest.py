@@ -1,8 +1,8 @@
-"""Start-up proof that a dispatcher does what it says, on routing that breaks careless ones.
+"""Start-up self-test of a dispatcher, on routing that breaks incorrect ones.
 
-Experts are replaced by a known factor for each slot, so every rank can work out by itself what must
+Experts are replaced by a known factor for each slot, so every rank can compute by itself what must
 come back; the counters must show what was really sent. Every rank runs the same cases in the same
-order, and all of them hear the same verdict.
+order, and all receive the same result.
 
 Shapes:  T tokens of this rank, K top-k, H hidden, S slots, C slots of this rank.
 """
@@ -27,7 +27,7 @@ DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
 
 @dataclass(frozen=True)
 class Trial:
-    """What a dispatcher is tried on; alike on every rank."""
+    """Settings of the self-test; equal on every rank."""
 
     topology: Topology
     hidden: int
@@ -39,7 +39,7 @@ class Trial:
 
 
 def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give (name, slots [T, K]) of each case; T may differ by rank."""
+    """Return (name, slots [T, K]) of each case; T may differ by rank."""
     random = torch.Generator().manual_seed(trial.seed * 1009 + rank)
     num_slots, shape = trial.topology.num_slots, (trial.num_tokens, trial.top_k)
 
@@ -132,7 +132,7 @@ def choose_dispatcher(
     """Make the dispatcher of that name, or with "auto" the first that passes on every rank.
 
     Returns:
-        The dispatcher, and one sentence that says why it was picked.
+        The dispatcher, and one sentence with the reason of the choice.
 
     Raises:
         ConfigError: an unknown name, or the named dispatcher fails its proof.

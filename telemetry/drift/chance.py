@@ -1,4 +1,4 @@
-"""What neighbouring windows differ by when nothing changes, and how far chance takes that.
+"""Noise of load windows: the difference of neighbouring windows when nothing changes.
 
 The evidence G of two windows is a sum over all layers and experts. All layers see the same tokens,
 and a mix of few domains varies in few directions, so the parts of that sum rise and fall together:
@@ -9,8 +9,8 @@ so the square of their product has the mean that half the variance of G has; T w
 such products, where they give T values of G.
 
 Windows that share requests are alike, and windows further apart are not: such a load wanders, and
-neighbours alone tell too little of how far. So neighbouring pairs of windows, taken together, are
-looked at as well; chance alone makes no difference between the two.
+neighbours alone show too little of it. So neighbouring pairs of windows, taken together, are looked
+at as well; chance alone makes no difference between the two.
 
     counts of T windows -> pairs_of -> without_changes -> noise_of -> limit: what G passes by chance
 
@@ -33,7 +33,7 @@ SPANS = (
     1,
     2,
 )  # windows taken together; 4 as well found one switch of recorded text 2 windows later
-LEAST_PAIRS = 4  # that share no window, for a span above 1 to tell anything
+LEAST_PAIRS = 4  # that share no window, needed for a span above 1
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Noise:
     """What G of two neighbouring windows is when nothing changes."""
 
     mean: float
-    freedom: float  # effective degrees of freedom: what its scatter tells
+    freedom: float  # effective degrees of freedom: estimated from its scatter
     facts: float  # independent pairs that this was learnt from
 
 
@@ -77,7 +77,7 @@ def pairs_of(tokens: NDArray[np.int64], span: int = 1) -> Pairs:
 
 
 def limit_at(tokens: NDArray[np.int64], split: int, chance: float) -> float:
-    """What the evidence for a change at window ``split`` passes by chance, as other pairs tell."""
+    """What the evidence for a change at window ``split`` passes by chance, from other pairs."""
     limits, splits = [], np.array([split])
     for span in SPANS:
         if 2 * span > len(tokens):
@@ -120,7 +120,7 @@ def without_changes(pairs: Pairs, chance: float) -> Pairs:
 
 
 def noise_of(pairs: Pairs) -> Noise:
-    """Learn from pairs that hold no change; never less noise than independent draws have."""
+    """Estimate the noise from pairs without a change; never below that of independent draws."""
     mean = max(float(pairs.evidence.mean()), pairs.freedom)
     variance = 2 * mean**2 / pairs.freedom
     if len(pairs.index) > 1:
@@ -141,7 +141,7 @@ def limit(noise: Noise, chance: float) -> float:
     z = NormalDist().inv_cdf(1 - chance)
     a, b = 2 / (9 * noise.freedom), 2 / (9 * noise.freedom * noise.facts)
     square, linear = (1 - b) ** 2 - z * z * b, (1 - a) * (1 - b)
-    if square <= 0:  # so little is known of the noise that nothing can be told from it
+    if square <= 0:  # too little is known of the noise for a decision
         return math.inf
     root = (linear + math.sqrt(linear**2 - square * ((1 - a) ** 2 - z * z * a))) / square
     return noise.mean * root**3

@@ -1,4 +1,4 @@
-"""How far the load has moved, and since when: distances between windows, less what is chance.
+"""Drift of the load: distances between windows, corrected for noise.
 
 Two counts of the same routing differ by chance. With G = 2 (n1 + n2) times their Jensen-Shannon
 divergence in nats, each weighed by its tokens, G is the log-likelihood ratio of "two profiles"
@@ -57,7 +57,7 @@ class Change:
 
 
 def drift(planned_on: LoadHistory, latest: LoadHistory) -> Drift:
-    """Say how far the latest windows are from those that a placement was planned on.
+    """Return how far the latest windows are from those that a placement was planned on.
 
     Args:
         planned_on: the windows that the plan looked at.
@@ -72,7 +72,7 @@ def drift(planned_on: LoadHistory, latest: LoadHistory) -> Drift:
             f"load of {planned_on.tokens.shape[1:]}, expected the same"
         )
     then, now = planned_on.total(), latest.total()
-    is_counted = (then.sum(axis=1) > 0) & (now.sum(axis=1) > 0)  # an idle layer tells nothing
+    is_counted = (then.sum(axis=1) > 0) & (now.sum(axis=1) > 0)  # an idle layer has no profile
     floor = _floor(then, now) * max(dispersion(planned_on), dispersion(latest))
     divergence = js_divergence(then, now)
     above = np.where(is_counted, divergence - floor, 0.0)
@@ -108,8 +108,8 @@ def shares_of(tokens: Counts) -> NDArray[np.float64]:
 def dispersion(history: LoadHistory) -> float:
     """How many times more neighbouring windows differ than independent draws would; 1 or more.
 
-    The median over pairs, so that one sudden change is not taken for noise. With fewer than four
-    windows there is no telling, and it is 1.
+    The median over pairs, so that one sudden change does not count as noise. With fewer than four
+    windows there is no estimate, and it is 1.
     """
     if history.num_windows < FEWEST_WINDOWS:
         return 1.0
@@ -146,10 +146,10 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Ch
 def planning_history(
     history: LoadHistory, *, last: int, false_alarm: float = FALSE_ALARM
 ) -> LoadHistory:
-    """Give the windows that a plan should look at: the latest ones, none from before a change.
+    """Return the windows that a plan should look at: the latest ones, none from before a change.
 
     Args:
-        history: more windows than ``last``, so that a change can be told from noise.
+        history: more windows than ``last``, so that a change can be distinguished from noise.
         last: windows that a plan looks at when nothing changes.
     """
     change = last_change(history, false_alarm=false_alarm)

@@ -1,4 +1,4 @@
-"""What the next window will be, from the windows so far: several ways to say it.
+"""Forecasters: the load of the next window, from the windows so far.
 
 A forecaster is a frozen value with one pure method: windows in, shares of the next window out. It
 keeps nothing between calls, so it may be tried on any stretch of history; what it has learnt is
@@ -28,11 +28,11 @@ TINY = 1e-12  # keeps a ratio of two shares finite
 
 
 class Forecaster(Protocol):
-    """Says what the next window of one phase will be."""
+    """Forecasts the next window of one phase."""
 
     @property
     def name(self) -> str:
-        """How it is called in tables."""
+        """Its name in tables."""
 
     def predict(self, history: LoadHistory) -> Shares:
         """[L, E] shares of the window that follows ``history``.
@@ -109,7 +109,7 @@ class SinceChange:
 
 @dataclass(frozen=True)
 class DayProfile:
-    """What the same time of earlier days was.
+    """The load of earlier days at the same time.
 
     With ``is_relative`` it takes from those days only how the load changed from this hour to the
     next, and applies that to ``level``'s forecast, so that a slow change of the mix is followed.
@@ -173,7 +173,7 @@ class DomainMix:
         if history.tokens.shape[1:] != self.profiles.shape[1:]:
             raise HistoryError(
                 f"windows of {history.tokens.shape[1:]} layers and experts, "
-                f"expected {self.profiles.shape[1:]}, of which the domains were learnt"
+                f"expected {self.profiles.shape[1:]}, the shape of the domains"
             )
         weights = mix_of(self.profiles, history.latest(self.recent).total())
         mixed: Shares = np.einsum("d,dle->le", weights, self.profiles)
@@ -183,7 +183,7 @@ class DomainMix:
 def candidates(
     training: LoadHistory, *, period: int | None = None, seed: int = 0
 ) -> Sequence[Forecaster]:
-    """Give all forecasters worth trying, persistence first; those that learn have learnt.
+    """Return all forecasters worth trying, persistence first; those that learn have learnt.
 
     Args:
         training: windows that none of them will be judged on.

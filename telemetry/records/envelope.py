@@ -1,4 +1,4 @@
-"""What every packed record shares: a sealed prefix, and arrays as shuffled, compressed bytes.
+"""Envelope of packed records: prefix with checksum, arrays as shuffled, compressed bytes.
 
 Counts are stored in the narrowest type that holds them, their bytes sorted by significance: the
 upper bytes of counts hardly differ, so that zstd finds long runs of them. Level 1, because higher
@@ -21,7 +21,7 @@ from eplb.errors import StoreError
 
 DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8"))
 _BOUNDS = tuple((int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in DTYPES)
-# 58 layers x 10,000 slots of 8 bytes are 5 MB. More is no record of ours, whatever it says.
+# 58 layers x 10,000 slots of 8 bytes are 5 MB. A larger record is malformed.
 MAX_UNPACKED_BYTES = 64 << 20
 
 # Magic, version and checksum never move, whatever the version: every reader must find them.
@@ -38,7 +38,7 @@ class _Coders(threading.local):
     """One compressor and decompressor for each thread: they are not to be shared, nor cheap."""
 
     def __init__(self) -> None:
-        # Without a checksum of zstd's own: ours covers the header too.
+        # Without zstd's own checksum: the record's covers the header too.
         self.packer = zstandard.ZstdCompressor(level=_LEVEL)
         self.unpacker = zstandard.ZstdDecompressor()
 
@@ -74,7 +74,7 @@ def _either(versions: Sequence[int]) -> str:
 
 
 def unseal(record: bytes, kind: str) -> bytes:
-    """Return what follows the prefix, once the checksum says that it is what was sealed.
+    """Return the payload after the prefix, if its checksum is correct.
 
     Raises:
         StoreError: it is not.
@@ -96,7 +96,7 @@ def check(record: bytes, kind: str, found: int) -> None:
 
 
 def narrowest(values: NDArray[np.signedinteger[Any]]) -> NDArray[Any]:
-    """Give counts in the narrowest type that holds them all."""
+    """Return counts in the narrowest type that holds them all."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for dtype, (least, most) in zip(DTYPES, _BOUNDS, strict=True):
         if least <= low and high <= most:
@@ -105,18 +105,18 @@ def narrowest(values: NDArray[np.signedinteger[Any]]) -> NDArray[Any]:
 
 
 def shuffled(values: NDArray[Any]) -> bytes:
-    """Give an array's bytes: the lowest of every value, then the next, and so on."""
+    """Return an array's bytes: the lowest of every value, then the next, and so on."""
     return values.reshape(-1, 1).view(np.uint8).T.tobytes()
 
 
 def unshuffled(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Make the array again of what ``shuffled`` gave."""
+    """Restore the array from what ``shuffled`` gave."""
     sorted_bytes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
     return np.ascontiguousarray(sorted_bytes.T).view(dtype).reshape(shape)
 
 
 def compress(data: bytes) -> bytes:
-    """Give bytes as one zstd frame that names its size."""
+    """Return bytes as one zstd frame that names its size."""
     return _coders.packer.compress(data)
 
 

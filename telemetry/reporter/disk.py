@@ -1,4 +1,4 @@
-"""The disk under a spool: what fails there is counted and told, and never raised."""
+"""Disk access of a spool: failures are counted and logged, and never raised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SpoolDisk:
         return self._folder.num_overflows if self._folder else 0
 
     def figures(self) -> dict[str, int]:
-        """Give what SpoolCounts says of the folder."""
+        """Return the counts of the folder."""
         folder = self._folder
         return {
             "torn": folder.num_torn if folder else 0,
@@ -76,10 +76,10 @@ class SpoolDisk:
         try:
             return sample_from_bytes(place.segment.read(place))
         except (OSError, EplbError) as exc:
-            raise StoreError(f"{place.segment.path}: a record is refused: {exc}") from exc
+            raise StoreError(f"{place.segment.path}: record rejected: {exc}") from exc
 
     def release(self, place: Place | None) -> None:
-        """Let a record go."""
+        """Release a record."""
         if place is None or self._folder is None:
             return
         try:
@@ -88,7 +88,7 @@ class SpoolDisk:
             self._failed(f"spool {self._folder.path} cannot be cleaned", exc)
 
     def close(self) -> None:
-        """Let go of the folder; what waits in it stays for the next process."""
+        """Close the folder; its records stay for the next process."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

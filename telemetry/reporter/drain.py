@@ -1,7 +1,8 @@
-"""The thread that empties a spool into the store, and tells the store how the rank stands.
+"""The thread that moves samples from a spool to the store, and writes the rank's state.
 
-A store in trouble is tried again after a pause that doubles up to ``LONGEST_PAUSE_S``, drawn anew
-each time so that ranks do not come back all at once. That is also how soon its return is noticed.
+After a failure the store is retried after a pause that doubles up to ``LONGEST_PAUSE_S``. Each
+pause is drawn at random so that ranks do not reconnect all at once. The pause also bounds the time
+until a recovery is detected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tempo:
-    """How often a rank writes to the store.
+    """Write intervals of a rank.
 
     A write of several samples costs hardly more than one of a single sample, so many ranks on one
     store do well to let some gather; on disk they are safe meanwhile.
@@ -44,7 +45,8 @@ AT_ONCE = Tempo()
 
 
 class Drain:
-    """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
+    """Moves samples from a spool to a store. ``run`` has its own thread; the rest is
+    thread-safe."""
 
     def __init__(self, store: ReporterStore, spool: Spool, tempo: Tempo, *, seed: int) -> None:
         self._store, self._spool, self._tempo = store, spool, tempo
@@ -61,15 +63,15 @@ class Drain:
         self._last_error = ""
 
     def state(self, state: RankState) -> None:
-        """Take the rank's newest state. Wakes nobody; see telemetry.reporter.reporter."""
+        """Set the rank's newest state without waking ``run``; see telemetry.reporter.reporter."""
         self._state = state
 
     def has_state(self) -> bool:
-        """Say whether a state waits to be written."""
+        """Return whether a state waits to be written."""
         return self._state is not self._written
 
     def nudge(self) -> bool:
-        """Wake ``run`` if it waits for work and there is some; say whether the state is new."""
+        """Wake ``run`` if it waits for work and there is some; return whether the state is new."""
         if self._is_idle and self._has_work():
             self._wake()
         state = self._state
@@ -93,7 +95,7 @@ class Drain:
             self._num_waiters -= 1
 
     def end(self) -> None:
-        """Have ``run`` return soon, whatever waits."""
+        """Make ``run`` return soon, whatever waits."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
@@ -188,7 +190,7 @@ class Drain:
             self._refuse(position, error)
 
     def _refuse(self, position: int, why: EplbError) -> None:
-        log.warning("a sample is refused: %s", why)
+        log.warning("sample rejected: %s", why)
         self._spool.refuse(position, why)
         del self._strikes[position]
 
@@ -198,7 +200,7 @@ class Drain:
 
     def _note(self, error: StoreError) -> None:
         if self._num_failures == 0:  # once for each time that the store is in trouble
-            log.warning("the load store failed, trying again: %s", error)
+            log.warning("load store failed, retrying: %s", error)
         kind = type(error).__name__
         with self._changed:
             self._errors[kind] = self._errors.get(kind, 0) + 1
@@ -213,7 +215,7 @@ class Drain:
             )
 
     def _rest(self, worked_s: float) -> None:
-        """Let samples gather; in a backlog, leave the interpreter to the step path meanwhile."""
+        """Wait for further samples; in a backlog, yield the interpreter to the step path."""
         rest_s = REST * worked_s if self._spool.has_backlog else self._tempo.write_s
         if rest_s:
             with self._changed:

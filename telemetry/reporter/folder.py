@@ -4,8 +4,8 @@
     000000000001.spool    the oldest segment
     000000000002.spool    the one that is written to
 
-A segment is deleted when nobody needs a record of it any more, or when the folder is full and it
-is the oldest. What an unlucky death left behind (an empty file, a torn tail) is cleaned at opening.
+A segment is deleted when none of its records is needed any more, or when the folder is full and it
+is the oldest. Leftovers of a crash (an empty file, a torn tail) are removed at opening.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class SpoolFolder:
     """Segments of one folder, oldest first. Not for several threads; the spool has a lock.
 
-    Every method may raise OSError: the disk is full, read-only or gone.
+    Every method may raise OSError: the disk is full, read-only or missing.
 
     Raises:
         StoreError: another process uses the folder.
@@ -77,7 +77,7 @@ class SpoolFolder:
         return place
 
     def release(self, place: Place) -> None:
-        """Let a record go that nobody needs any more."""
+        """Release a record that is not needed any more."""
         segment = place.segment
         if segment.is_removed:
             return
@@ -90,7 +90,7 @@ class SpoolFolder:
             self._remove(segment)
 
     def close(self) -> None:
-        """Let another process have the folder; records that are needed stay."""
+        """Release the folder's lock; records that are needed stay."""
         for segment in self._segments:
             if segment.num_held:
                 segment.close()
@@ -109,7 +109,7 @@ class SpoolFolder:
                 return last
             self._seal(last)
         elif last is not None:
-            log.warning("%s was deleted by somebody: a new segment is made", last.path)
+            log.warning("%s was deleted by another process; creating a new segment", last.path)
         self.path.mkdir(parents=True, exist_ok=True)
         made = Segment.make(self.path, self._next_number)
         self._next_number += 1
@@ -134,7 +134,7 @@ class SpoolFolder:
         try:
             segment, found = Segment.open(path)
         except StoreError as exc:
-            # Perhaps a newer version's: its records are not ours to delete.
+            # Perhaps a newer version's records: they are kept.
             self.num_damaged += 1
             log.warning("spool %s: a file is left as it is: %s", self.path, exc)
             return
@@ -159,7 +159,7 @@ class SpoolFolder:
 
 
 def _locked(path: Path) -> int:
-    """Take the folder's lock, which goes with the process, however that ends."""
+    """Acquire the folder's lock, which ends with the process."""
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ _FRAME = struct.Struct("<4sII")  # mark, bytes of the record, their checksum
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies."""
+    """Position of a record."""
 
     segment: Segment
     offset: int
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """What a segment of an earlier process held."""
+    """Content of a segment of an earlier process."""
 
     places: list[Place]
     torn_bytes: int  # behind the last whole frame
@@ -47,7 +47,7 @@ class Segment:
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path, self.size = path, size
-        self.num_held = 0  # records that somebody still needs; kept by the spool
+        self.num_held = 0  # records that are still needed; maintained by the spool
         self.is_removed = False
         self._descriptor = descriptor
 
@@ -111,7 +111,7 @@ class Segment:
         self.size = len(HEADER)
 
     def sync(self) -> None:
-        """Have the disk keep what was written: from then on it survives a loss of power."""
+        """Sync written records to the disk, so that they survive a power loss."""
         os.fdatasync(self._descriptor)
 
     def remove(self) -> None:

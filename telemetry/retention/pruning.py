@@ -1,4 +1,4 @@
-"""What is kept of the load, and for how long: samples, then roll-ups of a minute, then of an hour.
+"""Retention of load: samples, then roll-ups of a minute, then of an hour.
 
 Whatever is about to be forgotten is rolled up first. Each turn of the keeper reads, writes
 roll-ups, and only then prunes. Of one stretch of time the first roll-up stands, and it is written
@@ -28,7 +28,7 @@ _ROLLUP_PAGE = 100
 
 @dataclass(frozen=True)
 class Retention:
-    """How long things are kept.
+    """Retention periods.
 
     Raises:
         ConfigError: a length that is not positive, or a negative number of events.
@@ -49,13 +49,13 @@ class Retention:
 
 @dataclass
 class Turn:
-    """What one turn of the keeper did."""
+    """Result of one turn of the keeper."""
 
     minutes: int = 0  # roll-ups written
     hours: int = 0
     standing: int = 0  # roll-ups made that stood already: of a killed turn, or of late samples
     samples: int = 0  # pruned
-    left_out: int = 0  # samples that are in no roll-up, because they do not fit their run
+    excluded: int = 0  # samples that are in no roll-up, because they do not fit their run
     reason: str = ""  # of the last one left out
     events: int = 0  # pruned
 
@@ -68,10 +68,10 @@ class Keeper:
         self._shapes: dict[str, RunShape] = {}
 
     def turn(self, now: float) -> Turn:
-        """Keep what is to be kept at ``now``, in seconds since the epoch.
+        """Prune and roll up what is due at ``now``, in seconds since the epoch.
 
         Raises:
-            StoreError: the store failed; the next turn goes on where this one ended.
+            StoreError: the store failed; the next turn continues where this one ended.
         """
         done, kept = Turn(), self._retention
         self._roll_up_samples(_floor(now - kept.samples_s, MINUTE), done)
@@ -89,7 +89,7 @@ class Keeper:
             end = minutes.end
             done.minutes += self._write(minutes.rollups(), done)
             done.samples += self._store.prune(end)
-            done.left_out += len(refused)
+            done.excluded += len(refused)
             done.reason = refused[-1] if refused else done.reason
 
     def _read_samples(self, minutes: Minutes) -> list[str]:

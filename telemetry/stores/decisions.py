@@ -1,8 +1,8 @@
 """What every store decides alike: who may commit, publish, lead or claim, and what is written.
 
 A decision reads and writes a ``Ledger``, one atomic change of a store, and lets
-``telemetry/rules.py`` judge. ``DecidingStore`` offers the decisions as methods of ``LoadStore``.
-A decision may be asked again when another change came first, so it keeps nothing between calls.
+``telemetry/rules.py`` judge. ``DecidingStore`` offers the decisions as methods of ``LoadStore``. A
+decision may be asked again when another change came first, so it keeps nothing between calls.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DecidingStore(ABC):
         self._decide(f"run {info.run!r}", decision)
 
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
+        """Acquire or renew a lease."""
         is_over = self._watch.is_over
 
         def decision(ledger: Ledger) -> Lease | None:
@@ -149,7 +149,7 @@ class DecidingStore(ABC):
         return lease
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
 
         def decision(ledger: Ledger) -> bool:
             latest, is_over = ledger.latest_lease(lease.of), self._watch.is_over
@@ -295,7 +295,7 @@ class DecidingStore(ABC):
         return self._decide(f"task {kind!r}", decision)
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
 
         def decision(ledger: Ledger) -> Task | None:
             _check_fence(ledger, fence)

@@ -16,7 +16,7 @@ from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
@@ -63,7 +63,7 @@ class MemoryStore(DecidingStore):
         self._samples = SampleTable()
         self._rollups = RollupTable()
         self._candidates = Candidates()
-        self._words: dict[tuple[str, int, int], LastWords] = {}  # by run, membership, rank
+        self._reports: dict[tuple[str, int, int], SurvivorReport] = {}  # by run, membership, rank
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
@@ -76,7 +76,7 @@ class MemoryStore(DecidingStore):
             return list(self.ledger.runs.values())
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         state = replace(state, detail=as_stored(state.detail))
         with self._use():
             self._rank_states[state.run, state.rank] = state
@@ -157,17 +157,19 @@ class MemoryStore(DecidingStore):
         with self._use():
             return self.ledger.published
 
-    def last_words(self, words: LastWords) -> None:
-        """Write what a survivor knows."""
+    def add_survivor_report(self, report: SurvivorReport) -> None:
+        """Write a survivor report."""
         with self._use():
-            self._words[words.run, words.membership, words.rank] = words
+            self._reports[report.run, report.membership, report.rank] = report
             self.ledger.wake()
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         with self._use():
-            found = [said for key, said in self._words.items() if key[:2] == (run, membership)]
-        return sorted(found, key=lambda said: said.rank)
+            found = [
+                reports for key, reports in self._reports.items() if key[:2] == (run, membership)
+            ]
+        return sorted(found, key=lambda reports: reports.rank)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""

@@ -15,13 +15,13 @@ from telemetry.windows.fit import Fit
 LATE: Literal["late"] = "late"
 REPEATED: Literal["repeated"] = "repeated"
 
-# Finds the window of a sample that fits, or says why it changes none. Raises HistoryError.
+# Finds the window of a sample that fits, or returns why it changes none. Raises HistoryError.
 Place = Callable[[LoadSample], Filling | Literal["late", "repeated"]]
 
 
 @dataclass
 class Taken:
-    """What became of samples."""
+    """Outcomes of samples."""
 
     accepted: int = 0
     repeated: int = 0  # known before
@@ -47,7 +47,7 @@ def take_one(sample: LoadSample, fit: Fit, place: Place) -> bool:
 
 
 def take_all(samples: Sequence[LoadSample], fit: Fit, place: Place) -> Taken:
-    """Count samples as ``take_one`` does each of them, and say what became of them."""
+    """Count samples like ``take_one`` for each of them, and return the outcomes."""
     taken = Taken()
     for start in range(0, len(samples), CHUNK):
         chunk = sorted(samples[start : start + CHUNK], key=_shape)  # stable: order within is kept
@@ -90,5 +90,5 @@ def _take_alike(samples: list[LoadSample], fit: Fit, place: Place, taken: Taken)
 
 
 def as_sequence(samples: Iterable[LoadSample]) -> Sequence[LoadSample]:
-    """Give samples as something that can be cut into chunks."""
+    """Return samples as a sequence that can be cut into chunks."""
     return samples if isinstance(samples, Sequence) else list(samples)

@@ -20,10 +20,10 @@ MOST_TOKENS = 2**40
 
 
 class Fit:
-    """What the samples of one run have in common.
+    """Shape and identity that the samples of one run share.
 
-    Without ``num_layers`` the first sample that fits otherwise says how many there are, and it
-    always names the deployment and the run.
+    Without ``num_layers`` the first sample that fits otherwise defines their number. It always
+    defines the deployment and the run.
     """
 
     def __init__(self, num_ranks: int, num_experts: int, num_layers: int | None) -> None:
@@ -86,7 +86,7 @@ class Fit:
             )
 
     def find_bad_slots(self, held: NDArray[np.int32], tokens: NDArray[np.int64]) -> Sequence[bool]:
-        """Say of each of N samples, as arrays [N, L, C], whether ``check_slots`` refuses it."""
+        """Return for each of N samples, as arrays [N, L, C], whether ``check_slots`` rejects it."""
         found: list[bool] = _has_bad_slot(held, tokens, self._num_experts).tolist()
         return found
 

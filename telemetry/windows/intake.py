@@ -1,7 +1,7 @@
-"""The door between the store's samples and the windows: every sample ends in one counted outcome.
+"""Intake of samples into windows: every sample ends in one counted outcome.
 
 Ranks are other processes, with clocks and faults of their own. Whatever they write, the reader
-goes on: what cannot be counted as load is counted here, by what is wrong with it.
+continues: what cannot be counted as load is counted here by reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Outcome = Literal["accepted", "repeated", "late", "future", "stale", "malformed"
 OUTCOMES: dict[Outcome, str] = {
     "accepted": "it counts in its window",
     "repeated": "the same (rank, sequence) was counted before",
-    "late": "its window is held no more",
-    "future": "its clock or its steps are far ahead of everybody's",
-    "stale": "it was counted under a placement that the others had replaced by then",
+    "late": "its window is no longer kept",
+    "future": "its clock or its steps are far ahead of the other ranks",
+    "stale": "it was counted under a placement that the other ranks had already replaced",
     "malformed": "it is of another run, shape, rank or expert, overlaps, or cannot be added up",
 }
 
@@ -55,7 +55,7 @@ class Intake:
         self._folder, self._run, self._max_ahead_s = folder, run, max_ahead_s
         self._counts: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reasons: dict[Outcome, str] = {}
-        self._ahead: set[int] = set()  # ranks whose steps were far ahead when last heard of
+        self._ahead: set[int] = set()  # ranks whose latest steps were far ahead
         self._serves_since: dict[int, tuple[int, int]] = {}  # rank -> generation, its first step
         self._highest = -1  # generation of any rank
 
@@ -117,7 +117,7 @@ class Intake:
         return self._far_ahead(sample) or self._outdated(sample)
 
     def _far_ahead(self, sample: LoadSample) -> tuple[Outcome, str] | None:
-        """Keep wild steps from pushing every window out, until most ranks are that far."""
+        """Reject steps far ahead, which would push every window out, until most ranks are there."""
         newest = self._folder.newest()
         index = self._folder.index_of(sample)
         if newest is None or index <= newest + self._folder.keep:
@@ -132,7 +132,7 @@ class Intake:
         )
 
     def _outdated(self, sample: LoadSample) -> tuple[Outcome, str] | None:
-        """Tell a rank that missed a swap: all ranks swap at the same step."""
+        """Detect a rank that missed a swap: all ranks swap at the same step."""
         generation, first_step = self._serves_since.get(sample.rank, (-1, 0))
         if sample.generation > generation:
             self._serves_since[sample.rank] = (sample.generation, sample.first_step)

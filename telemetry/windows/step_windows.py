@@ -28,7 +28,7 @@ DEFAULT_KEEP = 256  # windows; 58 layers x 256 experts x 32 ranks take 34 MB
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What all ranks received over the steps of one window, as far as their samples arrived."""
+    """Tokens of all ranks over the steps of one window, as far as their samples arrived."""
 
     run: str
     index: int
@@ -92,7 +92,7 @@ class WindowFolder:
         return take_one(sample, self._fit, self._place)
 
     def add_all(self, samples: Iterable[LoadSample]) -> Taken:
-        """Count samples as ``add`` does, much faster, and say what became of them."""
+        """Count samples like ``add``, much faster, and return the outcomes."""
         return take_all(as_sequence(samples), self._fit, self._place)
 
     def index_of(self, sample: LoadSample) -> int:
@@ -205,7 +205,7 @@ def fold(
 def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     """The ``last`` latest complete windows as a history, or None when there is none.
 
-    Incomplete windows are left out; ``left_out`` says which and why.
+    Incomplete windows are left out; ``excluded`` lists them with the reasons.
     """
     complete = [window for window in windows if window.is_complete][-last:]
     if not complete:
@@ -218,7 +218,7 @@ def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     )
 
 
-def left_out(windows: Sequence[Window]) -> list[str]:
+def excluded(windows: Sequence[Window]) -> list[str]:
     """One sentence for each window that ``history`` leaves out."""
     return [
         f"window {window.index} (steps {window.first_step}..{window.last_step}) is incomplete: "

@@ -2,7 +2,7 @@
 
 Window w covers the seconds w * window_seconds up to, not including, (w + 1) * window_seconds. A
 sample belongs to the window in which it was taken, by its rank's clock. There are no steps to be
-covered, so sequences tell what is missing: a rank's part of a window is complete when its samples
+covered, so sequences show what is missing: a rank's part of a window is complete when its samples
 follow one another without a gap, from the last before the window to the first past its end.
 
 Shapes:  L MoE layers, E experts, R ranks.
@@ -61,7 +61,7 @@ class TimeFolder:
         return take_one(sample, self._fit, self._place)
 
     def add_all(self, samples: Iterable[LoadSample]) -> Taken:
-        """Count samples as ``add`` does, much faster, and say what became of them."""
+        """Count samples like ``add``, much faster, and return the outcomes."""
         return take_all(as_sequence(samples), self._fit, self._place)
 
     def index_of(self, sample: LoadSample) -> int:

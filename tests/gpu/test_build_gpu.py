@@ -19,8 +19,8 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from rebalance.build.config import RankConfig
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from runtime.checkpoint import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
@@ -38,7 +38,7 @@ TARGET = Placement(np.tile([0, 1, 5, 3, 4, 2, 6, 7, 0, 1], (2, 1)), num_experts=
 
 def test_two_gpu_ranks_that_the_builder_made_swap_experts(tmp_path: Path) -> None:
     url, run = f"sqlite:{tmp_path / 'store.sqlite'}", f"gpu-run-{os.getpid()}"
-    address, weights = SlabAddress(run, os.urandom(16)), tmp_path / "weights"
+    address, weights = HostCacheAddress(run, os.urandom(16)), tmp_path / "weights"
     write_random_checkpoint(weights, MODEL, SCHEMA, vocabulary=64, seed=1)
     config = RankConfig("test", sample_steps=4, staging_experts=4)
     setup = EngineSetup(
@@ -56,7 +56,7 @@ def test_two_gpu_ranks_that_the_builder_made_swap_experts(tmp_path: Path) -> Non
     )
     with (
         closing(open_store(url, "test")) as store,
-        closing(build_host_cache(SlabSettings(), address, MODEL, SCHEMA, weights)),
+        closing(build_host_cache(HostCacheSettings(), address, MODEL, SCHEMA, weights)),
     ):
         store.commit(START, expected=None, reason="start")
         found = launch(serve, 2, setup, deadline_s=180.0)

@@ -32,8 +32,8 @@ from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.rank import agent_settings, build_rank
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.stage.settings import StageSettings
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -74,12 +74,14 @@ def test_a_rank_embedded_in_an_engine_migrates_without_loading_api(
 ) -> None:
     topology = Topology.uniform(num_hosts, 2 // num_hosts, slots_per_rank=5)
     url, run = f"sqlite:{tmp_path / 'store.sqlite'}", f"run-{os.getpid()}-{num_hosts}"
-    caches = tuple(SlabAddress(f"{run}-{host}", os.urandom(16)) for host in range(num_hosts))
-    rank_links, settings = None, SlabSettings()
+    caches = tuple(HostCacheAddress(f"{run}-{host}", os.urandom(16)) for host in range(num_hosts))
+    rank_links, settings = None, HostCacheSettings()
     if num_hosts == 2:
         hosts = ("127.0.0.2", "127.0.0.3")
         rank_links = RankLinkSettings(tuple(map(free_address, hosts)), SECRET)
-        settings = SlabSettings(links=HostLinkSettings(tuple(map(free_address, hosts)), SECRET))
+        settings = HostCacheSettings(
+            links=HostLinkSettings(tuple(map(free_address, hosts)), SECRET)
+        )
     config = config_of(
         network=NetworkConfig(interface="lo"),
         rank_links=rank_links,
@@ -219,7 +221,7 @@ def refusal(
         Topology.uniform(1, 1, slots_per_rank=10),
         RankGroups(group, group),
         torch.device("cpu"),
-        SlabAddress("nobody", SECRET),
+        HostCacheAddress("nobody", SECRET),
     )
     try:
         build_rank(config_of(), place, model, experts, store)
@@ -262,11 +264,11 @@ def test_a_host_outside_the_list_of_hosts_gets_no_cache(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     links = HostLinkSettings((("127.0.0.1", 7000),), SECRET)
-    address = SlabAddress(f"test-{os.getpid()}-outside", os.urandom(16))
+    address = HostCacheAddress(f"test-{os.getpid()}-outside", os.urandom(16))
 
     with pytest.raises(ConfigError, match=r"host 1 has no address in links.hosts, expected 0..0"):
         build_host_cache(
-            SlabSettings(links=links), address, small_model, small_schema, None, host=1
+            HostCacheSettings(links=links), address, small_model, small_schema, None, host=1
         )
 
 

@@ -20,7 +20,7 @@ from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
-from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.interface import WeightTransport
@@ -113,7 +113,7 @@ class AgentGroup:
         digests: torch.Tensor,
         *,
         votes: VoteGroup | None = None,
-        journal: Notebook | None = None,
+        journal: JournalSink | None = None,
         **settings: Any,
     ) -> RankAgent:
         """Make the agent of the next rank; its bank is there already."""

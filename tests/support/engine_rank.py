@@ -21,7 +21,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import join_votes
 from rebalance.build.rank import BuiltRank, build_rank, committed_placement
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.wire import HostCacheAddress
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -39,7 +39,7 @@ class EngineSetup:
     config: RankConfig
     run: str
     topology: Topology
-    host_caches: tuple[SlabAddress, ...]
+    host_caches: tuple[HostCacheAddress, ...]
     model: ModelShape
     schema: ExpertSchema
     weights: Path
@@ -133,7 +133,7 @@ def own_weights(rank: int, setup: EngineSetup) -> ExpertBank:
     num_staging = setup.config.staging_experts
     bank = ExpertBank(setup.schema, setup.model.num_layers, num_slots, num_staging=num_staging)
     for layer, slot, expert in held(rank, setup, placement):
-        Checkpoint(setup.weights).cook(layer, expert, setup.schema, bank.live(layer, slot))
+        Checkpoint(setup.weights).repack(layer, expert, setup.schema, bank.live(layer, slot))
     return bank
 
 
@@ -141,7 +141,7 @@ def num_wrong_slots(rank: int, setup: EngineSetup, bank: ExpertBank, placement: 
     """Compare every live slot with the checkpoint."""
     record, wrong = torch.empty(setup.schema.record_bytes, dtype=torch.uint8), 0
     for layer, slot, expert in held(rank, setup, placement):
-        Checkpoint(setup.weights).cook(layer, expert, setup.schema, record.zero_())
+        Checkpoint(setup.weights).repack(layer, expert, setup.schema, record.zero_())
         wrong += bank.digest(layer, slot) != digest(record)
     return wrong
 

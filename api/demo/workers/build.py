@@ -85,7 +85,7 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
     store = open_store(plan.store, DEPLOYMENT, sample_version=plan.reporting.sample_version)
     rendezvous = reach_rendezvous(plan)
     groups = join_ranks(config.network, rendezvous, rank, topology.num_ranks, device.device)
-    host_cache = plan.slabs[int(topology.host_of_rank[rank])]
+    host_cache = plan.host_caches[int(topology.host_of_rank[rank])]
     place = RankPlace(rank, plan.run, topology, groups, device.device, host_cache)
     built = build_rank(config, place, plan.model, plan.schema, store)
     dispatcher, why = device.dispatcher(groups.tokens, built.counter)

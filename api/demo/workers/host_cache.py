@@ -10,16 +10,16 @@ from api.processes.supervision import TURN_S
 from rebalance.build.host_cache import build_host_cache
 
 
-def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
+def run_host_cache(parent: Parent, plan: WorkerPlan, host: int) -> None:
     """Serve records to the ranks of a host until stopped."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
-    slab = build_host_cache(
-        plan.slab, plan.slabs[host], plan.model, plan.schema, plan.weights, host=host
+    host_cache = build_host_cache(
+        plan.host_cache, plan.host_caches[host], plan.model, plan.schema, plan.weights, host=host
     )
     turns = Turns(parent)
     parent.send("ready")
     while not is_stopping.wait(TURN_S):
-        slab.stats()  # takes the cache's lock: a deadlock is no turn
+        host_cache.stats()  # takes the cache's lock: a deadlock is no turn
         turns.report()
-    slab.close()
+    host_cache.close()

@@ -13,8 +13,8 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.wire import SlabAddress
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
@@ -40,7 +40,7 @@ class WorkerPlan:
     trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
     model: ModelShape
     topology: Topology
-    slabs: tuple[SlabAddress, ...]  # one per host
+    host_caches: tuple[HostCacheAddress, ...]  # one per host
     rendezvous: str  # handle of a runtime.group.rendezvous.Rendezvous
     tokens_per_rank: int
     window_steps: int
@@ -56,7 +56,7 @@ class WorkerPlan:
     # Of the controller's lease: it is restarted only once it has exited, so one name will do.
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
-    slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
+    host_cache: HostCacheSettings = field(default_factory=HostCacheSettings)  # of every host
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not used
     reporting: ReportingConfig = field(default_factory=ReportingConfig)  # of every rank
     controller_poll_s: float = 0.2

@@ -1,8 +1,8 @@
-"""A rank's view of its host's slab: lease records, read them through a mapping, let them go.
+"""A rank's client of the host cache: lease records, read them through a mapping, release them.
 
-The process that owns the slab may die and be started again under the same address. Its leases end
-with it; the next load or hint connects anew and maps the new process's memory. A mapping outlives
-its owner, so what is being read meanwhile stays readable, and the digest judges it.
+The process of the host cache may die and be restarted under the same address. Its leases end with
+it; the next load or hint connects again and maps the new process's memory. A mapping outlives its
+process, so a running read stays valid, and the digest is checked afterwards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
-from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import SlabAddress, call
+from rebalance.preload.cache.stats import HostCacheStats
+from rebalance.preload.cache.wire import HostCacheAddress, connect
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
 from rebalance.types import Digest, Record
 from runtime.memory.shared import attach
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's reason arrives
-# A host that stands still leaves room for some 70 messages; a little later a send would block.
+# A stopped host leaves room for some 70 messages; after that a send would block.
 SEND_S = 2.0
 CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
 
-class SlabReader:
+class HostCacheClient:
     """A rank's connection. Used by one thread; ``hint`` may come from another."""
 
     def __init__(
         self,
-        address: SlabAddress,
+        address: HostCacheAddress,
         num_experts: int,
         record_bytes: int,
         *,
@@ -53,77 +53,78 @@ class SlabReader:
         self._num_experts, self._record_bytes = num_experts, record_bytes
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
-        self._places: dict[Record, int] = {}  # of the records that are leased
-        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
+        self._entry_of: dict[Record, int] = {}  # of the records that are leased
+        self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # places; their addresses never change
         self._connect(deadline_s)
 
     def _connect(self, deadline_s: float) -> None:
         try:
-            self._connection = call(self._address, deadline_s)
+            self._connection = connect(self._address, deadline_s)
         except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
-                f"the preload process of host {self._name} does not answer: {exc or 'it hung up'}"
+                f"the preload process of host {self._name} does not answer: "
+                f"{exc or 'connection closed'}"
             ) from exc
-        self._takes = select.poll()  # says whether the host has room for a message
+        self._takes = select.poll()  # polls whether the socket accepts a message
         self._takes.register(self._connection, select.POLLOUT)
-        hello = decode_json(self._receive("its greeting", deadline_s))
+        hello = decode_json(self._receive("the first message", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
         if found != (self._num_experts, self._record_bytes):
             raise MigrationError(
                 f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
                 f"expected {self._num_experts} of {self._record_bytes}"
             )
-        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+        self._memory = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
 
     def _connect_again(self) -> None:
-        """Attach to the process that has taken the place of one that is gone.
+        """Connect to the process that has replaced a dead one.
 
         Raises:
             MigrationError: there is none yet.
         """
-        before = self._connection, self._takes, self._slab
+        before = self._connection, self._takes, self._memory
         with self._sending:  # a hint of another thread must not meet half of a connection
             try:
                 self._connect(CONNECT_AGAIN_S)
             except MigrationError:
                 if self._connection is not before[0]:
                     self._connection.close()
-                self._connection, self._takes, self._slab = before
+                self._connection, self._takes, self._memory = before
                 raise
             before[0].close()
             self._unregister(before[2])
-            self._places.clear()
+            self._entry_of.clear()
         log.info("host %s: attached to the preload process that was started again", self._name)
         if self._weights_version > 0:  # which the new process cannot know
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
 
     def _in_either_process(self, act: Callable[[], Done]) -> Done:
-        """Do what needs no lease; once more, where another process has taken the place of one."""
+        """Run a request that needs no lease; retry once with a restarted process."""
         try:
             return act()
-        except _Gone as gone:
+        except _Disconnected as lost:
             try:
                 self._connect_again()
             except MigrationError as exc:
                 log.debug("%s", exc)
-                raise gone from exc
+                raise lost from exc
             return act()
 
-    def _unregister(self, slab: NDArray[np.uint8]) -> None:
-        """Give pages back that CUDA has locked, once no copy reads them any more."""
+    def _unregister(self, memory: NDArray[np.uint8]) -> None:
+        """Unregister pages from CUDA once no copy reads them any more."""
         if not self._registered:
             return
         torch.cuda.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for place in self._registered:
-            runtime.cudaHostUnregister(slab[place * self._record_bytes :].ctypes.data)
+        for entry in self._registered:
+            runtime.cudaHostUnregister(memory[entry * self._record_bytes :].ctypes.data)
         self._registered.clear()
 
     @property
     def num_entries(self) -> int:
-        """Records that the slab has room for."""
-        return len(self._slab) // self._record_bytes
+        """Records that the host cache has room for."""
+        return len(self._memory) // self._record_bytes
 
     def prepare_for_gpu(self, records: Sequence[Record]) -> None:
         """Register leased records with CUDA now, so that no pull has to.
@@ -132,7 +133,7 @@ class SlabReader:
             MigrationError: the memory cannot be registered.
         """
         for record in records:
-            self._register(self._places[record])
+            self._register(self._entry_of[record])
 
     def load(
         self,
@@ -144,12 +145,12 @@ class SlabReader:
     ) -> tuple[list[Digest], int]:
         """Lease ``records``; return their digests and the bytes that are read from disk for it.
 
-        The slab keeps them until ``release``, or until this process ends.
+        The host cache keeps them until ``release``, or until this process ends.
 
         Raises:
             CalledOff: ``is_wanted`` has become false; as below.
-            MigrationError: a record cannot be read, or not in time; or the slab has no room for
-                all of them. None of ``records`` is leased then that was not before.
+            MigrationError: a record cannot be read, or not in time; or the host cache has no room
+                for all of them. None of ``records`` is leased then that was not before.
         """
         if not records:
             return [], 0
@@ -162,12 +163,12 @@ class SlabReader:
         answer = self._in_either_process(
             lambda: self._ask("load", what, patience_s, message, is_wanted)
         )
-        self._places |= zip(records, answer["places"], strict=True)
+        self._entry_of |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
     def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
-        """Have the host look at the bytes of a leased record, and read them again if damaged.
+        """Have the host verify a leased record, and reload it from disk if corrupted.
 
         Raises:
             CalledOff: ``is_wanted`` has become false; the lease is then over.
@@ -176,7 +177,7 @@ class SlabReader:
         """
         message = {"records": [record], "weights_version": 0, "deadline_s": deadline_s}
         try:
-            answer = self._ask("reload", "a record again", deadline_s, message, is_wanted)
+            answer = self._ask("reload", "a reloaded record", deadline_s, message, is_wanted)
         except (CalledOff, MigrationError):
             self.release([record])
             raise
@@ -201,75 +202,76 @@ class SlabReader:
         Raises:
             MigrationError: it is not leased, or its memory cannot be registered with CUDA.
         """
-        place = self._places.get(record)
-        if place is None:
+        entry = self._entry_of.get(record)
+        if entry is None:
             raise MigrationError(
                 f"host {self._name}: layer {record[0]} expert {record[1]} is read without a lease, "
-                "expected a load before"
+                "expected a load() first"
             )
-        start = place * self._record_bytes + offset
-        part = self._slab[start : start + len(into)]
+        start = entry * self._record_bytes + offset
+        part = self._memory[start : start + len(into)]
         if into.is_cuda:
-            self._register(place)
+            self._register(entry)
             into.copy_(torch.from_numpy(part), non_blocking=True)
         else:
             np.copyto(into.numpy(), part)
 
-    def _register(self, place: int) -> None:
+    def _register(self, entry: int) -> None:
         """Register an entry's pages with CUDA when they are first read, so that DMA can read them.
 
         Whole, and kept: an entry's address never changes.
         """
-        if place in self._registered:
+        if entry in self._registered:
             return
-        entry = self._slab[place * self._record_bytes : (place + 1) * self._record_bytes]
+        pages = self._memory[entry * self._record_bytes : (entry + 1) * self._record_bytes]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(entry.ctypes.data, len(entry), 0)
+        status = runtime.cudaHostRegister(pages.ctypes.data, len(pages), 0)
         if int(status) != 0:
             raise MigrationError(
-                f"host {self._name}: entry {place} of the slab cannot be registered with CUDA "
-                f"(status {status}), expected memory that may be locked"
+                f"host {self._name}: entry {entry} of the host cache cannot be registered with "
+                "CUDA "
+                f"(status {status}), expected memory that can be locked"
             )
-        self._registered.add(place)
+        self._registered.add(entry)
 
     def release(self, records: Collection[Record]) -> None:
-        """End the leases on records; those that are not leased are no harm. Waits for nothing.
+        """End leases on records; unknown ones are ignored. Does not wait for an answer.
 
         Raises:
-            MigrationError: the preload process is gone, or stands still.
+            MigrationError: the preload process disconnected, or does not read.
         """
         for record in records:
-            self._places.pop(record, None)
+            self._entry_of.pop(record, None)
         self._send({"ask": "release", "records": list(records)})
 
     def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
-        """Say what may be asked for next, so that it is read when the disk has nothing to do.
+        """Name records to load next, so that the host reads them when the disk is idle.
 
         Raises:
-            MigrationError: the preload process is gone, or stands still.
+            MigrationError: the preload process disconnected, or does not read.
         """
         hint = {"ask": "hint", "records": list(records), "weights_version": weights_version}
         self._in_either_process(lambda: self._send(hint))
 
     def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
-        """Have the host hand out no record of older weights, for anyone, from now on.
+        """Have the host invalidate all records of older weights, for every rank.
 
         Raises:
-            MigrationError: the preload process is gone, or late.
+            MigrationError: the preload process disconnected or timed out.
         """
         self._weights_version = weights_version
         if weights_version > 0:
-            self.release(list(self._places))
-        what = f"word that weights version {weights_version} is known"
+            self.release(list(self._entry_of))
+        what = f"the acknowledgement of weights version {weights_version}"
         self._ask("invalidate", what, deadline_s, {"weights_version": weights_version})
 
-    def stats(self, *, deadline_s: float) -> SlabStats:
+    def stats(self, *, deadline_s: float) -> HostCacheStats:
         """Return the host's counters.
 
         Raises:
-            MigrationError: the preload process is gone, or late.
+            MigrationError: the preload process disconnected or timed out.
         """
-        return SlabStats(**self._ask("stats", "its figures", deadline_s, {})["figures"])
+        return HostCacheStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
     def _ask(
         self,
@@ -284,7 +286,7 @@ class SlabReader:
         try:
             answer = self._answer_to(self._num_asked, what, deadline_s, is_wanted)
         except (CalledOff, _Late):
-            # Else the host would read on, and hold records for a rank that knows of no lease.
+            # Else the host would read on, and hold records for a rank that has no lease for them.
             self._send({"ask": "give up", "number": self._num_asked})
             raise
         if "error" in answer:
@@ -297,56 +299,58 @@ class SlabReader:
         deadline = time.monotonic() + deadline_s
         while is_wanted():
             left_s = max(0.0, deadline - time.monotonic())
-            if self._hears(min(left_s, LOOK_S)):
+            if self._poll(min(left_s, LOOK_S)):
                 answer: dict[str, Any] = decode_json(self._take())
                 if answer["number"] == number:  # else to a request that was given up
                     return answer
             elif left_s <= LOOK_S:
                 raise self._late(what, deadline_s)
-        raise CalledOff(f"host {self._name} was to send {what}")
+        raise CalledOff(f"host {self._name}: the wait for {what} was cancelled")
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._sending:
                 if not self._takes.poll(1e3 * SEND_S):
                     raise MigrationError(
-                        f"the preload process of host {self._name} has read nothing in {SEND_S:g} s"
+                        f"the preload process of host {self._name} accepted no message within "
+                        f"{SEND_S:g} s"
                     )
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
     def _receive(self, what: str, deadline_s: float) -> bytes:
-        if self._hears(deadline_s):
+        if self._poll(deadline_s):
             return self._take()
         raise self._late(what, deadline_s)
 
-    def _hears(self, timeout_s: float) -> bool:
+    def _poll(self, timeout_s: float) -> bool:
         try:
             return self._connection.poll(timeout_s)
         except (EOFError, OSError) as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
     def _take(self) -> bytes:
         try:
             return self._connection.recv_bytes(MAX_JSON_BYTES)
         except (EOFError, OSError) as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
-    def _gone(self) -> _Gone:
-        return _Gone(f"the preload process of host {self._name} is gone")
+    def _disconnected(self) -> _Disconnected:
+        return _Disconnected(f"the preload process of host {self._name} disconnected")
 
     def _late(self, what: str, deadline_s: float) -> _Late:
         return _Late(
-            f"the preload process of host {self._name} has not sent {what} in {deadline_s:.3g} s"
+            f"the preload process of host {self._name} did not send {what} within "
+            f"{deadline_s:.3g} s"
         )
 
     def close(self) -> None:
-        """Let go of the slab."""
+        """Close the connection to the host cache."""
         self._connection.close()
 
 
-class _Gone(MigrationError):
+class _Disconnected(MigrationError):
     """The process has ended; another may take its place."""
 
 

@@ -1,4 +1,4 @@
-"""The slab's entries: places of one record each, who holds them, and which may be given away.
+"""Entries of the host cache: one record each, their holders, and the order of eviction.
 
 QUEUED --> LOADING --> READY --> given to another record, least recently used first
 """
@@ -15,7 +15,7 @@ from rebalance.types import Digest, Record
 
 
 class State(Enum):
-    """How far an entry's record is."""
+    """State of an entry's record."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -24,65 +24,65 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """A place in the slab, and the record that it is for."""
+    """An entry of the host cache, and its record."""
 
-    place: int
+    index: int
     record: Record
     state: State = State.QUEUED
     digest: Digest | None = None
-    hint: int = 0  # which hint brought it; 0 once a rank has asked for it
+    hint: int = 0  # number of the hint that loaded it; 0 once a rank has requested it
     is_for_host: bool = False  # only another host has asked for it: it comes from disk
     is_void: bool = False  # of older weights, or damaged: never handed out again
     holders: set[int] = field(default_factory=set)
 
 
-class Places:
-    """All entries. Guarded by its owner's lock.
+class EntryTable:
+    """All entries. The owner's lock guards them.
 
-    An entry without holders is given away only when READY: before that the disk writes it.
+    An entry without holders is evicted only when READY: before that the disk writes it.
     """
 
-    def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
+    def __init__(self, num_entries: int) -> None:
+        self.num_entries = num_entries
         self.entries: dict[Record, Entry] = {}  # those that may be handed out
         self.num_leases: Counter[int] = Counter()  # by holder
         self.num_evicted = 0
-        self._free = list(range(num_places - 1, -1, -1))
-        self._backed: set[int] = set()
+        self._free = list(range(num_entries - 1, -1, -1))
+        self._allocated: set[int] = set()
         self._idle: OrderedDict[Record, Entry] = OrderedDict()  # READY, no holder; oldest first
         self._void: list[Entry] = []  # of which holders may still read
 
     def room_beside(self, records: Collection[Record]) -> int:
-        """Places that can be had without giving away any of these records."""
+        """EntryTable that can be had without giving away any of these records."""
         return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
 
-    def occupy(self, record: Record) -> Entry:
-        """Give a place to a record that has none; there must be room."""
+    def assign(self, record: Record) -> Entry:
+        """Assign an entry to a record that has none; there must be room."""
         if not self._free:
             _, oldest = self._idle.popitem(last=False)
-            self._give_away(oldest)
+            self._evict(oldest)
         entry = self.entries[record] = Entry(self._free.pop(), record)
         return entry
 
-    def occupy_for_hint(self, record: Record, hint: int) -> Entry | None:
-        """Give a place to a hinted record, but none of this or a later hint; None without one."""
+    def assign_for_hint(self, record: Record, hint: int) -> Entry | None:
+        """Assign an entry to a hinted record, never one of this or a later hint; or None."""
         if not self._free:
             older = (entry for entry in self._idle.values() if entry.hint < hint)
             oldest = next(older, None)
             if oldest is None:
                 return None
             del self._idle[oldest.record]
-            self._give_away(oldest)
+            self._evict(oldest)
         entry = self.entries[record] = Entry(self._free.pop(), record, hint=hint)
         return entry
 
-    def _give_away(self, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> None:
         del self.entries[entry.record]
-        self._free.append(entry.place)
+        self._free.append(entry.index)
         self.num_evicted += 1
 
     def lease(self, entry: Entry, holder: int) -> bool:
-        """Keep an entry for a holder; say whether it was not kept for it before."""
+        """Lease an entry to a holder; return whether the holder had no lease on it before."""
         self._idle.pop(entry.record, None)
         if holder in entry.holders:
             return False
@@ -90,15 +90,15 @@ class Places:
         self.num_leases[holder] += 1
         return True
 
-    def let_go(self, entry: Entry, holder: int) -> None:
+    def release(self, entry: Entry, holder: int) -> None:
         """End a holder's lease, if it has one."""
         if holder in entry.holders:
             entry.holders.remove(holder)
             self.num_leases[holder] -= 1
-            self.rest(entry)
+            self.make_evictable(entry)
 
-    def rest(self, entry: Entry) -> None:
-        """Let an entry that nobody holds or writes be given away."""
+    def make_evictable(self, entry: Entry) -> None:
+        """Make an entry evictable if no holder reads it and no load writes it."""
         if entry.holders or entry.state is not State.READY:
             return
         if not entry.is_void:
@@ -106,17 +106,17 @@ class Places:
             return
         if entry in self._void:
             self._void.remove(entry)
-            if entry.place >= 0:
-                self._free.append(entry.place)
+            if entry.index >= 0:
+                self._free.append(entry.index)
 
     def void(self, entry: Entry) -> None:
-        """Never hand an entry out again; its place is free when nobody reads or writes it."""
+        """Invalidate an entry; it becomes free when no one reads or writes it."""
         assert not entry.is_void, "an entry becomes void once"
         entry.is_void = True
         del self.entries[entry.record]
         self._idle.pop(entry.record, None)
         self._void.append(entry)
-        self.rest(entry)
+        self.make_evictable(entry)
 
     def held_by(self, holder: int, records: Collection[Record] | None = None) -> list[Entry]:
         """Entries that a holder has leases on, of all or of some records."""
@@ -133,27 +133,27 @@ class Places:
         return chain(found, self._void)
 
     def holders(self) -> set[int]:
-        """Everyone who has a lease."""
+        """All holders that have a lease."""
         return {holder for holder, count in self.num_leases.items() if count}
 
     def has_unheld_load(self) -> bool:
-        """Say whether an entry will be free without anybody letting go."""
+        """Return whether an entry will become free without a release."""
         return any(
             not entry.holders and entry.state is not State.READY
             for entry in chain(self.entries.values(), self._void)
         )
 
-    def is_backed(self, entry: Entry) -> bool:
-        """Say whether the memory of an entry was found."""
-        return entry.place in self._backed
+    def is_allocated(self, entry: Entry) -> bool:
+        """Return whether the memory of an entry is allocated."""
+        return entry.index in self._allocated
 
-    def back(self, entry: Entry) -> None:
-        """Note that the memory of an entry was found."""
-        self._backed.add(entry.place)
+    def mark_allocated(self, entry: Entry) -> None:
+        """Mark the memory of an entry as allocated."""
+        self._allocated.add(entry.index)
 
     def shrink(self, entry: Entry) -> None:
-        """Do without the places whose memory was not found yet, this entry's among them."""
-        backed = [place for place in self._free if place in self._backed]
-        self.num_places -= len(self._free) - len(backed) + 1
-        self._free = backed
-        entry.place = -1
+        """Drop the entries whose memory was not allocated yet, including this one."""
+        allocated = [index for index in self._free if index in self._allocated]
+        self.num_entries -= len(self._free) - len(allocated) + 1
+        self._free = allocated
+        entry.index = -1

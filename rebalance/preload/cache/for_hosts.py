@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from rebalance.network.wire import RefusedError
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.session import SlabParts
+from rebalance.preload.cache.session import HostCacheParts
 from rebalance.preload.hosts.server import LeaseTerms
 from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class RecordsForHosts:
     """``rebalance.preload.hosts.server.SharedRecords`` over a host's cache."""
 
-    def __init__(self, parts: SlabParts) -> None:
+    def __init__(self, parts: HostCacheParts) -> None:
         self._parts = parts
 
     @property
@@ -49,7 +49,10 @@ class RecordsForHosts:
         size = self._parts.origin.record_bytes
         held = self._parts.arena.bytes[place * size : (place + 1) * size]
         if terms.is_suspect and digest(held) != found:
-            log.error("layer %d expert %d has rotted in memory and is read again", *record)
+            log.error(
+                "layer %d expert %d: checksum mismatch in the host cache; reloading from disk",
+                *record,
+            )
             found, place = self._wait(cache.reload, holder, record, terms)
             held = self._parts.arena.bytes[place * size : (place + 1) * size]
         return found, held.numpy().data

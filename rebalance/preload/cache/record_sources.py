@@ -1,4 +1,4 @@
-"""Where a slab takes a record from: the memory of other hosts, its own disk, other hosts' disks."""
+"""Record sources of a host cache: other hosts' memory, its own disk, other hosts' disks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.settings import HostCacheSettings
 from rebalance.preload.hosts.client import OtherHosts
 from rebalance.preload.records.loader import Loaded, RecordLoader
 from rebalance.preload.records.record_origin import RecordOrigin
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordSources:
-    """Loads records for a slab; any thread may. Without a checkpoint other hosts must have them.
+    """Loads records for a host cache. Thread-safe. Without a checkpoint other hosts must have them.
 
     Raises:
         CheckpointError: a weight file is missing.
@@ -33,13 +33,13 @@ class RecordSources:
         checkpoint: Checkpoint | None,
         model: ModelShape,
         schema: ExpertSchema,
-        settings: SlabSettings,
+        settings: HostCacheSettings,
         weights_version: Callable[[], int],
     ) -> None:
         links = settings.links
         if checkpoint is None and (links is None or not links.others or settings.record_file):
             raise ConfigError(
-                "a slab without a checkpoint has no disk to read, expected other hosts to ask, "
+                "a host cache without a checkpoint has no disk to read, expected other hosts, "
                 "and no record file"
             )
         self.disk: RecordLoader | None = None
@@ -53,7 +53,7 @@ class RecordSources:
         self._brought: dict[Record, Digest] = {}  # of those that other hosts gave
 
     def origin(self) -> RecordOrigin:
-        """What the records are of, as far as it is known by now."""
+        """Return the origin of the records, as far as it is known."""
         return self.hosts.origin if self.hosts is not None else self._own_origin
 
     @property
@@ -70,7 +70,7 @@ class RecordSources:
         Args:
             record: which.
             into: where to.
-            is_for_host: says whether none but another host asks, by now: then no third is asked.
+            is_for_host: returns whether only another host requests it: then no third host is asked.
 
         Raises:
             CheckpointError: the disk does not have it.
@@ -78,7 +78,8 @@ class RecordSources:
         """
         if self.hosts is None:
             return self._read(record, into)
-        # A slab without a disk asks memories first too: no host is to read what another holds.
+        # A host cache without a disk asks memories first too: no host is to read what another
+        # holds.
         if (self._asks_hosts_first or self.disk is None) and not is_for_host():
             try:
                 return self._bring(self.hosts, record, into, from_disk=False)
@@ -112,6 +113,6 @@ class RecordSources:
         return Loaded(found, is_from_host=True)
 
     def close(self) -> None:
-        """Let go of the files. No thread may be loading."""
+        """Close the files. No thread may be loading."""
         if self.disk is not None:
             self.disk.close()

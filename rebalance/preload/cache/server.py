@@ -1,13 +1,13 @@
 """Phase one, preload: a process per host that brings experts from disk into shared host memory.
 
-The slab holds cooked records: an expert's tensors in kernel layout, page-aligned, so that the next
-phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where each
-lies, and read them from the slab directly for as long as they hold a lease.
+The host cache holds expert records: an expert's tensors in kernel layout, page-aligned, so that the
+next phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where
+each lies, and read them from the host cache directly for as long as they hold a lease.
 
-    rank --ask--> SlabSession --> SlabCache --> reader threads: other hosts, record file, checkpoint
-    rank <---- digests, places ----+                |
-    rank reads the arena           WriteBehind <----+  adds what was cooked to the record file
-    other host --ask--> HostLinkServer --> SlabCache, and gets the bytes
+    rank --ask--> HostCacheSession --> HostCache --> reader threads: other hosts, record file,
+    checkpoint rank <---- digests, places ----+                | rank reads the arena
+    WriteBehind <----+  adds what was repacked to the record file other host --ask--> HostLinkServer
+    --> HostCache, and gets the bytes
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError, MigrationError
 from rebalance.preload.cache.admission import Admission
-from rebalance.preload.cache.cache import WRITER, SlabCache
-from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.cache import WRITER, HostCache
+from rebalance.preload.cache.client import HostCacheClient
 from rebalance.preload.cache.entries import Entry
 from rebalance.preload.cache.for_hosts import RecordsForHosts
 from rebalance.preload.cache.record_sources import RecordSources
-from rebalance.preload.cache.session import SlabParts, SlabSession
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import SlabAddress, listen
+from rebalance.preload.cache.session import HostCacheParts, HostCacheSession
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.stats import HostCacheStats
+from rebalance.preload.cache.wire import HostCacheAddress, listen
 from rebalance.preload.hosts.server import HostLinkServer
 from rebalance.preload.records.loader import WriteBehind, Written
 from rebalance.types import Digest
@@ -44,7 +44,13 @@ from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
 
-__all__ = ["HostSlab", "SlabAddress", "SlabReader", "SlabSettings", "SlabStats"]
+__all__ = [
+    "HostCacheServer",
+    "HostCacheAddress",
+    "HostCacheClient",
+    "HostCacheSettings",
+    "HostCacheStats",
+]
 
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
@@ -52,66 +58,68 @@ CLOSE_DEADLINE_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class HostSlab:
-    """The slab's owner: loads records on demand and answers ranks until ``close``.
+class HostCacheServer:
+    """The process's host cache: loads records on demand and serves ranks until ``close``.
 
     Raises:
-        MigrationError: another process listens under this name, or at the door for other hosts; or
-            there is no memory.
+        MigrationError: another process listens under this name, or at the address for other hosts;
+            or there is no memory.
         CheckpointError: a weight file is missing.
         ConfigError: the settings leave no room for a record, or no source of records.
     """
 
     def __init__(
         self,
-        address: SlabAddress,
+        address: HostCacheAddress,
         checkpoint: Checkpoint | None,
         model: ModelShape,
         schema: ExpertSchema,
-        settings: SlabSettings | None = None,
+        settings: HostCacheSettings | None = None,
     ) -> None:
-        settings = settings or SlabSettings()
+        settings = settings or HostCacheSettings()
         self._key, self._record_bytes = address.key, schema.record_bytes
         num_records = model.num_layers * model.num_experts
         self._num_entries = settings.num_entries(num_records, schema.record_bytes)
-        self._door: HostLinkServer | None = None
+        self._link_server: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
         self._admission = Admission(time.monotonic)
-        self._sessions: dict[SlabSession, threading.Thread] = {}
+        self._sessions: dict[HostCacheSession, threading.Thread] = {}
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
-            # First: a second slab of this name must not touch the record file.
+            # First: a second host cache of this name must not touch the record file.
             self._listening = undo.enter_context(listen(address))
             num_bytes = self._num_entries * schema.record_bytes
-            self._arena = SharedArena("eplb-slab", num_bytes, folder=settings.memory_folder)
+            self._arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self._arena.close)
-            self._cache = cache = SlabCache(self._num_entries)
+            self._cache = cache = HostCache(self._num_entries)
             self._sources = sources = RecordSources(
                 checkpoint, model, schema, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
             origin, links = sources.origin, settings.links
-            self._parts = SlabParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
+            self._parts = HostCacheParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
             self._writer = self._new_writer(settings)
             if self._writer is not None:
                 undo.callback(self._writer.close)
             undo.callback(self._end_readers)
             if links is not None and links.listen is not None:
-                self._door = HostLinkServer(
+                self._link_server = HostLinkServer(
                     links, RecordsForHosts(self._parts), origin, self._holders
                 )
-                undo.callback(self._door.close)
+                undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
-            self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
+            self._accepting = threading.Thread(
+                target=self._accept, name="host-cache-accept", daemon=True
+            )
             self._accepting.start()
             undo.pop_all()  # from here on ``close`` ends it all
 
-    def _new_writer(self, settings: SlabSettings) -> WriteBehind | None:
+    def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
         disk = self._sources.disk
         if disk is None or disk.file is None or not disk.file.may_write:
             return None
-        # What waits to be written keeps its entry: most of a small slab must stay for ranks.
+        # What waits to be written keeps its entry: most of a small host cache must stay for ranks.
         is_full = settings.mode == "full"
         return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
 
@@ -147,25 +155,26 @@ class HostSlab:
             except OSError as exc:
                 if self._is_closed.is_set():
                     return
-                log.warning("a rank could not be answered: %s", exc)
-                self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
+                log.warning("cannot accept the connection of a rank: %s", exc)
+                self._is_closed.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
 
     def _start_session(self, connection: Connection, holder: int) -> None:
         try:
-            session = SlabSession(self._parts, connection, holder)
+            session = HostCacheSession(self._parts, connection, holder)
         except OSError as exc:
-            log.warning("a rank could not be answered: %s", exc)
+            log.warning("cannot accept the connection of a rank: %s", exc)
             connection.close()
             self._admission.leave(holder)
             return
 
         def run() -> None:
-            # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
-            session.run(self._key, partial(self._admission.proved, holder))
+            # Here, not in accept: an unauthenticated client that sends nothing must not block
+            # others.
+            session.run(self._key, partial(self._admission.authenticated, holder))
             self._sessions.pop(session, None)
             self._admission.leave(holder)
 
-        thread = threading.Thread(target=run, name="slab-rank", daemon=True)
+        thread = threading.Thread(target=run, name="host-cache-rank", daemon=True)
         self._sessions[session] = thread
         thread.start()
 
@@ -179,12 +188,12 @@ class HostSlab:
                 self._cache.failed(entry, str(exc))
             except Exception as exc:
                 # A bug here must reach the rank that waits, and not only this process's log.
-                log.exception("a record could not be loaded")
+                log.exception("loading a record failed")
                 self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
     def _load(self, entry: Entry) -> None:
-        start = entry.place * self._record_bytes
-        if not self._cache.is_backed(entry):
+        start = entry.index * self._record_bytes
+        if not self._cache.is_allocated(entry):
             try:
                 self._arena.reserve(start, self._record_bytes)
             except MigrationError as exc:
@@ -193,11 +202,11 @@ class HostSlab:
                 return
         target = self._arena.bytes[start : start + self._record_bytes]
         loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
-        is_to_write = loaded.is_cooked and self._writer is not None
+        is_to_write = loaded.is_repacked and self._writer is not None
         self._cache.loaded(
             entry,
             loaded.digest,
-            is_cooked=loaded.is_cooked,
+            is_repacked=loaded.is_repacked,
             is_from_host=loaded.is_from_host,
             for_writer=is_to_write,
         )
@@ -205,37 +214,37 @@ class HostSlab:
             self._write_behind(entry, target, loaded.digest)
 
     def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
-        assert self._writer is not None, "the caller has seen it"
+        assert self._writer is not None, "only called with a writer"
         done = partial(self._cache.release, WRITER, [entry.record])
         if not self._writer.offer(Written(entry.record, data, digest, done)):
             done()
 
     # -- figures and end
 
-    def stats(self) -> SlabStats:
+    def stats(self) -> HostCacheStats:
         """Count what was done so far, and what is held now."""
         found, size = self._cache.figures(), self._record_bytes
-        return SlabStats(
+        return HostCacheStats(
             hits=found.get("hits", 0),
             misses=found.get("misses", 0),
             waits=found.get("waits", 0),
             refusals=found.get("refusals", 0),
             evictions=found["evictions"],
             hints_dropped=found.get("hints_dropped", 0),
-            bytes_from_checkpoint=found.get("cooked", 0) * size,
+            bytes_from_checkpoint=found.get("repacked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
             bytes_from_other_hosts=found.get("from_hosts", 0) * size,
-            bytes_to_other_hosts=(self._door.num_sent if self._door else 0) * size,
+            bytes_to_other_hosts=(self._link_server.num_sent if self._link_server else 0) * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
-            not_written=self._writer.num_left_out if self._writer else 0,
+            not_written=self._writer.num_skipped if self._writer else 0,
             resident_bytes=found["resident"] * size,
             leased_bytes=found["leased"] * size,
             room_bytes=found["room"] * size,
         )
 
     def invalidate(self, weights_version: int) -> None:
-        """Hand out no record of older weights any more: the checkpoint's are version 0."""
+        """Invalidate the records of older weights; those of the checkpoint are version 0."""
         self._cache.invalidate(weights_version)
 
     def close(self) -> None:
@@ -247,8 +256,8 @@ class HostSlab:
         self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
         self._listening.close()
         self._cache.close()
-        if self._door is not None:
-            self._door.close()
+        if self._link_server is not None:
+            self._link_server.close()
         if self._sources.hosts is not None:
             self._sources.hosts.close()
         for session, thread in list(self._sessions.items()):
@@ -258,7 +267,7 @@ class HostSlab:
         if self._writer is not None:
             self._writer.close()
         if any(reader.is_alive() for reader in self._readers):
-            log.error("the disk does not answer: a reader is left behind")
+            log.error("the disk does not respond: a reader thread is still running")
             return
         self._sources.close()
         self._arena.close()

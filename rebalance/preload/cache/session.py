@@ -1,7 +1,7 @@
-"""The slab's side of one rank's connection: hear what it asks, answer when that is done.
+"""One rank's session in the host cache: receive requests, answer when they are complete.
 
-While records are being loaded the session goes on listening, so that the leases of a rank that
-dies, or gives up, end at once and not when its records have come.
+While records are loaded the session keeps receiving, so that the leases of a rank that dies or
+cancels end at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
-from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.wire import welcome
+from rebalance.preload.cache.wire import server_handshake
 from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
 from runtime.memory.shared import SharedArena, digest
@@ -31,40 +31,40 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SlabParts:
-    """What every session of a slab works with."""
+class HostCacheParts:
+    """Parts of a host cache that its sessions share."""
 
-    cache: SlabCache
+    cache: HostCache
     arena: SharedArena
     origin: RecordOrigin
     figures: Callable[[], dict[str, int]]
 
 
-class SlabSession:
-    """One rank that is connected. ``run`` is a thread of its own; ``stop`` comes from another."""
+class HostCacheSession:
+    """A connected rank. ``run`` has its own thread; ``stop`` is called from another one."""
 
-    def __init__(self, parts: SlabParts, connection: Connection, holder: int) -> None:
+    def __init__(self, parts: HostCacheParts, connection: Connection, holder: int) -> None:
         self._parts, self._connection, self._holder = parts, connection, holder
         self._wake = os.eventfd(0)
         self._ended: deque[Request] = deque()
         self._deadlines: dict[Request, float] = {}  # of those that are not answered yet
         self._last: Request | None = None  # what a rank that gives up has asked for
         self._is_stopping = self._is_over = False
-        self._ending = threading.Lock()  # nobody writes to a descriptor that was given away
+        self._ending = threading.Lock()  # guards a descriptor that may already be reused
 
-    def run(self, key: bytes, on_proved: Callable[[], None]) -> None:
-        """Serve until either side hangs up; ``on_proved`` once the other knows the key."""
+    def run(self, key: bytes, on_authenticated: Callable[[], None]) -> None:
+        """Serve until the connection closes; call ``on_authenticated`` after the handshake."""
         with self._connection:
             try:
-                welcome(self._connection, key)
-                on_proved()
+                server_handshake(self._connection, key)
+                on_authenticated()
                 self._send(self._hello())
                 while not self._is_stopping:
                     self._turn()
             except (AuthenticationError, EOFError, OSError):
-                pass  # a stranger without the key, or a rank that is gone
+                pass  # an unauthenticated client, or a disconnected rank
             except (KeyError, TypeError, ValueError) as exc:
-                log.error("a rank sent what is no request, and is hung up on: %r", exc)
+                log.error("malformed request of a rank; closing the connection: %r", exc)
             finally:
                 self._parts.cache.drop(self._holder)
                 with self._ending:
@@ -96,7 +96,7 @@ class SlabSession:
         if self._wake in happened:
             os.eventfd_read(self._wake)
         if self._connection in happened:
-            self._hear(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
+            self._handle(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
         now = time.monotonic()
         for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
             self._parts.cache.expire(request)
@@ -105,7 +105,7 @@ class SlabSession:
             del self._deadlines[request]
             self._send({"number": request.number} | self._answer(request))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         what, cache = message["ask"], self._parts.cache
         if what in ("load", "reload"):
             self._load(message)

@@ -1,4 +1,4 @@
-"""What a host's slab has done, for metrics. Counters only grow; the last three are of now."""
+"""Statistics of a host cache. Counters only grow; the last three are current values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SlabStats:
+class HostCacheStats:
     """Counted in records unless the name says bytes."""
 
     hits: int  # asked for, and here or on the way
@@ -21,7 +21,7 @@ class SlabStats:
     bytes_to_other_hosts: int
     host_failures: int  # other hosts that were late, dead or wrong
     damaged: int  # read with another digest than before
-    not_written: int  # cooked, but not added to the record file: its disk was too slow
+    not_written: int  # repacked, but not added to the record file: its disk was too slow
     resident_bytes: int
     leased_bytes: int
     room_bytes: int

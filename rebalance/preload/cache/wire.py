@@ -1,4 +1,4 @@
-"""How ranks and their host's preload process find and greet each other."""
+"""Connections between ranks and the preload process of their host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from eplb.errors import MigrationError
 from rebalance.preload.cache.admission import peer_of
 
-MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
+MESSAGE_DEADLINE_S = 10.0  # for the rest of a started message, and for room to send one
 
 
 @dataclass(frozen=True)
-class SlabAddress:
-    """How ranks find their host's slab. Abstract socket: no file is left behind by a kill."""
+class HostCacheAddress:
+    """Address of a host cache. An abstract socket: a killed process leaves no file."""
 
     name: str
     key: bytes = field(repr=False)  # keeps other users of the machine out
@@ -25,11 +25,11 @@ class SlabAddress:
     @property
     def socket(self) -> str:
         """Address in Linux's abstract namespace."""
-        return f"\0eplb-slab-{self.name}"
+        return f"\0eplb-host-cache-{self.name}"
 
 
-def listen(address: SlabAddress) -> socket.socket:
-    """Take the name of a slab, for as long as the socket is open.
+def listen(address: HostCacheAddress) -> socket.socket:
+    """Listen under a host cache's address while the socket is open.
 
     Raises:
         MigrationError: another process has it.
@@ -46,21 +46,21 @@ def listen(address: SlabAddress) -> socket.socket:
     return listening
 
 
-def call(address: SlabAddress, deadline_s: float) -> Connection:
-    """Reach the preload process, which proves that it knows the key, as does the caller."""
-    with socket.socket(socket.AF_UNIX) as calling:
-        _limit_waits(calling, deadline_s)
-        calling.connect(address.socket)
-        if not (peer := peer_of(calling)).is_trusted:
-            raise AuthenticationError(f"user {peer.uid} listens under its name")
-        connection = Connection(calling.detach())
+def connect(address: HostCacheAddress, deadline_s: float) -> Connection:
+    """Connect to the preload process; both sides prove that they have the key."""
+    with socket.socket(socket.AF_UNIX) as end:
+        _limit_waits(end, deadline_s)
+        end.connect(address.socket)
+        if not (peer := peer_of(end)).is_trusted:
+            raise AuthenticationError(f"a process of user {peer.uid} listens at its address")
+        connection = Connection(end.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)
     return connection
 
 
-def welcome(connection: Connection, key: bytes) -> None:
-    """Let the caller prove that it knows the key, and prove the same to it."""
+def server_handshake(connection: Connection, key: bytes) -> None:
+    """Authenticate a client, and prove the key to it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         _limit_waits(end, MESSAGE_DEADLINE_S)
         deliver_challenge(connection, key)
@@ -68,7 +68,7 @@ def welcome(connection: Connection, key: bytes) -> None:
 
 
 def _limit_waits(end: socket.socket, seconds: float) -> None:
-    """Let no single read or write take longer."""
+    """Set the timeout of each read and write."""
     timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -1,10 +1,10 @@
-"""The slabs of other hosts as a source of records: the hop between this host's memory and its disk.
+"""Client for the host caches of other hosts, a record source between local memory and local disk.
 
-A pairwise TCP stream and nothing collective: a stream has a deadline of its own and a host's death
-breaks its own streams, where the members of a group would hang or abort together.
+Each transfer is a pairwise TCP stream with its own deadline. A dead host breaks only its own
+streams, where the members of a collective would hang or abort together.
 
-What is brought is proven on the way in: its digest must be the one that the other host declares,
-and the one that this slab knows, if it knows one. A host that fails is left alone for a while.
+Received bytes are verified: their digest must be the one that the other host announced, and the one
+that this host cache knows, if any. A host that fails is in back-off for a while.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rebalance.network.wire import (
     Message,
     RefusedError,
     Wire,
+    client_handshake,
+    connect,
     field,
-    greet,
-    reach,
 )
 from rebalance.preload.hosts.known_host import KnownHost
 from rebalance.preload.hosts.settings import HostLinkSettings
@@ -42,17 +42,17 @@ log = logging.getLogger(__name__)
 
 
 class WrongBytesError(MigrationError):
-    """What came does not digest to what was declared."""
+    """The digest of received bytes is not the announced one."""
 
 
 class OtherHosts:
-    """Asks other hosts for records; any thread may.
+    """Requests records from other hosts. Thread-safe.
 
     Args:
-        settings: who they are.
-        origin: what this slab's records are of. One without a checkpoint takes that of the first
-            host that gives it a record, and then sticks to it.
-        weights_version: of this slab, at any time.
+        settings: addresses, secret and limits.
+        origin: origin of this host cache's records. Without a checkpoint, the origin of the first
+            host that sends a record is adopted.
+        weights_version: returns the current version of this host cache.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class OtherHosts:
         reasons = []
         for host in self._in_turn(record):
             try:
-                if why := self._not_asked(host, record, from_disk=from_disk):
+                if why := self._reason_to_skip(host, record, from_disk=from_disk):
                     reasons.append(f"{host}: {why}")
                     continue
                 brought = self._fetch(host, record, into, expected, from_disk=from_disk)
@@ -98,27 +98,27 @@ class OtherHosts:
                 self._note_failure(host, record, exc)
                 reasons.append(f"{host}: {exc}")
             else:
-                host.back_off.is_well()
+                host.back_off.record_success()
                 host.wrong.discard(record)
                 return brought
         name = "layer {} expert {}".format(*record)
-        raise MigrationError(f"no other host gives {name}: {'; '.join(reasons)}")
+        raise MigrationError(f"no other host provides {name}: {'; '.join(reasons)}")
 
     def _in_turn(self, record: Record) -> list[KnownHost]:
         """All hosts, another one first for every record: none is asked for all of them."""
         first = self.origin.number_of(record) % max(1, len(self._hosts))
         return self._hosts[first:] + self._hosts[:first]
 
-    def _not_asked(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
+    def _reason_to_skip(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
         """Why a host is not asked for a record; "" if it is."""
-        if why := host.back_off.left_alone():
+        if why := host.back_off.reason():
             return why
         if from_disk:
             return ""
         if record in host.wrong:
-            return "gave wrong bytes before"
-        self._renew_book(host)
-        return "" if host.holds(self.origin.number_of(record)) else "does not hold it in memory"
+            return "digest mismatch in an earlier transfer"
+        self._refresh_inventory(host)
+        return "" if host.holds(self.origin.number_of(record)) else "record not in its memory"
 
     def _note_failure(self, host: KnownHost, record: Record, failure: MigrationError) -> None:
         with self._lock:
@@ -129,26 +129,26 @@ class OtherHosts:
             host.wrong.add(record)
             log.warning("%s: %s", host, failure)
             return
-        host.back_off.fails(str(failure))
+        host.back_off.record_failure(str(failure))
 
-    # -- one question
+    # -- one request
 
-    def _renew_book(self, host: KnownHost) -> None:
+    def _refresh_inventory(self, host: KnownHost) -> None:
         """Ask a host what it holds, if that is not known; one thread asks."""
         # Another thread waits for its answer only where there is no older one to go by.
-        patience_s = 0.0 if host.has_book else self._settings.silence_s
-        if not host.is_book_old() or not host.asking_book.acquire(timeout=patience_s):
+        patience_s = 0.0 if host.has_inventory else self._settings.silence_s
+        if not host.is_inventory_old() or not host.requesting_inventory.acquire(timeout=patience_s):
             return
         try:
-            if host.is_book_old():
-                host.note_book(self._ask_book(host))
+            if host.is_inventory_old():
+                host.note_inventory(self._request_inventory(host))
         except MigrationError:
-            host.note_book(0)  # not again for a while
+            host.note_inventory(0)  # not again for a while
             raise
         finally:
-            host.asking_book.release()
+            host.requesting_inventory.release()
 
-    def _ask_book(self, host: KnownHost) -> int:
+    def _request_inventory(self, host: KnownHost) -> int:
         with self._call(host) as wire:
             wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
             return int.from_bytes(bytes.fromhex(field(wire.receive(), "held", str)), "little")
@@ -176,15 +176,17 @@ class OtherHosts:
                 "deadline_s": settings.deadline_s,
             }
             wire.send(ask)
-            answer = wire.receive(is_patient=from_disk)
+            answer = wire.receive(until_deadline=from_disk)
             if "refused" in answer:
                 raise RefusedError(str(answer["refused"]))
             plain, weighted = field(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
-                raise WrongBytesError(f"it declares digest {declared}, expected {expected}")
+                raise WrongBytesError(f"it announced digest {declared}, expected {expected}")
             if answer["num_bytes"] != len(into):
-                raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+                raise MigrationError(
+                    f"it announced {answer['num_bytes']} bytes, expected {len(into)}"
+                )
             self._receive(wire, into.numpy(), declared)
             return declared
 
@@ -195,33 +197,33 @@ class OtherHosts:
             try:
                 self._inward.spend(len(chunk), wire.deadline)
             except MigrationError as exc:
-                raise RefusedError(str(exc)) from exc  # the other host is not to blame
+                raise RefusedError(str(exc)) from exc  # the local budget, not the other host
             wire.receive_bytes(chunk.data)
             running.add(chunk)
         if running.value != declared:
-            raise WrongBytesError(f"its bytes have digest {running.value}, expected {declared}")
+            raise WrongBytesError(f"digest mismatch: found {running.value}, expected {declared}")
 
     @contextmanager
     def _call(self, host: KnownHost) -> Iterator[Wire]:
         """Reach a host that proves to be of this deployment, and to have the same records."""
         settings = self._settings
-        with reach(host.address, settings.silence_s) as end:
+        with connect(host.address, settings.silence_s) as end:
             with self._lock:
                 self._open.add(end)
             try:
                 wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
-                self._check(greet(wire, settings.secret))
+                self._check(client_handshake(wire, settings.secret))
                 yield wire
             except (KeyError, TypeError, ValueError) as exc:
-                raise MigrationError(f"it says what is no answer: {exc!r}") from exc
+                raise MigrationError(f"malformed response: {exc!r}") from exc
             except OSError as exc:
-                raise MigrationError(f"the connection broke: {exc}") from exc
+                raise MigrationError(f"connection failed: {exc}") from exc
             finally:
                 with self._lock:
                     self._open.discard(end)
 
     def _check(self, hello: Message) -> None:
-        """Refuse a host whose records are others than this one's.
+        """Reject a host whose records have another origin or version.
 
         Raises:
             RefusedError: it has none yet, or of other weights.
@@ -229,16 +231,16 @@ class OtherHosts:
         """
         found = field(hello, "origin", dict)
         if not found.get("checkpoint"):
-            raise RefusedError("it knows no checkpoint yet")
+            raise RefusedError("it has no checkpoint yet")
         version, own = hello["weights_version"], self._weights_version()
         if version != own:
-            raise RefusedError(f"it serves weights version {version}, expected {own}")
+            raise RefusedError(f"weights version {version}, expected {own}")
         with self._lock:
             whole = self.origin
             if not whole.checkpoint:
                 whole = replace(whole, checkpoint=str(found["checkpoint"]))
             if asdict(whole) != found:
-                raise MigrationError(f"it has other records: {whole.difference(found)}")
+                raise MigrationError(f"record origin differs: {whole.difference(found)}")
             self.origin = whole
 
     def close(self) -> None:
@@ -249,4 +251,4 @@ class OtherHosts:
                 try:
                     end.shutdown(socket.SHUT_RDWR)
                 except OSError as exc:
-                    log.debug("a host had hung up already: %s", exc)
+                    log.debug("connection of a host already closed: %s", exc)

@@ -1,8 +1,8 @@
-"""A slab's door for the slabs of other hosts: gives them records that it holds, or reads for them.
+"""Server of a host cache for other hosts: sends records that it holds, or reads them first.
 
-A record that is asked for is leased like a rank's, so its place is not given away while its bytes
-are sent. Nothing that another host asks for is asked of a third: a question is passed on to disk
-at most, so hosts that lack the same record never wait for one another in a circle.
+A requested record is leased like a rank's, so its entry is not evicted while its bytes are sent. A
+request of another host is never forwarded to a third host, only to the local disk, so hosts that
+lack the same record never wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from eplb.errors import CheckpointError
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_origin import RecordOrigin
@@ -57,7 +57,7 @@ class SharedRecords(Protocol):
 
 
 class HostLinkServer:
-    """Answers other hosts until ``close``. ``origin`` says what the records are of, by now.
+    """Serves other hosts until ``close``. ``origin`` returns the origin of the records.
 
     Raises:
         MigrationError: the address cannot be listened on.
@@ -70,17 +70,23 @@ class HostLinkServer:
         origin: Callable[[], RecordOrigin],
         holders: Iterator[int],
     ) -> None:
-        assert settings.listen is not None, "a slab that gives nothing has no door"
+        assert settings.listen is not None, (
+            "only a host cache with a listen address serves other hosts"
+        )
         self._settings, self._records = settings, records
         self._origin, self._holders = origin, holders
-        plate = DoorPlate("host", settings.listen, PROTOCOL, settings.secret, settings.silence_s)
+        listener_settings = ListenerSettings(
+            "host", settings.listen, PROTOCOL, settings.secret, settings.silence_s
+        )
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
         self._lock = threading.Lock()
-        self._serving: set[int] = set()  # holders, one for each caller
+        self._serving: set[int] = set()  # holders, one for each client
         self.num_sent = 0  # records
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
-        self._door = Door(plate, self._hello, self._meet, is_closing)
+        self._listener = ConnectionListener(
+            listener_settings, self._hello, self._serve_client, is_closing
+        )
 
     def _hello(self) -> Message:
         return {
@@ -88,8 +94,8 @@ class HostLinkServer:
             "weights_version": self._records.weights_version,
         }
 
-    def _meet(self, wire: Wire) -> None:
-        """Serve one caller, on a thread of its own."""
+    def _serve_client(self, wire: Wire) -> None:
+        """Serve one client, on its own thread."""
         holder = next(self._holders)
         with self._lock:
             self._serving.add(holder)
@@ -104,7 +110,7 @@ class HostLinkServer:
         deadline_s = min(float(ask["deadline_s"]), self._settings.deadline_s)
         wire.deadline = time.monotonic() + deadline_s
         if ask["ask"] == "book":
-            wire.send({"held": self._book()})
+            wire.send({"held": self._inventory()})
         elif ask["ask"] == "record":
             try:
                 self._give(wire, ask, holder)
@@ -113,7 +119,7 @@ class HostLinkServer:
         else:
             raise ValueError(f"unknown request {ask['ask']!r}")
 
-    def _book(self) -> str:
+    def _inventory(self) -> str:
         """Which records are in memory: a bit each, in their order."""
         origin = self._records.origin
         bits = bytearray(-(-origin.num_records // 8))
@@ -128,15 +134,16 @@ class HostLinkServer:
         """Send a record.
 
         Raises:
-            RefusedError: it is not here, or cannot be read in time, or others are being sent.
-            MigrationError: the other host is gone, or takes nothing in.
+            RefusedError: it is not in memory, cannot be read in time, or the transfer limit is
+                reached.
+            MigrationError: the connection failed, or the other host does not read.
         """
         layer, expert = ask["record"]
         answer_s = min(wire.left_s, float(ask["answer_s"]))
         found, held = self._lease(holder, (int(layer), int(expert)), ask, answer_s)
         if not self._turns.acquire(timeout=answer_s):
             num = self._settings.max_transfers
-            raise RefusedError(f"{num} records are being sent, expected a turn in time")
+            raise RefusedError(f"transfer limit reached: {num} records are being sent")
         try:
             wire.send({"digest": found, "num_bytes": len(held)})
             self._send_record(wire, held)
@@ -168,10 +175,10 @@ class HostLinkServer:
         return self._records.lease(holder, record, terms)
 
     def close(self) -> None:
-        """Stop answering, and hang up on whoever is connected."""
-        self._door.stop()
+        """Stop accepting requests and close all connections."""
+        self._listener.stop()
         with self._lock:
             serving = set(self._serving)
         for holder in serving:
             self._records.drop(holder)  # ends its wait for a record that is being read
-        self._door.close()
+        self._listener.close()

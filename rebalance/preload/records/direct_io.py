@@ -1,8 +1,8 @@
 """Large reads and writes past the page cache.
 
-Experts are read once and then live in the slab: pages of them in the kernel's cache would take the
-memory that the slab needs (TensorRT-LLM issue 18185 is a host loader of 240 GiB), and copying from
-them costs the bandwidth that the disk gives.
+Experts are read once and then live in the host cache: pages of them in the kernel's cache would
+take the memory that the host cache needs (TensorRT-LLM issue 18185 is a host loader of 240 GiB),
+and copying from them costs the bandwidth that the disk gives.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class DirectFile:
     """A file whose bytes go between disk and page-aligned memory without a copy.
 
-    Where the file system refuses O_DIRECT, it goes through the page cache, which is then told to
-    drop what was read.
+    Where the file system does not support O_DIRECT, reads and writes go through the page cache, and
+    the pages are dropped afterwards.
 
     Raises:
         OSError: the file cannot be opened, or later read or written.
@@ -44,7 +44,7 @@ class DirectFile:
 
     @property
     def is_direct(self) -> bool:
-        """Say whether the page cache is left out."""
+        """Return whether reads and writes bypass the page cache."""
         return self._direct is not None
 
     def read_into(self, into: NDArray[np.uint8], offset: int) -> None:
@@ -89,11 +89,11 @@ class DirectFile:
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _fall_back(self, exc: OSError) -> None:
-        if exc.errno != errno.EINVAL:  # what a file system says that has no O_DIRECT
+        if exc.errno != errno.EINVAL:  # returned by file systems without O_DIRECT
             raise exc
         # Another thread may be inside a call on the descriptor: it stays open until close.
         self._direct = None
-        log.warning("%s: no O_DIRECT here, reading through the page cache", self._path)
+        log.warning("%s: O_DIRECT is not supported, reading through the page cache", self._path)
 
     def close(self) -> None:
         """Close the file; no other thread may be using it."""

@@ -1,7 +1,8 @@
-"""Bring one expert's record from disk into memory: from the record file, else cooked.
+"""Bring one expert's record from disk into memory: from the record file, else repacked.
 
-What is cooked is added to the record file. A record's digest is known from when it first came, and
-what comes later must digest to the same; bytes of the record file that do not are cooked again.
+What is repacked is added to the record file. A record's digest is known from when it first came,
+and what comes later must digest to the same; bytes of the record file that do not are repacked
+again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Loaded:
     """A record that is in memory now."""
 
     digest: Digest
-    is_cooked: bool = False  # else it came from the record file, or from another host
+    is_repacked: bool = False  # else it came from the record file, or from another host
     is_from_host: bool = False
 
 
@@ -54,7 +55,7 @@ class RecordLoader:
         self._guard = ShardGuard(checkpoint.path)
         self._digests: dict[Record, Digest] = {}
         self.file = self._open(record_file)
-        self.num_damaged = 0  # records of the file, or cooked ones, that had another digest
+        self.num_damaged = 0  # records of the file, or repacked ones, that had another digest
 
     def _open(self, path: Path | None) -> RecordFile | None:
         if path is None:
@@ -62,14 +63,16 @@ class RecordLoader:
         try:
             file = RecordFile.open_or_make(path, self.origin)
         except CheckpointError as exc:
-            log.error("preload goes on without a record file: %s", exc)
+            log.error("preload continues without a record file: %s", exc)
             return None
         log.info(
             "record file %s: %d of %d records, %s",
             path,
             file.num_complete,
             self.origin.num_records,
-            "cooked ones are added" if file.may_write else "another process writes it",
+            "repacked records are appended"
+            if file.may_write
+            else "read-only: another process writes it",
         )
         return file
 
@@ -86,25 +89,25 @@ class RecordLoader:
             expected = in_file
             if self._is_read(record, into, expected):
                 self._digests[record] = expected
-                return Loaded(expected, is_cooked=False)
-        found = self._cook(record, into)
+                return Loaded(expected, is_repacked=False)
+        found = self._repack(record, into)
         if expected is not None and found != expected and in_file is None:
             self.num_damaged += 1
-            found = self._cook(record, into)  # memory or disk may have erred once
+            found = self._repack(record, into)  # memory or disk may have erred once
         if expected is not None and found != expected:
             raise CheckpointError(
                 f"layer {record[0]} expert {record[1]}: the checkpoint's bytes have digest {found},"
-                f" expected {expected} as before"
+                f" expected {expected} as in the first read"
             )
         self._digests[record] = found
-        return Loaded(found, is_cooked=True)
+        return Loaded(found, is_repacked=True)
 
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest that a record must have; None of one that was never seen."""
         return self._digests.get(record, self.file.digest_of(record) if self.file else None)
 
     def learn(self, record: Record, digest: Digest) -> None:
-        """Note the digest of a record that came from elsewhere."""
+        """Set the digest of a record that came from another source."""
         self._digests[record] = digest
 
     def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:
@@ -119,14 +122,20 @@ class RecordLoader:
         except OSError as exc:
             what = str(exc)
         self.num_damaged += 1
-        log.error("%s: layer %d expert %d: %s; cooked again", self.file.path, layer, expert, what)
+        log.error(
+            "%s: layer %d expert %d: %s; repacking from the checkpoint",
+            self.file.path,
+            layer,
+            expert,
+            what,
+        )
         return False
 
-    def _cook(self, record: Record, into: torch.Tensor) -> Digest:
+    def _repack(self, record: Record, into: torch.Tensor) -> Digest:
         self._guard.check()
         layer, expert = record
-        self._checkpoint.cook(layer, expert, self._schema, into)
-        # Cooking leaves the last page's rest as it was, and the digest is over all of it.
+        self._checkpoint.repack(layer, expert, self._schema, into)
+        # Repacking leaves the last page's rest as it was, and the digest is over all of it.
         into[sum(spec.num_bytes for spec in self._schema.tensors) :].zero_()
         return digest(into)
 
@@ -137,12 +146,14 @@ class RecordLoader:
             try:
                 self.file.close()
             except OSError as exc:
-                log.error("record file %s: the last records are not kept: %s", self.file.path, exc)
+                log.error(
+                    "record file %s: the last records were not saved: %s", self.file.path, exc
+                )
 
 
 @dataclass(frozen=True)
 class Written:
-    """A cooked record that waits to be written; ``done`` lets go of its memory."""
+    """An expert record that waits to be written; ``done`` lets go of its memory."""
 
     record: Record
     data: torch.Tensor
@@ -151,7 +162,7 @@ class Written:
 
 
 class WriteBehind:
-    """Adds cooked records to the file while ranks already use them.
+    """Adds expert records to the file while ranks already use them.
 
     Ranks never wait for it: with ``room`` records waiting, a further one is left out.
     """
@@ -160,7 +171,7 @@ class WriteBehind:
         self._file = file
         self._queue: queue.Queue[Written | None] = queue.Queue(room)
         self._is_stopping = False
-        self.num_left_out = 0
+        self.num_skipped = 0
         self.is_failed = False
         self._thread = threading.Thread(target=self._run, name="preload-write", daemon=True)
         self._thread.start()
@@ -172,7 +183,7 @@ class WriteBehind:
                 return False
             self._queue.put_nowait(written)
         except queue.Full:
-            self.num_left_out += 1
+            self.num_skipped += 1
             return False
         return True
 
@@ -186,7 +197,7 @@ class WriteBehind:
             except OSError as exc:
                 self.is_failed = True
                 log.error(
-                    "record file %s: no more records are added, cooking goes on without: %s",
+                    "record file %s: write failed, no more records are appended: %s",
                     self._file.path,
                     exc,
                 )
@@ -199,11 +210,11 @@ class WriteBehind:
         try:
             self._queue.put(None, timeout=CLOSE_DEADLINE_S)
         except queue.Full:
-            log.error("record file %s: its disk does not answer", self._file.path)
+            log.error("record file %s: the disk does not respond", self._file.path)
             return
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
-            log.error("record file %s: its disk does not answer", self._file.path)
+            log.error("record file %s: the disk does not respond", self._file.path)
 
 
 def make_all(
@@ -214,10 +225,10 @@ def make_all(
     *,
     num_threads: int = 2,
 ) -> int:
-    """Cook every record that the file lacks; return how many.
+    """Repack every record that the file lacks; return how many.
 
     Raises:
-        CheckpointError: a record cannot be cooked or written, or another process writes the file.
+        CheckpointError: a record cannot be repacked or written, or another process writes the file.
             What was complete stays.
     """
     loader = RecordLoader(checkpoint, model, schema)
@@ -244,6 +255,6 @@ def make_all(
 
 
 def _make_some(loader: RecordLoader, file: RecordFile, records: list[Record]) -> None:
-    scratch = SharedArena("eplb-cook", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
+    scratch = SharedArena("eplb-repack", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
     for record in records:
         file.write(record, scratch, loader.load(record, scratch).digest)

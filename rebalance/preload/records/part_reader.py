@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Whole:
-    """What is read in parts."""
+    """A read that is split into parts."""
 
     num_left: int
     digest: RunningDigest = field(default_factory=RunningDigest)
@@ -36,7 +36,7 @@ class _Whole:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def add(self, found: RunningDigest | Exception) -> None:
-        """Note how one part ended."""
+        """Add the result of one part."""
         with self.changed:
             if isinstance(found, Exception):
                 self.error = found
@@ -57,13 +57,13 @@ class _Part:
 
 
 class PartReader:
-    """Reads one file for any number of callers; its threads start with the first.
+    """Reads one file for any number of callers; its threads start with the first read.
 
     Args:
-        file: what is read; it stays the caller's.
-        name: the file's, for messages.
-        num_threads: requests that the disk has at a time.
-        part_bytes: of one request, at most.
+        file: open file; the caller closes it.
+        name: of the file, for messages.
+        num_threads: concurrent disk requests.
+        part_bytes: maximum size of one request.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PartReader:
             # No deadline ends it, as none would end a plain read: the memory is still written to.
             while not whole.changed.wait_for(lambda: not whole.num_left, WARN_S):
                 log.warning(
-                    "%s: %d parts of %d bytes at %d were not read in another %g s",
+                    "%s: still reading %d parts of %d bytes at offset %d after another %g s",
                     *(self._name, whole.num_left, len(into), offset, WARN_S),
                 )
         if whole.error is not None:
@@ -124,14 +124,14 @@ class PartReader:
             self._file.read_into(part.into, part.offset + part.first)
             found.add(part.into)
             return found
-        except Exception as exc:  # told to the caller, whose thread can be blamed
+        except Exception as exc:  # raised again on the caller's thread
             return exc
 
     def close(self) -> None:
-        """End the threads; no caller may be waiting."""
+        """Stop the threads; no read may be waiting."""
         for _ in self._threads:
             self._parts.put(None)
         for thread in self._threads:
             thread.join(CLOSE_DEADLINE_S)
         if any(thread.is_alive() for thread in self._threads):
-            log.error("%s: its disk does not answer: a thread is left behind", self._name)
+            log.error("%s: the disk does not respond: a reader thread is still running", self._name)

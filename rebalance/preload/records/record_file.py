@@ -1,8 +1,8 @@
-"""Cooked records on disk: what the slab can take in at the disk's full speed.
+"""File of expert records, from which the host cache loads at the disk's full speed.
 
-A checkpoint keeps an expert in pieces; cooking puts them together, through the page cache and one
-core. A record file keeps what was cooked, page-aligned and in kernel layout, beside a mark for each
-record that is complete (``record_layout.py`` says where).
+A checkpoint stores an expert in several tensors; repacking assembles them through the page cache on
+one core. A record file stores the repacked records, page-aligned and in kernel layout, with a mark
+for each complete record (see ``record_layout.py``).
 
 A record is marked after its bytes are on the disk, so a crash at any byte leaves it unmarked or
 whole.
@@ -27,7 +27,7 @@ from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
 from runtime.memory.shared import PAGE_BYTES
 
-FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs cooking them again
+FLUSH_RECORDS = 64  # unmarked written records; a crash costs repacking them again
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class RecordFile:
             try:
                 return RecordFile(path, origin)
             except CheckpointError as exc:
-                log.warning("%s; it is made anew", exc)
+                log.warning("%s; creating a new record file", exc)
         try:
             if path.exists():
                 _remove(path)
             _make(path, origin)
         except OSError as exc:
-            raise CheckpointError(f"record file {path} cannot be made: {exc}") from exc
+            raise CheckpointError(f"record file {path} cannot be created: {exc}") from exc
         return RecordFile(path, origin)
 
     def _check(self) -> None:
@@ -81,7 +81,7 @@ class RecordFile:
         layout.check_header(os.pread(descriptor, PAGE_BYTES, 0))
         size = os.fstat(descriptor).st_size
         if size != layout.num_bytes:
-            raise CheckpointError(f"it is truncated: {size} bytes, expected {layout.num_bytes}")
+            raise CheckpointError(f"truncated: {size} bytes, expected {layout.num_bytes}")
         self._read_marks()
 
     def _read_marks(self) -> None:
@@ -98,7 +98,9 @@ class RecordFile:
             self._complete[record] = digest
         else:
             layer, expert = record
-            log.warning("%s: layer %d expert %d has a damaged mark", self.path, layer, expert)
+            log.warning(
+                "%s: layer %d expert %d has a corrupted completion mark", self.path, layer, expert
+            )
 
     @property
     def num_complete(self) -> int:
@@ -108,7 +110,7 @@ class RecordFile:
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest of a complete record, None of one that is still to be written."""
         known = self._complete.get(record)
-        if known is None and not self.may_write:  # perhaps another process has written it by now
+        if known is None and not self.may_write:  # another process may have written it
             mark = os.pread(self._file.buffered, MARK_BYTES, self._layout.mark_offset(record))
             if mark != UNMARKED:
                 self._take_mark(record, mark)
@@ -123,7 +125,7 @@ class RecordFile:
         return self._reader.read(into.numpy(), self._layout.record_offset(record))
 
     def write(self, record: Record, data: torch.Tensor, digest: Digest) -> None:
-        """Write a cooked record; it counts as complete once it is on the disk.
+        """Write an expert record; it counts as complete once it is on the disk.
 
         Raises:
             OSError: the disk is full or fails.
@@ -137,7 +139,7 @@ class RecordFile:
             self.flush()
 
     def flush(self) -> None:
-        """Have everything written so far on the disk, and mark it.
+        """Sync all written records to the disk and mark them.
 
         Raises:
             OSError: the disk is full or fails; what was not marked stays unmarked.
@@ -153,7 +155,7 @@ class RecordFile:
             self._complete[record] = digest
 
     def forget(self, record: Record) -> None:
-        """Take back the mark of a record whose bytes are not what it says."""
+        """Clear the mark of a record whose bytes do not match it."""
         self._complete.pop(record, None)
         if self.may_write:
             os.pwrite(self._file.buffered, UNMARKED, self._layout.mark_offset(record))
@@ -188,7 +190,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _make(path: Path, origin: RecordOrigin) -> None:
-    """Let the file appear with its header whole. Of two makers at once, one's appears."""
+    """Create the file atomically with its header. Of two processes, one creates it."""
     layout = RecordLayout(origin)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -200,7 +202,7 @@ def _make(path: Path, origin: RecordOrigin) -> None:
             os.fsync(file.fileno())
         path.hardlink_to(unfinished)
     except FileExistsError:
-        log.info("%s: another process has just made it", path)
+        log.info("%s: created by another process", path)
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -1,10 +1,10 @@
-"""Where everything lies in a file of cooked records.
+"""Layout of a file of expert records.
 
      page 0      header: magic, length and digest of a JSON text that names the origin
      pages       marks: 32 bytes for each record, zeros until it is complete
      pages       records, each at its place; what was never written is a hole
 
-A mark is bound to the header, to its place and to the digest, so a torn one is no mark.
+A mark depends on the header, the index and the digest, so a torn mark is detected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecordLayout:
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """The header of the file."""
         digest = hashlib.blake2b(self._text, digest_size=16).digest()
         return _PREFIX.pack(MAGIC, len(self._text), digest) + self._text
 
@@ -60,7 +60,7 @@ class RecordLayout:
         different = f"version {version}, expected {VERSION}"
         if version == VERSION:
             different = self.origin.difference(found)
-        raise CheckpointError(f"it holds records of something else: {different}")
+        raise CheckpointError(f"record origin differs: {different}")
 
     def mark(self, record: Record, digest: Digest) -> bytes:
         """The mark of a complete record."""
@@ -84,17 +84,17 @@ class RecordLayout:
 
 def _read_header(page: bytes) -> Mapping[str, object]:
     if len(page) < PAGE_BYTES:
-        raise CheckpointError(f"it is truncated: {len(page)} bytes, expected a header")
+        raise CheckpointError(f"truncated: {len(page)} bytes, expected a header")
     magic, length, digest = _PREFIX.unpack_from(page)
     text = page[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or digest != hashlib.blake2b(text, digest_size=16).digest():
-        raise CheckpointError("its header is damaged")
+        raise CheckpointError("corrupted header")
     try:
         header: dict[str, object] = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise CheckpointError("its header is damaged") from exc
+        raise CheckpointError("corrupted header") from exc
     if not isinstance(header, dict):
-        raise CheckpointError("its header is damaged")
+        raise CheckpointError("corrupted header")
     return header
 
 

@@ -1,4 +1,4 @@
-"""What records were cooked from: a checkpoint as it lay on disk, and a kernel layout.
+"""Origin of expert records: a checkpoint as it was on disk, and a kernel layout.
 
 Two files of records are interchangeable exactly if their origins are equal.
 """
@@ -31,7 +31,7 @@ class RecordOrigin:
 
     @staticmethod
     def of(checkpoint: Checkpoint | None, model: ModelShape, schema: ExpertSchema) -> RecordOrigin:
-        """Describe the records that ``checkpoint.cook`` gives; those of any where there is none.
+        """Describe the records that ``checkpoint.repack`` gives; those of any where there is none.
 
         Raises:
             CheckpointError: a weight file is missing.
@@ -64,7 +64,7 @@ class RecordOrigin:
         return layer * self.num_experts + expert
 
     def difference(self, found: Mapping[str, object]) -> str:
-        """Say in what ``found`` differs, or nothing."""
+        """Return in what ``found`` differs, or nothing."""
         return ", ".join(
             f"{name} {found.get(name)!r}, expected {expected!r}"
             for name, expected in asdict(self).items()

@@ -1,8 +1,8 @@
-"""Live slots of ranks whose memory is not mapped here: asked for over the network, part by part.
+"""Client for the live slots of ranks whose memory is not mapped here.
 
-The receiver drives and no collective is involved: a question is a pairwise stream with a deadline
-of its own, so a dead or silent rank breaks its own stream and nothing else. It is then left alone
-for a while, and staging takes the next source. What the bytes are worth, staging's digest says.
+The receiver drives, without a collective: a request is a pairwise stream with its own deadline, so
+a dead or stopped rank breaks only its own stream. It is then in back-off for a while, and staging
+takes the next source. Staging verifies the bytes by digest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.network.back_off import BackOff
-from rebalance.network.wire import RefusedError, Wire, field, greet, reach
+from rebalance.network.wire import RefusedError, Wire, client_handshake, connect, field
 from rebalance.preload.hosts.settings import HostAddress
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, GroupName, Part, PartRequest
 from runtime.streams import Completion
 
 NUM_BOUNCES = 2  # one is filled while the other is copied to the device
@@ -47,17 +47,17 @@ class OtherRanks:
         }
         self.ranks = frozenset(self._others)
         self._lock, self._is_closed = threading.Lock(), False
-        self._bounces: list[Bounce] = []  # of a GPU, the one whose turn it is first
+        self._bounces: list[Bounce] = []  # of a GPU; the next one to use is first
 
     def pull(self, rank: int, part: Part, into: torch.Tensor) -> Completion:
-        """Take a part of a rank's live slot into ``into`` [part.num_bytes].
+        """Pull a part of a rank's live slot into ``into`` [part.num_bytes].
 
         Returns:
-            What tells when the bytes have landed; on a CPU they have.
+            Completion of the copy; on a CPU it is complete on return.
 
         Raises:
-            RefusedError: the rank is well, and says why it gives nothing; or is left alone.
-            MigrationError: it is dead, silent or late. Nothing writes to ``into`` any more.
+            RefusedError: the rank works and refuses, with the reason; or it is in back-off.
+            MigrationError: it is dead or timed out. Nothing writes to ``into`` any more.
         """
         other = self._others[rank]
         deadline = time.monotonic() + self._settings.deadline_s
@@ -76,7 +76,7 @@ class OtherRanks:
         return self._bounces[0]
 
     def _read(self, other: _OtherRank, part: Part, into: memoryview, deadline: float) -> None:
-        if why := other.back_off.left_alone():
+        if why := other.back_off.reason():
             raise RefusedError(f"{other}: {why}")
         try:
             wire = self._connect(other)
@@ -85,65 +85,65 @@ class OtherRanks:
         except RefusedError as exc:
             raise RefusedError(f"{other}: {exc}") from exc
         except (MigrationError, OSError, KeyError, TypeError, ValueError) as exc:
-            self._hang_up(other)
-            words = str(exc) if isinstance(exc, MigrationError) else f"it is no answer: {exc!r}"
-            other.back_off.fails(words)
+            self._disconnect(other)
+            words = str(exc) if isinstance(exc, MigrationError) else f"malformed response: {exc!r}"
+            other.back_off.record_failure(words)
             raise MigrationError(f"{other}: {words}") from exc
-        other.back_off.is_well()
+        other.back_off.record_success()
 
     def _ask(self, wire: Wire, part: Part, into: memoryview) -> None:
         settings = self._settings
-        ask = Ask(self._group, part, 0.5 * settings.silence_s, wire.left_s)
+        ask = PartRequest(self._group, part, 0.5 * settings.silence_s, wire.left_s)
         wire.send(ask.message())
         answer = wire.receive()
         if "refused" in answer:
             raise RefusedError(str(answer["refused"]))
         if answer["num_bytes"] != len(into):
-            raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+            raise MigrationError(f"it announced {answer['num_bytes']} bytes, expected {len(into)}")
         wire.receive_bytes(into)
         verdict = wire.receive()
         if "refused" in verdict:
-            raise RefusedError(f"its bytes are void: {verdict['refused']}")
+            raise RefusedError(f"received bytes are invalid: {verdict['refused']}")
         if verdict.get("is_whole") is not True:
-            raise MigrationError(f"it ends with {verdict}, expected that its bytes are whole")
+            raise MigrationError(f"end of transfer {verdict}, expected is_whole true")
 
     def _connect(self, other: _OtherRank) -> Wire:
         """The connection that was kept, or a new one to a rank that proves to be the right one."""
         if other.wire is not None:
             if other.is_kept():
                 return other.wire
-            self._hang_up(other)
+            self._disconnect(other)
         if self._is_closed:
             raise RefusedError("this rank is closing")
-        end = reach(other.address, self._settings.silence_s)
+        end = connect(other.address, self._settings.silence_s)
         with self._lock:
             other.end = end
-            if self._is_closed:  # since: whoever closed it has not seen this one
+            if self._is_closed:  # closed meanwhile, without this connection
                 end.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + self._settings.deadline_s
         wire = Wire(end, deadline, self._settings.silence_s)
         try:
-            hello = greet(wire, self._settings.secret, protocol=PROTOCOL)
+            hello = client_handshake(wire, self._settings.secret, protocol=PROTOCOL)
         except RefusedError:
-            self._hang_up(other)  # turned away, not refused an answer
+            self._disconnect(other)  # connection refused, not a request
             raise
         found = field(hello, "rank", int), field(hello, "record_bytes", int)
         if found != (other.rank, self._record_bytes):
             raise MigrationError(
-                f"it is rank {found[0]} with records of {found[1]} bytes, "
+                f"found rank {found[0]} with records of {found[1]} bytes, "
                 f"expected rank {other.rank} with records of {self._record_bytes} bytes"
             )
         other.wire = wire
         return wire
 
-    def _hang_up(self, other: _OtherRank) -> None:
+    def _disconnect(self, other: _OtherRank) -> None:
         with self._lock:
             end, other.end, other.wire = other.end, None, None
         if end is not None:
             end.close()
 
     def close(self) -> None:
-        """Break off what is under way, and hang up on every rank. A second call does nothing."""
+        """Cancel running requests and close all connections; idempotent."""
         with self._lock:
             self._is_closed = True
             ends = [other.end for other in self._others.values() if other.end is not None]
@@ -151,9 +151,9 @@ class OtherRanks:
                 try:
                     end.shutdown(socket.SHUT_RDWR)  # ends a read that is under way
                 except OSError:
-                    continue  # it had hung up already
+                    continue  # closed already
         for other in self._others.values():
-            self._hang_up(other)
+            self._disconnect(other)
 
 
 class _OtherRank:
@@ -170,10 +170,9 @@ class _OtherRank:
         return "rank {} at {} port {}".format(self.rank, *self.address)
 
     def is_kept(self) -> bool:
-        """Say whether the connection may be used for another question.
+        """Return whether the connection can carry another request.
 
-        Not where the rank has hung up since, or may be about to; and one that has spoken without
-        being asked is not understood.
+        False if the rank has closed it, or may be about to, or has sent bytes without a request.
         """
         assert self.end is not None, "who was greeted is connected"
         if time.monotonic() - self.used_at >= KEPT_S:

@@ -1,6 +1,6 @@
 """A rank's door for other ranks: gives them bytes of its live slots, and never waits for them.
 
-It reads what serves and changes nothing. Neither the step nor the mover knows of it: a caller that
+It reads what serves and changes nothing. Neither the step nor the mover knows of it: a client that
 dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
 read of a mapped peer, too (``rebalance.stage.serving.readable``); here it is refused, besides,
 where the slot does not hold the expert by what serves, and while the weights are being replaced.
@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import Budget, RefusedError, Wire
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, GroupName, Part, PartRequest
 from runtime.experts import ExpertBank
 
 PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
@@ -31,7 +31,7 @@ PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
 
 @dataclass(frozen=True)
 class Served:
-    """What a rank's live slots are, at one moment."""
+    """Snapshot of a rank's live slots."""
 
     slot_to_expert: NDArray[np.int32]  # [L, C] of this rank; EMPTY where none serves
     weights_version: int
@@ -64,35 +64,37 @@ class RankLinkServer:
         self._lock, self.num_bytes_sent = threading.Lock(), 0
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
-        # Whoever holds one is sending.
+        # Its holder is sending.
         self._turns: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):
             self._turns.put(_Reading(bank.device))
         hello = {"rank": rank, "record_bytes": bank.schema.record_bytes}
         silence_s, address = settings.silence_s, settings.addresses[rank]
-        plate = DoorPlate("rank", address, PROTOCOL, settings.secret, silence_s)
-        self._door = Door(plate, lambda: hello, self._meet, is_closing)
+        listener_settings = ListenerSettings("rank", address, PROTOCOL, settings.secret, silence_s)
+        self._listener = ConnectionListener(
+            listener_settings, lambda: hello, self._serve_client, is_closing
+        )
 
-    def _meet(self, wire: Wire) -> None:
-        """Serve one caller, on a thread of its own."""
+    def _serve_client(self, wire: Wire) -> None:
+        """Serve one client, on its own thread."""
         if self._bank.device.type == "cuda":
             torch.cuda.set_device(self._bank.device)
-        while wire.hears(IDLE_S):
+        while wire.wait_for_data(IDLE_S):
             wire.deadline = time.monotonic() + self._settings.deadline_s
-            ask = Ask.of(wire.receive())
+            ask = PartRequest.of(wire.receive())
             wire.deadline = min(wire.deadline, time.monotonic() + ask.deadline_s)
             try:
                 self._give(wire, ask)
             except RefusedError as exc:
                 wire.send({"refused": str(exc)})
 
-    def _give(self, wire: Wire, ask: Ask) -> None:
-        """Send what is asked for.
+    def _give(self, wire: Wire, ask: PartRequest) -> None:
+        """Send the requested part.
 
         Raises:
-            RefusedError: it is not here, or others are being sent; said before any byte, or after
-                the last one, which are void then.
-            MigrationError: the other rank is gone, or takes nothing in.
+            RefusedError: the slot does not hold it, or the transfer limit is reached; sent before
+                any byte, or after the last one, which invalidates them.
+            MigrationError: the connection failed, or the other rank does not read.
         """
         self._refuse(ask)
         answer_at = min(wire.deadline, time.monotonic() + ask.answer_s)
@@ -109,7 +111,7 @@ class RankLinkServer:
                 wire.send_bytes(reading.read(part, wire.deadline))
         finally:
             self._turns.put(reading)
-        self._refuse(ask)  # if it began to change meanwhile, nobody knows which bytes are of what
+        self._refuse(ask)  # a change meanwhile invalidates the bytes
         with self._lock:
             self.num_bytes_sent += ask.part.num_bytes
         wire.send({"is_whole": True})
@@ -119,7 +121,7 @@ class RankLinkServer:
             return self._turns.get(timeout=max(0.0, answer_at - time.monotonic()))
         except queue.Empty:
             num = self._settings.max_transfers
-            raise RefusedError(f"{num} parts are being sent, expected a turn in time") from None
+            raise RefusedError(f"transfer limit reached: {num} parts are being sent") from None
 
     def _pay_first(self, num_bytes: int, answer_at: float) -> None:
         try:
@@ -127,7 +129,7 @@ class RankLinkServer:
         except MigrationError as exc:
             raise RefusedError(str(exc)) from exc
 
-    def _refuse(self, ask: Ask) -> None:
+    def _refuse(self, ask: PartRequest) -> None:
         """Refuse what must not be read now.
 
         Raises:
@@ -135,29 +137,27 @@ class RankLinkServer:
         """
         served, part = self._served(), ask.part
         if ask.group != self._group:
-            raise RefusedError(f"it is of {self._group}, found a caller of {ask.group}")
+            raise RefusedError(f"request of {ask.group}, expected {self._group}")
         if not served.is_open:
-            raise RefusedError("its weights are being replaced")
+            raise RefusedError("the weights are being replaced")
         if part.weights_version != served.weights_version:
             version = served.weights_version
-            raise RefusedError(
-                f"it serves weights version {version}, expected {part.weights_version}"
-            )
+            raise RefusedError(f"weights version {version}, expected {part.weights_version}")
         num_layers, num_slots = served.slot_to_expert.shape
         if not (0 <= part.layer < num_layers and 0 <= part.slot < num_slots):
             raise RefusedError(
-                f"it has {num_layers} layers of {num_slots} slots, "
-                f"found a question for layer {part.layer} slot {part.slot}"
+                f"{num_layers} layers of {num_slots} slots, "
+                f"found a request for layer {part.layer} slot {part.slot}"
             )
         held, size = int(served.slot_to_expert[part.layer, part.slot]), self._record_bytes
         if held != part.expert or held < 0:
             raise RefusedError(
-                f"its layer {part.layer} slot {part.slot} holds "
+                f"layer {part.layer} slot {part.slot} holds "
                 f"{f'expert {held}' if held >= 0 else 'nothing'}, expected expert {part.expert}"
             )
         if not (0 <= part.offset < part.offset + part.num_bytes <= size):
             raise RefusedError(
-                f"a record has {size} bytes, found a question for {part.num_bytes} bytes from byte "
+                f"a record has {size} bytes, found a request for {part.num_bytes} bytes from byte "
                 f"{part.offset} on"
             )
 
@@ -166,8 +166,8 @@ class RankLinkServer:
         return self._bank.schema.record_bytes
 
     def close(self) -> None:
-        """Stop answering, and hang up on whoever is connected."""
-        self._door.close()
+        """Stop accepting requests and close all connections."""
+        self._listener.close()
 
 
 class _Reading:

@@ -5,7 +5,7 @@ server, where a script may use them together.
 
     state        HASH    what decisions rest on, and counters: see telemetry/stores/redis/change.py
     runs         HASH    run -> its start; run_order LIST: in which order they began
-    ranks:RUN    HASH    rank -> what it last said of itself
+    ranks:RUN    HASH    rank -> its latest report
     sampled      SET     names of the runs with samples
     samples:RUN  STREAM  cursor-0: record
     times:RUN    ZSET    cursor by the time of its sample
@@ -14,7 +14,7 @@ server, where a script may use them together.
     placements   STREAM  generation-1: committed placements
     migration    STRING  the open one
     plans        HASH    plan id -> open, committed, aborted, rejected
-    words:RUN:MEMBERSHIP HASH rank -> last words
+    words:RUN:MEMBERSHIP HASH rank -> survivor report
     tasks        HASH    id -> task; queued, running, tasks:done and tasks:failed ZSET: ids
     events       STREAM  id-0: time, kind, detail
     receipt:ID   STRING  answer to a change of the last two minutes
@@ -51,11 +51,11 @@ class Keys:
         self.queued, self.running = self.of("queued"), self.of("running")
 
     def tasks_in(self, state: TaskState) -> str:
-        """Give the key of the ids of the tasks in a state."""
+        """Return the key of the ids of the tasks in a state."""
         # Both are older than the others, and have no name among the tasks.
         older = {"queued": self.queued, "running": self.running}
         return older.get(state, self.of("tasks", state))
 
     def of(self, name: str, *parts: object) -> str:
-        """Give the key of a name, or of one thing among many of that name."""
+        """Return the key of a name, or of one thing among many of that name."""
         return self._prefix + ":".join([name, *map(str, parts)])

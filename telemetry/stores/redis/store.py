@@ -1,9 +1,9 @@
 """The store for a cluster: one Redis server, or one slot of a Redis Cluster, that all hosts share.
 
-What is acknowledged is as safe as the server's append-only file makes it; ``durability`` says how
-safe that is. Nothing is lost by a death on our side of the connection. When the server does not
-answer, a call tries again for some seconds and then raises StoreError; whether a change was made in
-the meantime is then open, and safe to ask for again.
+What is acknowledged is as safe as the server's append-only file makes it; ``durability`` reports
+how safe that is. A crash on the client's side loses nothing. When the server does not respond, a
+call retries for some seconds and then raises StoreError. Whether a change was made in the meantime
+is then unknown, and safe to request again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
@@ -53,7 +53,7 @@ class RedisStore(DecidingStore):
         clock: for times in place of the server's, for tests and simulations.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see
-        ``telemetry/records/sample_codec.py``.
+            ``telemetry/records/sample_codec.py``.
 
     Raises:
         ConfigError: the URL or the deployment's name cannot be used.
@@ -96,7 +96,7 @@ class RedisStore(DecidingStore):
         return [self._run(name) for name in dict.fromkeys(names)]  # a torn start may be there twice
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         text = rows.rank_state_to_text(state)
         self.link.write("HSET", self._keys.of("ranks", state.run), state.rank, text)
 
@@ -165,18 +165,18 @@ class RedisStore(DecidingStore):
         """Return the open migration."""
         return self._placements.published()
 
-    def last_words(self, words: LastWords) -> None:
-        """Write what a survivor knows."""
+    def add_survivor_report(self, report: SurvivorReport) -> None:
+        """Write a survivor report."""
         change = Change(self._keys, is_awaited=True)
-        key = self._keys.of("words", words.run, words.membership)
-        change.write("HSET", key, words.rank, rules.words_to_text(words))
-        self._changes.make(f"last words of rank {words.rank}", change)
+        key = self._keys.of("words", report.run, report.membership)
+        change.write("HSET", key, report.rank, rules.report_to_text(report))
+        self._changes.make(f"survivor report of rank {report.rank}", change)
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         found = self.link.read("HVALS", self._keys.of("words", run, membership))
-        said = [rules.words_from_text(text.decode()) for text in found]
-        return sorted(said, key=lambda words: words.rank)
+        reports = [rules.report_from_text(text.decode()) for text in found]
+        return sorted(reports, key=lambda report: report.rank)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
@@ -215,7 +215,7 @@ class RedisStore(DecidingStore):
         return [task for task in found if task.state == state]  # it may have changed since
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
         # Looked at first: a controller asks far more often than it gets.
         if fence is None and not self.link.read("ZCARD", self._keys.tasks_in("queued")):
             return None

@@ -17,8 +17,8 @@ _BUSY_S = 10.0
 def backup(source: Path, target: Path) -> int:
     """Copy a store, as it is at one moment, into a new file, and return its size in bytes.
 
-    Writers go on meanwhile: the copy is read in one transaction. It is looked through, and is on
-    the disk, before it gets its name; a copy that was cut short never has that name.
+    Writers continue meanwhile: the copy is read in one transaction. It is verified and synced to
+    the disk before it gets its name; an interrupted copy never has that name.
 
     Raises:
         StoreError: ``source`` is no store, ``target`` is there already, or the copy is damaged.
@@ -55,7 +55,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """Give room that a purge left back to the disk; writers wait meanwhile.
+    """Return the room that a purge left to the disk; writers wait meanwhile.
 
     Raises:
         StoreError: another process kept the store locked, or there is no room to rewrite it.
@@ -67,7 +67,7 @@ def shrink(path: Path) -> None:
 
 
 def _existing(path: Path) -> sqlite3.Connection:
-    # Not mode=ro: the last reader of a store that nobody has open could not tidy its log away.
+    # Not mode=ro: the last reader of a store that is not open elsewhere could not remove its log.
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
 
 

@@ -96,8 +96,8 @@ PRUNE_EVENTS = (
     "SELECT id FROM event WHERE deployment = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)"
 )
 TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
-REPLACE_WORDS = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
-WORDS = (
+REPLACE_REPORT = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
+REPORTS = (
     "SELECT words FROM last_words WHERE deployment = ? AND run = ? AND membership = ? ORDER BY rank"
 )
 RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"
@@ -106,32 +106,32 @@ TASKS = f"{TASK} AND state = ? AND id > ? ORDER BY id LIMIT ?"
 
 
 def run_row(info: RunInfo) -> Row:
-    """Give a run as the values of RUN."""
+    """Return a run as the values of RUN."""
     model, topology = details_to_text(info.model), details_to_text(info.topology)
     return info.run, info.time, info.window_steps, model, topology, info.window_seconds
 
 
 def run_of(row: Row) -> RunInfo:
-    """Make a run of a row of RUN."""
+    """Return a run of a row of RUN."""
     run, started, window_steps, model, topology, window_seconds = row
     details = details_from_text(model), details_from_text(topology)
     return RunInfo(run, started, *details, window_steps, window_seconds)
 
 
 def rank_state_row(state: RankState) -> Row:
-    """Give a rank's report as the values of RANK_STATES."""
+    """Return a rank's report as the values of RANK_STATES."""
     *plain, detail = vars(state).values()
     return (*plain, details_to_text(detail))
 
 
 def rank_state_of(row: Row) -> RankState:
-    """Make a rank's report of a row of RANK_STATES."""
+    """Return a rank's report of a row of RANK_STATES."""
     *plain, detail = row
     return RankState(*(*plain, details_from_text(detail)))
 
 
 def sample_row(sample: LoadSample, version: int) -> Row:
-    """Give a sample as the values of INSERT_SAMPLE, its record in that version."""
+    """Return a sample as the values of INSERT_SAMPLE, its record in that version."""
     return (
         sample.deployment,
         sample.run,
@@ -146,36 +146,36 @@ def sample_row(sample: LoadSample, version: int) -> Row:
 
 
 def rollup_row(rollup: Rollup) -> Row:
-    """Give a roll-up as the values of INSERT_ROLLUP, all but the deployment."""
+    """Return a roll-up as the values of INSERT_ROLLUP, all but the deployment."""
     record = rollup_to_bytes(rollup)
     start, run, phase = rollup.start, rollup.run, rollup.phase
     return rollup.seconds, start, run, phase, rollup.num_samples, record
 
 
 def lease_row(lease: Lease) -> Row:
-    """Give a lease as the values of LEASE."""
+    """Return a lease as the values of LEASE."""
     return tuple(vars(lease).values())
 
 
 def lease_of(row: Row | None) -> Lease | None:
-    """Make a lease of a row of LEASE."""
+    """Return a lease of a row of LEASE."""
     return Lease(*row) if row else None
 
 
 def placement_of(row: Row) -> CommittedPlacement:
-    """Make a committed placement of a row of PLACEMENT."""
+    """Return a committed placement of a row of PLACEMENT."""
     record, *rest = row
     return CommittedPlacement(placement_from_bytes(record), *rest)
 
 
 def event_of(row: Row) -> Event:
-    """Make an event of a row of EVENTS."""
+    """Return an event of a row of EVENTS."""
     *plain, detail = row
     return Event(*(*plain, details_from_text(detail)))
 
 
 def task_of(row: Row) -> Task:
-    """Make a task of a row of TASK."""
+    """Return a task of a row of TASK."""
     task_id, submitted, kind, request, state, result = row
     return Task(
         task_id, submitted, kind, details_from_text(request), state, details_from_text(result)

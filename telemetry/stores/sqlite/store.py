@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
@@ -57,7 +57,7 @@ class SqliteStore(DecidingStore):
         clock: seconds since the epoch.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see
-        ``telemetry/records/sample_codec.py``.
+            ``telemetry/records/sample_codec.py``.
 
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
@@ -92,7 +92,7 @@ class SqliteStore(DecidingStore):
         return [rows.run_of(row) for row in self._rows(f"{rows.RUN} ORDER BY id")]
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         row = (self.deployment, *rows.rank_state_row(state))
         with self._file.write() as connection:
             connection.execute(rows.REPLACE_RANK_STATE, row)
@@ -161,16 +161,18 @@ class SqliteStore(DecidingStore):
         """Return the open migration."""
         return self._placements.published()
 
-    def last_words(self, words: LastWords) -> None:
-        """Write what a survivor knows."""
+    def add_survivor_report(self, report: SurvivorReport) -> None:
+        """Write a survivor report."""
         with self._change() as change:
-            key = (self.deployment, words.run, words.membership, words.rank)
-            change.connection.execute(rows.REPLACE_WORDS, (*key, rules.words_to_text(words)))
+            key = (self.deployment, report.run, report.membership, report.rank)
+            change.connection.execute(rows.REPLACE_REPORT, (*key, rules.report_to_text(report)))
             change.wake()
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
-        return [rules.words_from_text(text) for (text,) in self._rows(rows.WORDS, run, membership)]
+        return [
+            rules.report_from_text(text) for (text,) in self._rows(rows.REPORTS, run, membership)
+        ]
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
@@ -237,7 +239,8 @@ class SqliteStore(DecidingStore):
     def wait(self, version: int, timeout_s: float) -> int:
         """Return once the version differs from ``version``, or after ``timeout_s``.
 
-        SQLite tells no process of another's commit, so this asks every 20 ms, at about 10 us each.
+        SQLite sends no notification between processes, so this polls every 20 ms, at about 10 us
+        each.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -255,7 +258,7 @@ class SqliteStore(DecidingStore):
             self._changed.notify_all()
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
         # Looked at without the write lock first: a controller asks far more often than it gets.
         if not self.tasks("queued", limit=1):
             rules.check_fence(fence, self._latest_lease("controller"))

@@ -43,8 +43,8 @@ SMALL = {
 
 # Every name that `eplb demo` has ever had as a setting. None of them may stop working.
 OLD_NAMES = """
-    device precision dispatcher nodes ranks layers experts top_k slots spare_slots slab_mode
-    slab_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
+    device precision dispatcher nodes ranks layers experts top_k slots spare_slots host_cache_mode
+    host_cache_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
     window_tokens seconds text trace seed policy observe movement join serve host port json_path
     state_dir store spool_dir spool_mb store_interval sample_version window_seconds keep_samples_s
     keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows resume
@@ -219,9 +219,9 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert (controller.budget.max_moves, controller.budget.target_imbalance) == (5, 1.5)
     assert plan.reporting.tempo == Tempo(0.0, 0.75)
     assert plan.rank_links is not None
-    assert plan.slab.links is not None
-    assert (plan.rank_links.silence_s, plan.slab.links.silence_s) == (1.25, 2.0)
-    assert (plan.slab.links.max_transfers, plan.slab.num_readers) == (9, 2)
+    assert plan.host_cache.links is not None
+    assert (plan.rank_links.silence_s, plan.host_cache.links.silence_s) == (1.25, 2.0)
+    assert (plan.host_cache.links.max_transfers, plan.host_cache.num_readers) == (9, 2)
     stage = plan.staging.applied_to(StageSettings())
     assert (stage.in_flight, stage.peer.chunk_bytes) == (4, 4096)
     assert (stage.network.bytes_per_second, stage.host) == (1000.0, StageSettings().host)

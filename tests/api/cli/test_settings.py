@@ -237,7 +237,7 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     assert refusal({}, broken).startswith(f"settings file {broken} is not TOML: Invalid value")
 
 
-def test_a_slab_s_room_goes_with_its_mode() -> None:
+def test_a_host_cache_s_room_goes_with_its_mode() -> None:
     assert HostCache(mode="ring", records=8).records == 8
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):

@@ -41,8 +41,8 @@ def seen(
         url = server.url.replace("//", f"//:{SECRET}@")
         flags = ("--store", url, "--log-format", "json", "--log-level", "info", "--serve")
         demo = start_demo(folder, *flags, seconds=1)
-        page = demo.hears("eplb demo: http").split()[-1]
-        demo.hears(" commit plan=1")
+        page = demo.wait_for_line("eplb demo: http").split()[-1]
+        demo.wait_for_line(" commit plan=1")
         body = {"layer": 0, "expert": 0}
         asked = httpx.post(
             f"{page}/api/v1/explanations", json=body, timeout=DEADLINE_S, trust_env=False

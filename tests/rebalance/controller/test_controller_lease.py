@@ -145,7 +145,7 @@ def test_the_lease_is_renewed_at_a_third_of_its_time_and_not_before(
     assert lease_states(store) == [("one", "leads")]
 
 
-def test_who_stands_by_leads_when_the_lease_has_run_out(store: Asked, clock: Clock) -> None:
+def test_standby_leads_when_the_lease_has_expired(store: Asked, clock: Clock) -> None:
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert (one.is_held(), two.is_held()) == (True, False)
 
@@ -168,7 +168,7 @@ def test_a_lease_that_is_given_up_is_another_s_at_once(store: Asked, clock: Cloc
     assert two.is_held()
 
 
-def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
+def test_lease_not_renewed_in_time_is_lost_and_logged(
     store: Asked, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = ControllerLease(store, "one", TTL_S, clock=clock)
@@ -179,14 +179,14 @@ def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
         clock.now += seconds
         with pytest.raises(StoreError, match="the store is down"):
             lease.is_held()
-    assert f"token={token} the lease is lost: it was not renewed within 9 s" in caplog.text
+    assert f"token={token} lease lost: not renewed within 9 s" in caplog.text
     store.is_down = False
 
     assert lease.is_held()
 
     assert lease.token == token  # nobody had it meanwhile
     assert lease_states(store) == [("one", "leads"), ("one", "lost"), ("one", "leads")]
-    assert details(store, "lease")[1]["reason"].startswith("it was not renewed within 9 s: ")
+    assert details(store, "lease")[1]["reason"].startswith("not renewed within 9 s: ")
 
 
 def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, clock: Clock) -> None:
@@ -197,14 +197,16 @@ def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, cloc
 
     clock.now += TTL_S
     assert two.is_held()
-    with pytest.raises(FencedOut, match="'one' held the lease, found that another holds it now"):
+    with pytest.raises(
+        FencedOut, match="the lease of 'one' was taken: found another holder, expected this one"
+    ):
         one.check()
 
 
 # -- two controllers
 
 
-def test_who_stands_by_writes_nothing_and_works_off_nothing(store: Asked) -> None:
+def test_standby_writes_nothing_and_claims_no_task(store: Asked) -> None:
     begin(store)
     first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
     first.turn()
@@ -253,7 +255,7 @@ def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
     assert store.published() is None
     token = details(store, "lease")[0]["token"]
     assert (
-        f"token={token} the lease is lost: a controller writes with fencing token {token}, found "
+        f"token={token} lease lost: a controller writes with fencing token {token}, found "
         f"{token + 1}" in caplog.text
     )
     sleeper.turn()  # stands by from now on
@@ -278,11 +280,11 @@ def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     ended = store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result["error"].startswith("the controller ended while it worked on this")
+    assert ended.result["error"].startswith("the controller exited during this task")
     assert len(details(store, "publish")) == 1  # the other's own, for the same load
 
 
-def test_an_open_migration_is_watched_by_whoever_leads(store: Asked, clock: Clock) -> None:
+def test_open_migration_is_watched_by_the_leader(store: Asked, clock: Clock) -> None:
     begin(store)
     serve(store, 0, SKEWED)
     settings = ControllerSettings(lease_ttl_s=TTL_S, migration_deadline_s=30.0)
@@ -339,7 +341,7 @@ def test_when_the_first_controller_is_killed_the_second_leads_in_time(
     with closing(open_store(url, "test")) as store:
         begin(store)
         for controller in crew.values():
-            controller.tells("begin")
+            controller.send("begin")
         (first,) = wait_for(store, "leader", lambda: leaders(store))
         serve(store, 0, SKEWED)
         wait_for(store, "plan of the first", store.published)
@@ -371,8 +373,8 @@ def test_controllers_that_are_put_to_sleep_in_turn_publish_each_plan_once(
         begin(store)
         pids = {}
         for name, controller in crew.items():
-            controller.tells("begin")
-            pids[name] = controller.hears()
+            controller.send("begin")
+            pids[name] = controller.receive()
         wait_for(store, "leader", lambda: leaders(store))
         for number in range(num_rounds):
             sleeper = leaders(store)[-1]

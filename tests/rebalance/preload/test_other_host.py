@@ -1,4 +1,4 @@
-"""Another host as a source: slabs that share only a secret and a network, hurt on purpose."""
+"""Another host as a source: host caches that share only a secret and a network, hurt on purpose."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ from eplb.migration.build import Pace, build_migration
 from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
-from rebalance.network.listener import MOST_CALLERS
+from rebalance.network.listener import MAX_CLIENTS
 from rebalance.network.wire import CHUNK_BYTES, Budget
-from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.first_fill import fill_bank
 from rebalance.preload.hosts.known_host import KnownHost
 from rebalance.preload.hosts.settings import HostLinkSettings
@@ -75,11 +80,11 @@ def links(*hosts: Address, **more: Any) -> HostLinkSettings:
 
 @dataclass
 class Host:
-    """A slab in a process of its own, and a rank's way to it."""
+    """A host cache in a process of its own, and a rank's way to it."""
 
-    address: SlabAddress
+    address: HostCacheAddress
     process: BaseProcess
-    reader: SlabReader
+    reader: HostCacheClient
 
     def load(self, *records: tuple[int, int]) -> list[torch.Tensor]:
         """Have records in memory, and read them."""
@@ -110,7 +115,9 @@ StartHost = Callable[..., Host]
 def big(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("weights") / "big"
     write_random_checkpoint(path, BIG, BIG_SCHEMA, vocabulary=8, seed=2)
-    digest(torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8))  # slabs are forked: compiled once
+    digest(
+        torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8)
+    )  # host caches are forked: compiled once
     return Checkpoint(path)
 
 
@@ -122,7 +129,7 @@ def weights(small_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[StartHost]:
-    """Start a slab: ``start_host(checkpoint or None, links)``."""
+    """Start a host cache: ``start_host(checkpoint or None, links)``."""
     with ExitStack() as stack:
 
         def start(
@@ -133,25 +140,27 @@ def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[
             schema: ExpertSchema = small_schema,
             num_readers: int = 2,
         ) -> Host:
-            address = SlabAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
+            address = HostCacheAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
             ours, theirs = FORK.Pipe(duplex=False)
 
             def run() -> None:
                 threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
-                slab_settings = SlabSettings(links=settings, num_readers=num_readers)
-                slab = HostSlab(address, checkpoint, model, schema, slab_settings)
+                host_cache_settings = HostCacheSettings(links=settings, num_readers=num_readers)
+                host_cache = HostCacheServer(
+                    address, checkpoint, model, schema, host_cache_settings
+                )
                 theirs.send("ready")
                 signal.pause()
-                slab.close()
+                host_cache.close()
 
             process = FORK.Process(target=run, daemon=True)
             process.start()
             theirs.close()
             stack.callback(process.join)
             stack.callback(process.kill)
-            assert ours.poll(DEADLINE_S), "a slab did not start"
+            assert ours.poll(DEADLINE_S), "a host cache did not start"
             assert ours.recv() == "ready"
-            reader = SlabReader(
+            reader = HostCacheClient(
                 address, model.num_experts, schema.record_bytes, deadline_s=DEADLINE_S
             )
             stack.callback(reader.close)
@@ -161,13 +170,13 @@ def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[
 
 
 @pytest.fixture
-def cooked(weights: Checkpoint, small_schema: ExpertSchema) -> Callable[..., torch.Tensor]:
-    def cook(layer: int, expert: int) -> torch.Tensor:
+def repacked(weights: Checkpoint, small_schema: ExpertSchema) -> Callable[..., torch.Tensor]:
+    def repack(layer: int, expert: int) -> torch.Tensor:
         record = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
-        weights.cook(layer, expert, small_schema, record)
+        weights.repack(layer, expert, small_schema, record)
         return record
 
-    return cook
+    return repack
 
 
 class Proxy:
@@ -241,7 +250,7 @@ def flips(*which: int) -> Callable[[socket.socket, socket.socket, int], None]:
 
 
 def test_a_rank_gets_a_record_that_only_another_host_has(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     has_it = start_host(weights, links(listen=door))
@@ -249,8 +258,8 @@ def test_a_rank_gets_a_record_that_only_another_host_has(
 
     found = without_disk.load((1, 5), (0, 2))
 
-    assert torch.equal(found[0], cooked(1, 5))
-    assert torch.equal(found[1], cooked(0, 2))
+    assert torch.equal(found[0], repacked(1, 5))
+    assert torch.equal(found[1], repacked(0, 2))
     assert without_disk.reader.bytes_from_other_hosts == 2 * 4096
     assert without_disk.reader.load([(1, 5)], deadline_s=DEADLINE_S)[1] == 0
     assert without_disk.stats().bytes_from_other_hosts == 2 * 4096
@@ -272,11 +281,11 @@ def test_a_record_comes_from_another_host_s_memory_before_the_own_disk(
     assert first.stats().bytes_from_checkpoint == 2 * 4096  # nothing was read for the other
 
 
-def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
+def test_after_disk_order_asks_hosts_only_for_records_lost_on_disk(
     start_host: StartHost,
     weights: Checkpoint,
     tmp_path: Path,
-    cooked: Callable[..., torch.Tensor],
+    repacked: Callable[..., torch.Tensor],
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0))
@@ -288,7 +297,7 @@ def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
     for shard in own.path.glob("*.safetensors"):
         os.truncate(shard, 10)
 
-    assert torch.equal(second.load((1, 3))[0], cooked(1, 3))
+    assert torch.equal(second.load((1, 3))[0], repacked(1, 3))
     assert second.stats().bytes_from_other_hosts == 4096
 
 
@@ -296,7 +305,7 @@ def test_a_record_of_several_chunks_is_brought_whole(
     start_host: StartHost, big: Checkpoint
 ) -> None:
     door, record = new_address(), torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
-    big.cook(0, 1, BIG_SCHEMA, record)
+    big.repack(0, 1, BIG_SCHEMA, record)
     start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
     second = start_host(None, links(door), model=BIG, schema=BIG_SCHEMA)
 
@@ -305,7 +314,7 @@ def test_a_record_of_several_chunks_is_brought_whole(
 
 
 def test_more_askers_than_transfers_take_turns(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door, everything = new_address(), [(layer, expert) for layer in (0, 1) for expert in range(8)]
     start_host(weights, links(listen=door, max_transfers=1)).load(*everything)
@@ -314,13 +323,13 @@ def test_more_askers_than_transfers_take_turns(
     found = second.load(*everything)
 
     assert all(
-        torch.equal(record, cooked(*of)) for record, of in zip(found, everything, strict=True)
+        torch.equal(record, repacked(*of)) for record, of in zip(found, everything, strict=True)
     )
     assert second.stats().host_failures == 0
 
 
 def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
-    cache, ended = SlabCache(2), threading.Event()
+    cache, ended = HostCache(2), threading.Event()
     for_host = Request(5, 1, [(0, 0)], lambda _: ended.set(), is_for_host=True)
     cache.lease_ready(for_host)
     assert for_host.error == "layer 0 expert 0 is not in memory"
@@ -334,60 +343,67 @@ def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
     assert not entry.is_for_host
 
     assert cache.ready() == []
-    cache.loaded(entry, (1, 2), is_cooked=False, is_from_host=True)
+    cache.loaded(entry, (1, 2), is_repacked=False, is_from_host=True)
     assert (cache.ready(), cache.counts["from_hosts"]) == ([(0, 0)], 1)
 
 
 # -- damage
 
 
-def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+def test_byte_corrupted_in_transfer_is_rejected_and_the_disk_is_read(
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door, own = new_address(), new_address()
     start_host(weights, links(listen=door)).load((0, 0))
     with closing(Proxy(door, flips(1))) as proxy:
         second = start_host(weights, links(proxy.address, own, listen=own))
 
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
 
     found = second.stats()
     assert (found.bytes_from_other_hosts, found.bytes_from_checkpoint) == (0, 4096)
     assert (found.damaged, found.host_failures) == (1, 1)
 
 
-def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+def test_corrupted_record_is_requested_again_without_a_disk(
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0), (0, 1))
     with closing(Proxy(door, flips(1, 3, 4))) as proxy:
         second = start_host(None, links(proxy.address))
 
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
-        with pytest.raises(MigrationError, match=r"its bytes have digest .* expected"):
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
+        with pytest.raises(MigrationError, match=r"digest mismatch: found .* expected"):
             second.load((0, 1))
         with pytest.raises(
-            MigrationError, match=r"left alone for .* because its bytes have digest"
+            MigrationError, match=r"in back-off for .* after: digest mismatch: found"
         ):
             second.load((0, 2))
 
 
-def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
+def test_record_corrupted_on_the_other_host_is_reloaded_there(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
-    door, addresses = new_address(), [SlabAddress(f"rot-{os.getpid()}-{n}", b"key") for n in (1, 2)]
-    first = HostSlab(
-        addresses[0], weights, small_model, small_schema, SlabSettings(links=links(listen=door))
+    door, addresses = (
+        new_address(),
+        [HostCacheAddress(f"corrupt-{os.getpid()}-{n}", b"key") for n in (1, 2)],
     )
-    second = HostSlab(
-        addresses[1], None, small_model, small_schema, SlabSettings(links=links(door))
+    first = HostCacheServer(
+        addresses[0],
+        weights,
+        small_model,
+        small_schema,
+        HostCacheSettings(links=links(listen=door)),
+    )
+    second = HostCacheServer(
+        addresses[1], None, small_model, small_schema, HostCacheSettings(links=links(door))
     )
     with (
         closing(first),
         closing(second),
-        closing(SlabReader(addresses[0], 8, 4096, deadline_s=DEADLINE_S)) as at_first,
-        closing(SlabReader(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
+        closing(HostCacheClient(addresses[0], 8, 4096, deadline_s=DEADLINE_S)) as at_first,
+        closing(HostCacheClient(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
     ):
         expected, _ = at_first.load([(1, 2)], deadline_s=DEADLINE_S)
         first._arena.bytes[17] ^= 255
@@ -396,7 +412,7 @@ def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
         assert digest(first._arena.bytes[:4096]) == expected[0]
 
 
-def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
+def test_bytes_with_another_digest_than_this_host_cache_knows_are_refused(
     start_host: StartHost,
     weights: Checkpoint,
     small_model: ModelShape,
@@ -411,19 +427,21 @@ def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
             file.seek(8 + int.from_bytes(file.read(8), "little"))
             file.write(bytes(found.st_size - file.tell()))
         os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
-    door, address = new_address(), SlabAddress(f"known-{os.getpid()}", b"key")
+    door, address = new_address(), HostCacheAddress(f"known-{os.getpid()}", b"key")
     start_host(other, links(listen=door)).load((0, 0))
-    settings = SlabSettings(links=links(door, order="after_disk"))
+    settings = HostCacheSettings(links=links(door, order="after_disk"))
     with (
-        closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab,
-        closing(SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)) as reader,
+        closing(
+            HostCacheServer(address, weights, small_model, small_schema, settings)
+        ) as host_cache,
+        closing(HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)) as reader,
     ):
         reader.load([(0, 0)], deadline_s=DEADLINE_S)
         for shard in weights.path.glob("*.safetensors"):
             os.truncate(shard, 10)
-        slab._arena.bytes[17] ^= 255
+        host_cache._arena.bytes[17] ^= 255
 
-        with pytest.raises(MigrationError, match=r"is truncated.* it declares digest .* expected"):
+        with pytest.raises(MigrationError, match=r"truncated.* it announced digest .* expected"):
             reader.reload((0, 0), deadline_s=DEADLINE_S)
 
 
@@ -442,26 +460,30 @@ def open_files() -> set[str]:
     return found
 
 
-def test_a_slab_whose_door_cannot_open_leaves_nothing_open(
+def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
 ) -> None:
-    door, address = new_address(), SlabAddress(f"shut-{os.getpid()}", b"key")
-    settings = SlabSettings(
+    door, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
+    settings = HostCacheSettings(
         mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=door)
     )
     threads, before = set(threading.enumerate()), open_files()
 
     with (
         socket.create_server(door),
-        pytest.raises(MigrationError, match=r"cannot be listened on: .*Address already in use"),
+        pytest.raises(
+            MigrationError, match=r"cannot listen for other hosts on .*Address already in use"
+        ),
     ):
-        HostSlab(address, weights, small_model, small_schema, settings)
+        HostCacheServer(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
     assert not set(threading.enumerate()) - threads
     # The name, the record file's lock and the door can be had again.
-    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
-        assert slab._writer is not None
+    with closing(
+        HostCacheServer(address, weights, small_model, small_schema, settings)
+    ) as host_cache:
+        assert host_cache._writer is not None
 
 
 @contextmanager
@@ -475,24 +497,28 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("record_file", [None, "records"])
-def test_a_slab_that_gets_no_thread_leaves_nothing_open(
+def test_a_host_cache_that_gets_no_thread_leaves_nothing_open(
     weights: Checkpoint,
     small_model: ModelShape,
     small_schema: ExpertSchema,
     tmp_path: Path,
     record_file: str | None,
 ) -> None:
-    address = SlabAddress(f"threads-{os.getpid()}", b"key")
+    address = HostCacheAddress(f"threads-{os.getpid()}", b"key")
     path = tmp_path / record_file if record_file else None
-    settings = SlabSettings(mode="ring", ring_records=4, record_file=path)
+    settings = HostCacheSettings(mode="ring", ring_records=4, record_file=path)
     before = open_files()
 
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        HostSlab(address, weights, small_model, small_schema, settings)
+        HostCacheServer(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
-    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
-        assert (slab._writer is None) == (path is None)  # the record file's lock is free again
+    with closing(
+        HostCacheServer(address, weights, small_model, small_schema, settings)
+    ) as host_cache:
+        assert (host_cache._writer is None) == (
+            path is None
+        )  # the record file's lock is free again
 
 
 # -- death and silence
@@ -512,7 +538,7 @@ class HalfWay:
 
 
 @pytest.mark.parametrize("has_disk", [True, False])
-def test_a_host_killed_in_mid_record_is_told_at_once(
+def test_host_killed_during_a_transfer_is_detected_at_once(
     start_host: StartHost, big: Checkpoint, has_disk: bool
 ) -> None:
     door, half_way = new_address(), HalfWay()
@@ -532,7 +558,7 @@ def test_a_host_killed_in_mid_record_is_told_at_once(
         killing.start()
         if has_disk:
             record = torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
-            big.cook(0, 0, BIG_SCHEMA, record)
+            big.repack(0, 0, BIG_SCHEMA, record)
             assert torch.equal(second.load((0, 0))[0], record)
         else:
             with pytest.raises(MigrationError, match=r"left alone for .* it hung up after"):
@@ -541,7 +567,7 @@ def test_a_host_killed_in_mid_record_is_told_at_once(
 
 
 def test_a_host_that_stands_still_costs_its_silence_once(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     first = start_host(weights, links(listen=door))
@@ -552,9 +578,9 @@ def test_a_host_that_stands_still_costs_its_silence_once(
     first.stop()
 
     started = time.monotonic()
-    assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+    assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
     taken_s = time.monotonic() - started
-    with pytest.raises(MigrationError, match=r"it (moved no byte|was late)"):
+    with pytest.raises(MigrationError, match=r"no bytes transferred|deadline passed"):
         without_disk.load((0, 2))
 
     assert SHORT_S <= taken_s < DEADLINE_S
@@ -562,35 +588,35 @@ def test_a_host_that_stands_still_costs_its_silence_once(
     first.signal(signal.SIGCONT)
 
 
-def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
+def test_back_off_of_a_failing_host_doubles_up_to_its_limit() -> None:
     now = 100.0
     host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
-    left_alone = []
+    back_offs_s = []
     for _ in range(3):
-        host.back_off.fails("it is dead")
-        host.back_off.fails("it is dead")  # the same, as another thread has seen it
+        host.back_off.record_failure("it is dead")
+        host.back_off.record_failure("it is dead")  # the same, as another thread has seen it
         began = now
-        while host.back_off.left_alone():
+        while host.back_off.reason():
             now += 0.5
-        left_alone.append(now - began)
-    host.back_off.is_well()
-    host.back_off.fails("it is dead again")
+        back_offs_s.append(now - began)
+    host.back_off.record_success()
+    host.back_off.record_failure("it is dead again")
 
-    assert left_alone == [1.0, 2.0, 3.0]
-    assert host.back_off.left_alone() == "left alone for 1.0 s more, because it is dead again"
+    assert back_offs_s == [1.0, 2.0, 3.0]
+    assert host.back_off.reason() == "in back-off for 1.0 s more after: it is dead again"
 
 
 def test_a_host_that_comes_late_is_found(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     without_disk = start_host(None, links(door, back_off_s=0.01))
-    with pytest.raises(MigrationError, match=r"no checkpoint; .* it cannot be reached: "):
+    with pytest.raises(MigrationError, match=r"no checkpoint; .* cannot connect: "):
         without_disk.load((0, 0))
 
     start_host(weights, links(listen=door))
 
-    assert torch.equal(load_after_back_off(without_disk, (0, 0)), cooked(0, 0))
+    assert torch.equal(load_after_back_off(without_disk, (0, 0)), repacked(0, 0))
 
 
 def load_after_back_off(host: Host, record: tuple[int, int]) -> torch.Tensor:
@@ -600,27 +626,27 @@ def load_after_back_off(host: Host, record: tuple[int, int]) -> torch.Tensor:
         try:
             return host.load(record)[0]
         except MigrationError as exc:
-            if "left alone for" not in str(exc) or time.monotonic() > deadline:
+            if "in back-off for" not in str(exc) or time.monotonic() > deadline:
                 raise
 
 
 # -- strangers, and hosts of something else
 
 
-def test_a_host_with_another_secret_gets_nothing_and_is_told(
+def test_host_with_another_secret_fails_authentication(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
     door = new_address()
     first = start_host(weights, links(listen=door))
     stranger = start_host(None, links(door, secret=b"found on a street corner"))
 
-    with pytest.raises(MigrationError, match="it knows another secret than this side"):
+    with pytest.raises(MigrationError, match="authentication failed: the secrets differ"):
         stranger.load((0, 0))
 
     assert first.stats().bytes_to_other_hosts == 0
 
 
-def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
+def test_malformed_or_idle_client_is_closed_others_are_served(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
     door = new_address()
@@ -640,26 +666,28 @@ def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
     start_host(None, links(door)).load((0, 0))
 
 
-def test_callers_beyond_the_most_are_turned_away_in_words(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+def test_clients_beyond_the_limit_are_refused_with_a_reason(
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0))
     second = start_host(weights, links(door))
     without_disk = start_host(None, links(door))
     with ExitStack() as stack:
-        for _ in range(MOST_CALLERS):
+        for _ in range(MAX_CLIENTS):
             silent = stack.enter_context(socket.create_connection(door))
             assert receive(silent, 4), "it was not greeted"
 
-        with pytest.raises(MigrationError, match=f"{MOST_CALLERS} other callers are connected"):
+        with pytest.raises(
+            MigrationError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
+        ):
             without_disk.load((0, 0))
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
 
     assert second.stats().host_failures == 0
 
 
-def test_a_host_with_another_checkpoint_is_refused_in_words(
+def test_host_with_another_checkpoint_is_rejected(
     start_host: StartHost, weights: Checkpoint, tmp_path: Path
 ) -> None:
     door, other = new_address(), Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
@@ -669,7 +697,7 @@ def test_a_host_with_another_checkpoint_is_refused_in_words(
     for shard in weights.path.glob("*.safetensors"):
         os.truncate(shard, 10)
 
-    with pytest.raises(MigrationError, match=r"it has other records: checkpoint '.*', expected"):
+    with pytest.raises(MigrationError, match=r"record origin differs: checkpoint '.*', expected"):
         second.load((0, 0))
 
 
@@ -681,7 +709,7 @@ def test_a_host_that_serves_updated_weights_gives_none_of_the_old(
     first.load((0, 0))
     first.reader.invalidate(3, deadline_s=DEADLINE_S)
 
-    with pytest.raises(MigrationError, match="it serves weights version 3, expected 0"):
+    with pytest.raises(MigrationError, match=": weights version 3, expected 0"):
         start_host(None, links(door)).load((0, 0))
 
 
@@ -707,7 +735,7 @@ class Sink:
 
 @dataclass
 class Ranks:
-    """One rank on each of two hosts, each with the slab of its own host."""
+    """One rank on each of two hosts, each with the host cache of its own host."""
 
     store: MemoryStore
     banks: list[ExpertBank]
@@ -749,7 +777,7 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     start_host: StartHost,
     weights: Checkpoint,
     small_schema: ExpertSchema,
-    cooked: Callable[..., torch.Tensor],
+    repacked: Callable[..., torch.Tensor],
 ) -> None:
     door = new_address()
     hosts = [start_host(weights, links(listen=door)), start_host(None, links(door))]
@@ -763,8 +791,8 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     ranks.step_until(lambda: ranks.agents[1].placement.slot_to_expert[1, 7] == 0)
 
     for layer in (0, 1):
-        assert torch.equal(ranks.banks[0].live(layer, 0), cooked(layer, 7))
-        assert torch.equal(ranks.banks[1].live(layer, 3), cooked(layer, 0))
+        assert torch.equal(ranks.banks[0].live(layer, 0), repacked(layer, 7))
+        assert torch.equal(ranks.banks[1].live(layer, 3), repacked(layer, 0))
     brought = [agent.describe().detail["bytes_by_source"] for agent in ranks.agents]
     # The first host had read expert 7 for the other already, when that was filled.
     assert brought[0] == {"disk": 0, "host": 2 * 4096, "other_host": 0}
@@ -799,7 +827,7 @@ def test_a_host_reads_ahead_what_a_coming_plan_may_bring_it(
 # -- budgets and settings
 
 
-def test_a_budget_lets_so_many_bytes_go_and_no_more_before_the_deadline() -> None:
+def test_budget_limits_the_bytes_sent_before_the_deadline() -> None:
     budget = Budget(1e6, threading.Event())
     now = time.monotonic()
 
@@ -807,7 +835,7 @@ def test_a_budget_lets_so_many_bytes_go_and_no_more_before_the_deadline() -> Non
     budget.spend(20_000, now + 5.0)
     assert time.monotonic() - now >= 0.02
 
-    with pytest.raises(MigrationError, match="no room before the deadline"):
+    with pytest.raises(MigrationError, match="bandwidth budget exhausted"):
         budget.spend(CHUNK_BYTES, time.monotonic() + 1.0)
 
 
@@ -825,7 +853,7 @@ def test_settings_that_cannot_be_used_are_refused(
     with pytest.raises(ConfigError, match="silence_s is 0, expected more than 0"):
         links(silence_s=0)
     with pytest.raises(ConfigError, match="without a checkpoint has no disk to read"):
-        RecordSources(None, small_model, small_schema, SlabSettings(), lambda: 0)
+        RecordSources(None, small_model, small_schema, HostCacheSettings(), lambda: 0)
     assert "known" not in repr(links())
 
 

@@ -1,4 +1,4 @@
-"""The cooked record file: what it gives back, and what it refuses after any damage."""
+"""The expert record file: what it gives back, and what it refuses after any damage."""
 
 from __future__ import annotations
 
@@ -92,17 +92,17 @@ def test_every_record_is_made_once(
 
     loader = RecordLoader(checkpoint, small_model, small_schema, path)
     with closing(loader):
-        into, cooked = record_of(loader.origin), record_of(loader.origin)
+        into, repacked = record_of(loader.origin), record_of(loader.origin)
         for layer, expert in EVERYTHING:
             loaded = loader.load((layer, expert), into)
-            checkpoint.cook(layer, expert, small_schema, cooked)
-            assert (loaded.is_cooked, torch.equal(into, cooked)) == (False, True)
+            checkpoint.repack(layer, expert, small_schema, repacked)
+            assert (loaded.is_repacked, torch.equal(into, repacked)) == (False, True)
 
 
 # -- damage
 
 
-def test_a_mark_with_any_byte_changed_is_no_mark(path: Path, origin: RecordOrigin) -> None:
+def test_completion_mark_with_a_changed_byte_is_invalid(path: Path, origin: RecordOrigin) -> None:
     sevens = record_of(origin, 7)
     with closing(RecordFile.open_or_make(path, origin)) as file:
         file.write((0, 0), sevens, digest(sevens))
@@ -115,13 +115,13 @@ def test_a_mark_with_any_byte_changed_is_no_mark(path: Path, origin: RecordOrigi
 
 
 @pytest.mark.parametrize("size", [0, 5, 4095, 4096, 4100, 8192, 9000, -1])
-def test_a_truncated_file_is_refused_in_words_and_made_anew(
+def test_truncated_record_file_is_rejected_and_recreated(
     path: Path, origin: RecordOrigin, size: int
 ) -> None:
     RecordFile.open_or_make(path, origin).close()
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
 
-    with pytest.raises(CheckpointError, match=r"records cannot be used: it is truncated: \d+ byte"):
+    with pytest.raises(CheckpointError, match=r"records cannot be used: truncated: \d+ byte"):
         RecordFile(path, origin)
     with closing(RecordFile.open_or_make(path, origin)) as file:
         assert file.num_complete == 0
@@ -133,18 +133,18 @@ def test_a_damaged_header_is_refused(path: Path, origin: RecordOrigin) -> None:
         file.seek(60)
         file.write(b"?")
 
-    with pytest.raises(CheckpointError, match="cannot be used: its header is damaged"):
+    with pytest.raises(CheckpointError, match="cannot be used: corrupted header"):
         RecordFile(path, origin)
 
 
-def test_records_of_another_schema_or_model_are_refused_in_words(
+def test_records_of_another_schema_or_model_are_rejected(
     path: Path, origin: RecordOrigin, small_schema: ExpertSchema, checkpoint: Checkpoint
 ) -> None:
     RecordFile.open_or_make(path, origin).close()
     half = ExpertSchema.swiglu(16, 8, torch.bfloat16)
     other = RecordOrigin.of(checkpoint, ModelShape((0, 1), 8, 2, hidden=16, intermediate=8), half)
 
-    with pytest.raises(CheckpointError, match=r"records of something else: schema '.*', expected"):
+    with pytest.raises(CheckpointError, match=r"record origin differs: schema '.*', expected"):
         RecordFile(path, other)
     with pytest.raises(CheckpointError, match="num_experts 8, expected 9"):
         RecordFile(path, replace(origin, num_experts=9))
@@ -164,7 +164,7 @@ def test_a_touched_or_changed_checkpoint_is_another(
     assert len({before.checkpoint, touched.checkpoint, changed.checkpoint}) == 3
 
 
-def test_a_damaged_record_is_cooked_again_and_a_changed_checkpoint_is_refused(
+def test_corrupted_record_is_repacked_and_a_changed_checkpoint_rejected(
     path: Path,
     checkpoint: Checkpoint,
     small_model: ModelShape,
@@ -177,15 +177,21 @@ def test_a_damaged_record_is_cooked_again_and_a_changed_checkpoint_is_refused(
         file.write(b"?")
 
     with closing(RecordLoader(checkpoint, small_model, small_schema, path)) as loader:
-        into, cooked = record_of(loader.origin), record_of(loader.origin)
+        into, repacked = record_of(loader.origin), record_of(loader.origin)
         loaded = loader.load((1, 7), into)
-        checkpoint.cook(1, 7, small_schema, cooked)
+        checkpoint.repack(1, 7, small_schema, repacked)
 
-        assert (loaded.is_cooked, loader.num_damaged, torch.equal(into, cooked)) == (True, 1, True)
+        assert (loaded.is_repacked, loader.num_damaged, torch.equal(into, repacked)) == (
+            True,
+            1,
+            True,
+        )
         assert "layer 1 expert 7: digest" in caplog.text
 
         loader._digests[1, 7] = (1, 2)  # what it had digested to before
-        with pytest.raises(CheckpointError, match=r"digest .*, expected \(1, 2\) as before"):
+        with pytest.raises(
+            CheckpointError, match=r"digest .*, expected \(1, 2\) as in the first read"
+        ):
             loader.load((1, 7), into)
 
 
@@ -218,7 +224,7 @@ def test_a_writer_killed_at_any_record_leaves_only_whole_ones(
         file = RecordFile.open_or_make(path, origin)
         into = record_of(origin)
         for number, (layer, expert) in enumerate(EVERYTHING):
-            checkpoint.cook(layer, expert, small_schema, into)
+            checkpoint.repack(layer, expert, small_schema, into)
             file.write((layer, expert), into, digest(into))
             if number % 2 == 1:
                 file.flush()
@@ -277,7 +283,7 @@ def test_a_full_disk_is_an_error_and_what_was_complete_stays(
         assert file.num_complete == 5
 
 
-def test_where_direct_reads_are_refused_the_page_cache_is_used_and_it_is_said(
+def test_without_o_direct_the_page_cache_is_used_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "file"
@@ -289,7 +295,7 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used_and_it_is_said(
 
         assert not file.is_direct
     assert into[:3].tolist() == [1, 2, 3]
-    assert "no O_DIRECT here" in caplog.text
+    assert "O_DIRECT is not supported" in caplog.text
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:

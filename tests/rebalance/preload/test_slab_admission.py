@@ -13,15 +13,15 @@ import pytest
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from rebalance.preload.cache import admission as slab_admission
+from rebalance.preload.cache import admission as host_cache_admission
 from rebalance.preload.cache.admission import (
     HANDSHAKE_DEADLINE_S,
-    MAX_UNPROVEN,
-    MAX_UNPROVEN_OF_PROCESS,
+    MAX_UNAUTHENTICATED,
+    MAX_UNAUTHENTICATED_OF_PROCESS,
     Admission,
     Peer,
 )
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.cache.wire import listen
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
@@ -36,7 +36,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 @pytest.fixture
 def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
     with ExitStack() as stack:
-        made = [socket.socketpair() for _ in range(2 * MAX_UNPROVEN)]
+        made = [socket.socketpair() for _ in range(2 * MAX_UNAUTHENTICATED)]
         for pair in made:
             for end in pair:
                 stack.enter_context(end)
@@ -47,7 +47,7 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
     """Peers of the clients that are admitted, by turns: one test process cannot be many."""
     given: list[Peer] = []
-    monkeypatch.setattr(slab_admission, "peer_of", lambda end: given.pop(0))
+    monkeypatch.setattr(host_cache_admission, "peer_of", lambda end: given.pop(0))
     return given
 
 
@@ -89,11 +89,11 @@ def test_process_with_unproven_connections_is_refused_until_it_proves_one(
     admission: Admission,
     pairs: list[tuple[socket.socket, socket.socket]],
 ) -> None:
-    for holder in range(MAX_UNPROVEN_OF_PROCESS):
+    for holder in range(MAX_UNAUTHENTICATED_OF_PROCESS):
         assert admission.admit(pairs[holder][0], holder)
 
     assert not admission.admit(pairs[-1][0], 100)
-    admission.proved(0)
+    admission.authenticated(0)
     assert admission.admit(pairs[-1][0], 100)
     admission.leave(1)
     assert admission.admit(pairs[-2][0], 101)
@@ -105,12 +105,12 @@ def test_full_of_unproven_evicts_the_oldest_of_the_process_with_most(
     own = os.geteuid()
     peers.append(Peer(1, own))  # a rank in the middle of its handshake
     assert admission.admit(pairs[0][0], 0)
-    for holder in range(1, 2 * MAX_UNPROVEN):
-        peers.append(Peer(2 + (holder - 1) // MAX_UNPROVEN_OF_PROCESS, own))
+    for holder in range(1, 2 * MAX_UNAUTHENTICATED):
+        peers.append(Peer(2 + (holder - 1) // MAX_UNAUTHENTICATED_OF_PROCESS, own))
         assert admission.admit(pairs[holder][0], holder)
 
     assert is_open(pairs[0][1])
-    assert sum(is_open(outer) for _, outer in pairs) == MAX_UNPROVEN
+    assert sum(is_open(outer) for _, outer in pairs) == MAX_UNAUTHENTICATED
     assert not is_open(pairs[1][1])
 
 
@@ -122,7 +122,7 @@ def test_client_that_proves_nothing_is_closed_at_the_deadline(
     assert admission.expire() is None
     for holder in range(2):
         admission.admit(pairs[holder][0], holder)
-    admission.proved(1)
+    admission.authenticated(1)
     clock.now = HANDSHAKE_DEADLINE_S - 0.5
     assert admission.expire() == 500
     clock.now = HANDSHAKE_DEADLINE_S
@@ -143,9 +143,9 @@ def test_client_of_another_user_is_refused(
 @pytest.fixture
 def address(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
-) -> Iterator[SlabAddress]:
-    address = SlabAddress(f"test-{os.getpid()}-admission", os.urandom(16))
-    with closing(HostSlab(address, small_checkpoint, small_model, small_schema)):
+) -> Iterator[HostCacheAddress]:
+    address = HostCacheAddress(f"test-{os.getpid()}-admission", os.urandom(16))
+    with closing(HostCacheServer(address, small_checkpoint, small_model, small_schema)):
         yield address
 
 
@@ -177,12 +177,12 @@ def as_nobody(connects: int, address: str) -> list[bool]:
 
 
 @needs_root
-def test_host_cache_closes_another_user_before_a_challenge(address: SlabAddress) -> None:
+def test_host_cache_closes_another_user_before_a_challenge(address: HostCacheAddress) -> None:
     assert all(as_nobody(100, address.socket))
 
 
 def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
-    address: SlabAddress, small_schema: ExpertSchema
+    address: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     ours, theirs = FORK.Pipe()
 
@@ -192,7 +192,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].connect(address.socket)  # blocking: waits for room among those not accepted
             held[-1].settimeout(DEADLINE_S)
-        theirs.send(sum(not is_closed(end) for end in held[-FLOOD + MAX_UNPROVEN :]))
+        theirs.send(sum(not is_closed(end) for end in held[-FLOOD + MAX_UNAUTHENTICATED :]))
         theirs.recv()
         os._exit(0)
 
@@ -207,10 +207,10 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
     process.start()
     assert ours.poll(DEADLINE_S), "the flood did not end"
     assert ours.recv() == 0  # of those beyond the first ones none is held open
-    reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
+    reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
     reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
-    assert num_descriptors() <= before + 8 * MAX_UNPROVEN_OF_PROCESS
+    assert num_descriptors() <= before + 8 * MAX_UNAUTHENTICATED_OF_PROCESS
     reader.close()
     ours.send("end")
     process.join(DEADLINE_S)
@@ -218,7 +218,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
 
 @needs_root
 def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -> None:
-    address = SlabAddress(f"test-{os.getpid()}-squatted", b"key")
+    address = HostCacheAddress(f"test-{os.getpid()}-squatted", b"key")
     ours, theirs = FORK.Pipe()
 
     def squat() -> None:
@@ -232,7 +232,7 @@ def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -
     process = FORK.Process(target=squat, daemon=True)
     process.start()
     assert ours.poll(DEADLINE_S)
-    with pytest.raises(MigrationError, match=f"user {NOBODY} listens under its name"):
-        SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)
+    with pytest.raises(MigrationError, match=f"user {NOBODY} listens at its address"):
+        HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)
     ours.send("end")
     process.join(DEADLINE_S)

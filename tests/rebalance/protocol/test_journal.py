@@ -24,7 +24,14 @@ from api.cli.journal import num_dropped, render
 from api.cli.main import app
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import Verdict
-from rebalance.protocol.journal import Diary, Entry, Journal, NoJournal, changes, read_journals
+from rebalance.protocol.journal import (
+    Entry,
+    Journal,
+    JournalRecorder,
+    NoJournal,
+    changes,
+    read_journals,
+)
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 
 DEADLINE_S = 30.0
@@ -53,7 +60,7 @@ def whats(folder: Path) -> list[str]:
 def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "new", "run-1", 3)
     journal.note("staged", (12, 4, 7), {"transactions": 2})
-    journal.note("death seen", (13, 4, 7), {"dead": [1]})
+    journal.note("death detected", (13, 4, 7), {"dead": [1]})
     journal.close()
 
     entries, num_torn = read_journals(tmp_path / "new")
@@ -61,12 +68,12 @@ def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
     first, second = entries
     assert (first.run, first.rank, first.number) == ("run-1", 3, 1)
     assert (first.step, first.generation, first.plan_id) == (12, 4, 7)
-    assert (second.what, second.detail) == ("death seen", {"dead": [1]})
+    assert (second.what, second.detail) == ("death detected", {"dead": [1]})
     assert second.time >= first.time > 1e9
     assert second.monotonic >= first.monotonic
 
 
-def test_a_later_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_later_start_appends_to_the_same_journal(tmp_path: Path) -> None:
     for run in ("run-1", "run-2"):
         journal = Journal(tmp_path, run, 0)
         journal.note("staged", (1, 1, 1), {})
@@ -102,7 +109,7 @@ def test_a_file_that_has_grown_is_put_aside(tmp_path: Path) -> None:
     assert [one.run for one in read_journals(tmp_path)[0]] == ["run-2", "run-3"]
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_counted(
+def test_unwritable_folder_is_logged_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
@@ -113,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_counted(
         journal.close()
 
     assert journal.num_dropped == 1
-    assert "1 notes are lost" in caplog.text
+    assert "1 journal entries lost" in caplog.text
 
 
 def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
@@ -129,10 +136,10 @@ def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
     journal.close()
 
     assert [entry.what for entry in read_journals(tmp_path)[0]] == ["sound"]
-    assert "1 notes are lost: keys must be str" in caplog.text
+    assert "1 journal entries lost: keys must be str" in caplog.text
 
 
-def test_when_nobody_writes_the_oldest_notes_give_way(tmp_path: Path) -> None:
+def test_full_journal_queue_drops_the_oldest_entries(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "run-1", 0, capacity=3)
     with journal._changed:  # the writer cannot take anything meanwhile
         for number in range(5):
@@ -185,7 +192,7 @@ def told(before: RankPhase, after: RankPhase) -> list[str]:
     return [what for what, _ in changes(before, after)]
 
 
-def test_every_change_of_the_phase_machine_has_its_word() -> None:
+def test_every_phase_change_has_a_journal_entry() -> None:
     idle = RankPhase(generation=4)
     seen = phases.see_plan(idle, PLAN)
     loaded = phases.preloaded(seen, 7)
@@ -203,7 +210,7 @@ def test_every_change_of_the_phase_machine_has_its_word() -> None:
     assert told(adopted, staged) == ["staged"]
     assert told(staged, ordered) == ["swap ordered"]
     assert told(ordered, applied) == ["applied"]
-    assert told(applied, wants) == ["wants abort"]
+    assert told(applied, wants) == ["abort requested"]
     assert told(wants, dropped) == ["aborted"]
     assert told(dropped, phases.aborted(dropped)) == ["drained"]
     assert told(applied, last) == ["committed"]
@@ -213,14 +220,14 @@ def test_every_change_of_the_phase_machine_has_its_word() -> None:
 
 def test_votes_are_noted_only_when_they_say_something_new() -> None:
     notes = Notes()
-    diary = Diary(notes, lambda: 9)
+    recorder = JournalRecorder(notes, lambda: 9)
     ballots = [
         phases.ballot(RankPhase(generation=4), step=s, membership=0, halt=s > 4)
         for s in (0, 2, 4, 6)
     ]
     for ballot in ballots:
-        diary.note_ballot(ballot)
-        diary.note_verdict(ballot, Verdict.decode(ballot.encode()))
+        recorder.note_ballot(ballot)
+        recorder.note_verdict(ballot, Verdict.decode(ballot.encode()))
 
     assert [what for what, _, _ in notes.taken] == ["vote cast", "verdict"] * 2
     assert notes.taken[2] == ("vote cast", (9, 4, 0), {"halt": True})
@@ -228,7 +235,7 @@ def test_votes_are_noted_only_when_they_say_something_new() -> None:
 
 
 def test_a_rank_without_a_journal_takes_no_notes() -> None:
-    Diary(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
+    JournalRecorder(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
 
 
 # -- the table
@@ -237,7 +244,7 @@ def test_a_rank_without_a_journal_takes_no_notes() -> None:
 def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
-    write(folder, entry(0, 1, 10.0, "plan seen"), entry(0, 3, 30.0, "death seen"))
+    write(folder, entry(0, 1, 10.0, "plan seen"), entry(0, 3, 30.0, "death detected"))
     write(folder, entry(1, 1, 20.0, "verdict"), entry(1, 2, 40.0, "recovery", run="run-2"))
 
     done = CliRunner().invoke(app, ["journal", str(tmp_path)], env={"COLUMNS": "120"})
@@ -246,7 +253,7 @@ def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None
     assert [row[5:7] for row in rows if ":" in row[0]] == [
         ["plan", "seen"],
         ["verdict", "transactions=2"],
-        ["death", "seen"],
+        ["death", "detected"],
         ["recovery", "transactions=2"],
     ]
     assert [row for row in rows if row[0] == "start"] == [["start", "run-1"], ["start", "run-2"]]
@@ -258,7 +265,7 @@ def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None
     assert done.output.splitlines()[-1].startswith("1 of 1 entries")
 
 
-def test_a_folder_without_journals_is_refused_in_words(tmp_path: Path) -> None:
+def test_folder_without_journals_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["journal", str(tmp_path)])
     assert done.exit_code == 2
     assert done.stderr == (

@@ -1,4 +1,4 @@
-"""Lifelines between machines: here, addresses of one machine that are not its usual one."""
+"""Liveness connections between machines: here, other addresses of one machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.liveness import Lifelines, address_towards, is_loopback
+from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
 from rebalance.types import Outcome
 
 FORK = get_context("fork")
@@ -174,7 +174,7 @@ def outward() -> str:
         pytest.skip(f"this machine has no way out: {exc}")
 
 
-def test_ranks_listen_where_they_reach_the_rendezvous_unless_told_otherwise() -> None:
+def test_ranks_listen_on_the_address_towards_the_rendezvous_by_default() -> None:
     own = outward()
 
     ends, dead = run_pair(own, [None, None])
@@ -183,38 +183,38 @@ def test_ranks_listen_where_they_reach_the_rendezvous_unless_told_otherwise() ->
     assert dead == [1]
 
 
-def test_a_rendezvous_of_this_machine_alone_keeps_lifelines_there() -> None:
+def test_a_rendezvous_of_this_machine_alone_keeps_liveness_connections_there() -> None:
     ends, dead = run_pair("127.0.0.1", [None, None])
 
     assert ends == {"127.0.0.1"}
     assert dead == [1]
 
 
-def test_the_address_towards_this_machine_is_the_one_that_was_asked_for() -> None:
+def test_address_towards_this_machine_is_the_given_one() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     own = outward()
     assert address_towards(own, 9) == own
 
 
 def test_a_host_that_no_way_leads_to_is_named() -> None:
-    with pytest.raises(RankError, match=r"no way from here to 255\.255\.255\.255 port 9: .+"):
+    with pytest.raises(
+        RankError, match=r"no route from this host to 255\.255\.255\.255 port 9: .+"
+    ):
         address_towards("255.255.255.255", 9)
 
 
 @pytest.mark.parametrize(
     ("own", "is_advised"), [("127.0.0.1", False), ("outward", True)], ids=["same", "another"]
 )
-def test_a_rank_at_a_loopback_address_of_another_machine_is_told_what_to_set(
-    own: str, is_advised: bool
-) -> None:
+def test_rank_at_a_remote_loopback_address_gets_advice(own: str, is_advised: bool) -> None:
     host = outward() if own == "outward" else own
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = ("127.0.0.1", probe.getsockname()[1], b"k" * 16)
 
     with pytest.raises(RankError, match=r"^rank 1 cannot reach rank 0 at 127") as refusal:
-        Lifelines(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
+        LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
 
-    assert ("name that rank's host" in str(refusal.value)) == is_advised
+    assert ("configure that rank's host" in str(refusal.value)) == is_advised
 
 
 def test_only_numeric_loopback_addresses_are_known_as_such() -> None:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from eplb.errors import RankError
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
@@ -172,7 +172,7 @@ def with_rank(world: World, index: int, rank: Rank) -> World:
 
 
 def hear(scenario: Scenario, world: World, rank: Rank) -> Rank:
-    """RankAgent.hear: adopt what is published, or wish for the end of what is not."""
+    """RankAgent.on_store_update: adopt what is published, or wish for the end of what is not."""
     plan, published = rank.state.plan, world.open_plan
     if plan is not None:
         is_open = published is not None and published.plan_id == plan.plan_id
@@ -363,11 +363,11 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
 # -- after a death
 
 
-def words_of(rank: Rank, index: int) -> LastWords:
-    """Survival.last_words."""
+def words_of(rank: Rank, index: int) -> SurvivorReport:
+    """RankRecovery.survivor_report."""
     state = rank.state
     plan = state.plan if state.phase is not Phase.ABORTED else None
-    return LastWords(
+    return SurvivorReport(
         run="run",
         rank=index,
         membership=0,
@@ -384,7 +384,7 @@ def words_of(rank: Rank, index: int) -> LastWords:
     )
 
 
-def written_end(world: World, rank: Rank, words: LastWords) -> WrittenEnd | None:
+def written_end(world: World, rank: Rank, words: SurvivorReport) -> WrittenEnd | None:
     """What the store says of the plan that a survivor is at."""
     generation, serving = world.committed
     if words.plan_id == NO_PLAN or generation != words.generation + 1:
@@ -394,7 +394,7 @@ def written_end(world: World, rank: Rank, words: LastWords) -> WrittenEnd | None
 
 
 def recovered(scenario: Scenario, rank: Rank, record: Recovery) -> tuple[int, Layers]:
-    """Survival.take_over: the generation and what serves afterwards."""
+    """RankRecovery.apply_recovery: the generation and what serves afterwards."""
     state, serving = phases.freeze(rank.state, "a rank died"), rank.serving
     for cast, verdict in scenario.missed(state, record):
         plan = state.plan

@@ -17,7 +17,7 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.rank.watcher import DEFERS_S, Watcher, Writing
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, RankState
 from telemetry.stores.memory import MemoryStore
@@ -44,7 +44,7 @@ def test_a_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> N
     assert watchdog.oldest().age_s == 0
 
 
-def test_the_oldest_is_the_thread_that_has_said_nothing_new_for_longest(
+def test_oldest_is_the_thread_without_progress_for_longest(
     watchdog: Watchdog, clock: Clock
 ) -> None:
     watchdog.mover.busy(PULLING)
@@ -86,7 +86,7 @@ def test_a_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clo
     assert watchdog.objection(PLAN) == ""
     clock.now += 31
 
-    assert watchdog.objection(PLAN) == "plan 3 is not worked on by every rank after 30 s"
+    assert watchdog.objection(PLAN) == "plan 3 was not adopted by every rank within 30 s"
     assert watchdog.objection(replace(PLAN, is_adopted=True)) == ""
 
 
@@ -104,7 +104,7 @@ class Ranked:
         self.reports: list[RankState] = []
         self.fails_with: BaseException | None = None
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
         if self.fails_with is not None:
             raise self.fails_with
         return True
@@ -129,13 +129,13 @@ class Hands:
     def begin(self) -> None:
         self.threads.append(threading.current_thread())
 
-    def bring(self, migration: Migration, box: PhaseBox) -> None:
+    def bring(self, migration: Migration, shared: SharedPhase) -> None:
         raise AssertionError("no migration is brought here")
 
-    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
-        with box.changed:
-            assert box.changed.wait_for(lambda: box.state.phase is Phase.ABORTED, DEADLINE_S)
-            box.update(phases.aborted)
+    def wait_for_end(self, shared: SharedPhase, plan_id: int) -> None:
+        with shared.changed:
+            assert shared.changed.wait_for(lambda: shared.state.phase is Phase.ABORTED, DEADLINE_S)
+            shared.update(phases.aborted)
 
 
 class SlowStore(MemoryStore):
@@ -151,16 +151,16 @@ class SlowStore(MemoryStore):
         return super().add_event(kind, detail)
 
 
-Made = tuple[Watcher, Hands, PhaseBox, Ranked, SlowStore]
+Made = tuple[Watcher, Hands, SharedPhase, Ranked, SlowStore]
 
 
 @pytest.fixture
 def made(watchdog: Watchdog) -> Iterator[Made]:
-    box, hands, ranked = PhaseBox(RankPhase(generation=0)), Hands(watchdog), Ranked()
+    shared, hands, ranked = SharedPhase(RankPhase(generation=0)), Hands(watchdog), Ranked()
     store = SlowStore()
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     watcher.start()
-    yield watcher, hands, box, ranked, store
+    yield watcher, hands, shared, ranked, store
     store.may_answer.set()
     watcher.close()
 
@@ -180,32 +180,32 @@ def run_on_mover(watcher: Watcher, job: Callable[[], None] = lambda: None) -> No
 def test_a_mover_that_failed_is_started_again_once_and_then_frozen(
     made: Made,
 ) -> None:
-    watcher, hands, box, *_ = made
+    watcher, hands, shared, *_ = made
 
     run_on_mover(watcher, fail)
-    assert (watcher.num_mover_failures, box.state.frozen_reason) == (1, "")
+    assert (watcher.num_mover_failures, shared.state.frozen_reason) == (1, "")
     assert len(hands.threads) == 2
 
     watcher.do(fail)
-    with box.changed:
-        assert box.changed.wait_for(lambda: box.state.frozen_reason, DEADLINE_S)
+    with shared.changed:
+        assert shared.changed.wait_for(lambda: shared.state.frozen_reason, DEADLINE_S)
     words = "the mover failed twice, the second time with ValueError: a torn wire"
-    assert (box.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
+    assert (shared.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
 
 
 def test_a_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> None:
-    watcher, _, box, *_ = made
+    watcher, _, shared, *_ = made
     run_on_mover(watcher, fail)
-    box.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
+    shared.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
     watcher.do(fail)
-    with box.changed:
-        assert box.changed.wait_for(lambda: box.state.abort_reason, DEADLINE_S)
-        cast = phases.ballot(box.state, step=0, membership=0, halt=False)
-        box.state, _ = phases.read_verdict(box.state, cast, Verdict.decode(cast.encode()))
-        box.changed.notify_all()
-        assert box.changed.wait_for(lambda: box.state.phase is Phase.IDLE, DEADLINE_S)
+    with shared.changed:
+        assert shared.changed.wait_for(lambda: shared.state.abort_reason, DEADLINE_S)
+        cast = phases.ballot(shared.state, step=0, membership=0, halt=False)
+        shared.state, _ = phases.read_verdict(shared.state, cast, Verdict.decode(cast.encode()))
+        shared.changed.notify_all()
+        assert shared.changed.wait_for(lambda: shared.state.phase is Phase.IDLE, DEADLINE_S)
 
-    assert box.state.frozen_reason.startswith("the mover failed twice")
+    assert shared.state.frozen_reason.startswith("the mover failed twice")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -227,7 +227,7 @@ def test_threads_that_end_without_a_word_are_named(
     assert watcher.ended() == ["eplb-mover", "eplb-watcher"]
 
 
-def test_the_end_of_a_closed_watcher_is_no_news(
+def test_exit_of_a_closed_watcher_is_not_reported(
     made: Made,
 ) -> None:
     watcher, *_ = made
@@ -248,18 +248,18 @@ def open_plan() -> Migration:
 
 
 @pytest.fixture
-def scribe(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
+def commit_writer(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
     """A watcher whose threads are the test's own, and its store, where a plan is open."""
-    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()
     store.commit(FROM, expected=None, reason="start")
     store.publish(open_plan)
     hands = Hands(watchdog)
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     return watcher, store
 
 
 def end_of(plan: Migration, watcher: Watcher, reason: str) -> Writing:
-    """What the scribe is given to write when a plan was dropped."""
+    """What the commit writer is given to write when a plan was dropped."""
     watcher.commit(plan, plan.base, "aborted", reason)
     writing = watcher._to_write.get_nowait()
     assert writing is not None
@@ -270,10 +270,10 @@ def reasons(store: LoadStore) -> list[str]:
     return [event.detail["reason"] for event in store.events() if event.kind == "abort"]
 
 
-def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
-    scribe: tuple[Watcher, MemoryStore], open_plan: Migration
+def test_abort_reason_is_that_of_the_requesting_rank(
+    commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration
 ) -> None:
-    watcher, store = scribe
+    watcher, store = commit_writer
     another = end_of(open_plan, watcher, phases.ELSEWHERE)
     knowing = end_of(open_plan, watcher, "rank 2: the disk is gone")
 
@@ -284,42 +284,42 @@ def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
     assert reasons(store) == ["rank 2: the disk is gone"]
 
 
-def test_the_end_of_a_plan_is_told_even_if_the_rank_that_knows_why_is_gone(
-    scribe: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
+def test_end_of_a_plan_is_written_when_the_aborting_rank_is_dead(
+    commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
 ) -> None:
-    watcher, store = scribe
+    watcher, store = commit_writer
     another = end_of(open_plan, watcher, phases.ELSEWHERE)
 
     assert watcher.is_written(another) is False
     clock.now += DEFERS_S
     assert watcher.is_written(another) is True
 
-    assert reasons(store) == ["another rank asked for it"]
+    assert reasons(store) == ["requested by another rank"]
 
 
 def test_what_the_store_does_not_take_is_no_progress(
     made: Made, watchdog: Watchdog, clock: Clock
 ) -> None:
     watcher, *_, store = made
-    watcher.tell("scrub", {})
+    watcher.report_event("scrub", {})
     assert store.is_asked.wait(DEADLINE_S)
     clock.now += 40
 
-    standing = watchdog.scribe.standing()
+    standing = watchdog.commit_writer.standing()
 
-    assert (standing.age_s, standing.doing) == (40, "writing down an event of kind 'scrub'")
+    assert (standing.age_s, standing.doing) == (40, "writing an event of kind 'scrub'")
 
 
-def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
+def test_writes_not_stored_before_the_end_are_logged_as_cancelled(
     watchdog: Watchdog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()
     hands = Hands(watchdog)
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     watcher.start()
     store.close()
-    watcher.tell("scrub", {})
+    watcher.report_event("scrub", {})
 
     watcher.close()
 
-    assert "writing down an event of kind 'scrub' is given up: the rank ends" in caplog.messages
+    assert "writing an event of kind 'scrub' cancelled: the rank is stopping" in caplog.messages

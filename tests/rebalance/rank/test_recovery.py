@@ -18,7 +18,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
 from eplb.migration.build import Migration, Pace
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
@@ -38,7 +38,7 @@ from telemetry.stores.memory import MemoryStore
 # -- the decision
 
 
-def said(rank: int, **changes: Any) -> LastWords:
+def said(rank: int, **changes: Any) -> SurvivorReport:
     """Words of a rank that serves generation 4 and is at no migration."""
     fields: dict[str, Any] = {
         "run": "run-1",
@@ -54,10 +54,10 @@ def said(rank: int, **changes: Any) -> LastWords:
         "dead": (),
         "time": float(rank),
     }
-    return LastWords(rank=rank, **(fields | changes))
+    return SurvivorReport(rank=rank, **(fields | changes))
 
 
-def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> LastWords:
+def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> SurvivorReport:
     plan = {"plan_id": 7, "plan_hash": 70, "swapped": swapped, "prepared": prepared}
     return said(rank, **(plan | changes))
 
@@ -68,7 +68,7 @@ def test_without_a_migration_the_generation_stays() -> None:
     )
 
 
-def test_what_nobody_has_swapped_is_forgotten() -> None:
+def test_plan_without_any_swap_is_dropped_by_survivors() -> None:
     record = decide([at_plan(0, 0, 1), said(1), at_plan(2, 0, 3)], {3})
 
     assert (record.generation, record.plan_id, record.applied) == (4, 7, 0)
@@ -80,7 +80,7 @@ def test_what_one_survivor_has_swapped_all_swap() -> None:
     assert (record.generation, record.plan_id, record.applied) == (5, 7, 2)
 
 
-def test_a_rank_that_read_the_last_verdict_brings_the_others_to_its_generation() -> None:
+def test_rank_with_the_last_verdict_brings_others_to_its_generation() -> None:
     ended = said(0, generation=5, closed_plan_id=7, closed_applied=3)
     record = decide([ended, at_plan(1, 2, 3)], {2})
 
@@ -94,7 +94,7 @@ def test_the_next_migration_that_a_rank_has_only_seen_does_not_count() -> None:
     assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
 
 
-def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
+def test_rank_that_died_after_its_report_is_no_survivor() -> None:
     record = decide([at_plan(0, 0, 1), at_plan(1, 1, 1)], {1, 2}, silent={3})
 
     assert (record.survivors, record.applied) == ((0,), 0)
@@ -112,12 +112,14 @@ def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
         (at_plan(1, 1, 1, run="run-2"), "ranks 0 and 1 survive with run run-1 and run-2"),
     ],
 )
-def test_words_that_fit_no_placement_are_refused(other: LastWords, sentence: str) -> None:
+def test_survivor_reports_without_a_common_placement_are_rejected(
+    other: SurvivorReport, sentence: str
+) -> None:
     with pytest.raises(RankError, match=sentence):
         decide([at_plan(0, 1, 1), other], {2})
 
 
-def test_nobody_agrees_when_nobody_is_left() -> None:
+def test_recovery_without_survivors_is_an_error() -> None:
     with pytest.raises(RankError, match="no survivor is left to agree: ranks 0, 1 died"):
         decide([said(0)], {0, 1})
 
@@ -144,7 +146,7 @@ class Rank:
             self.closed = (plan.plan_id, max(state.swapped, order.last if order else 0))
         self.state = state
 
-    def words(self, rank: int) -> LastWords:
+    def words(self, rank: int) -> SurvivorReport:
         state = self.state
         plan = state.plan if state.phase is not phases.Phase.ABORTED else None
         return said(
@@ -237,7 +239,7 @@ class Group(AgentGroup):
 
     def recover(self, ranks: list[int], **deadlines: float) -> list[Recovery | str]:
         def one(rank: int) -> Recovery | str:
-            limits = Deadlines(**({"words_s": DEADLINE_S, "store_s": DEADLINE_S} | deadlines))
+            limits = Deadlines(**({"reports_s": DEADLINE_S, "store_s": DEADLINE_S} | deadlines))
             try:
                 return recover(self.agents[rank], self.store, num_ranks=NUM_RANKS, deadlines=limits)
             except RankError as exc:
@@ -286,7 +288,7 @@ def group() -> Iterator[Group]:
 
 
 def swapped(agent: RankAgent) -> int:
-    return agent._box.state.swapped
+    return agent._shared.state.swapped
 
 
 def kill_after_one_has_swapped(group: Group, number: int) -> Migration:
@@ -371,24 +373,24 @@ def test_no_step_follows_a_recovery(group: Group) -> None:
         group.agents[0].step()
 
 
-def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> None:
+def test_rank_without_a_report_counts_as_dead_and_gets_an_error(group: Group) -> None:
     group.votes.kill(3)
 
-    records = group.recover([0, 1], words_s=0.2)
+    records = group.recover([0, 1], reports_s=0.2)
     late = group.recover([2])
 
     assert isinstance(records[0], Recovery)
     assert records[0].survivors == (0, 1)
     assert records[0].reason == "rank 3 died, rank 2 said nothing in time"
     assert late == [
-        "rank 2: the others went on without it (rank 3 died, rank 2 said nothing in time), "
-        "it was silent for too long"
+        "rank 2: the other survivors excluded it (rank 3 died, rank 2 said nothing in time): "
+        "its survivor report came too late"
     ]
 
 
 def test_a_second_death_during_recovery_leaves_the_others_agreed(group: Group) -> None:
     migration = kill_after_one_has_swapped(group, 1)
-    group.store.last_words(group.agents[0].last_words())
+    group.store.add_survivor_report(group.agents[0].survivor_report())
     group.votes.kill(0)
 
     records = group.recover([1, 2])
@@ -400,15 +402,17 @@ def test_a_second_death_during_recovery_leaves_the_others_agreed(group: Group) -
     group.assert_one_placement([1, 2], migration.base)
 
 
-def test_a_store_that_is_down_ends_a_recovery_in_words_and_in_time(group: Group) -> None:
+def test_store_outage_ends_a_recovery_with_an_error_in_time(group: Group) -> None:
     group.votes.kill(3)
     group.store.close()
     started = time.monotonic()
 
-    (told,) = group.recover([0], words_s=0.1, store_s=0.2)
+    (told,) = group.recover([0], reports_s=0.1, store_s=0.2)
 
     assert time.monotonic() - started < DEADLINE_S / 2
-    assert str(told).startswith("rank 0 cannot write its last words, no store in time: ")
+    assert str(told).startswith(
+        "rank 0 cannot write its survivor report: the store failed until the deadline: "
+    )
 
 
 class FailingStore(MemoryStore):
@@ -416,11 +420,11 @@ class FailingStore(MemoryStore):
 
     failures = 2
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         self.failures -= 1
         if self.failures >= 0:
             raise StoreError("the disk is full")
-        super().last_words(words)
+        super().add_survivor_report(report)
 
 
 def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
@@ -428,9 +432,9 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     failing.commit(START, expected=None, reason="start")
     group.votes.kill(3)
     for agent in group.agents:
-        agent.last_words()
+        agent.survivor_report()
     for rank in (1, 2):
-        MemoryStore.last_words(failing, group.agents[rank].last_words())
+        MemoryStore.add_survivor_report(failing, group.agents[rank].survivor_report())
 
     record = recover(group.agents[0], failing, num_ranks=NUM_RANKS)
 
@@ -438,7 +442,7 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     assert failing.failures < 0
 
 
-def test_a_survivor_of_an_older_group_is_left_behind(group: Group) -> None:
+def test_survivor_of_an_older_group_is_excluded(group: Group) -> None:
     group.votes.kill(3)
     later = Recovery(5, "run-9", (0, 1), 0, NO_PLAN, 0, "rank 2 died", 1.0)
     group.store.recover(later, expected_membership=4)
@@ -447,7 +451,7 @@ def test_a_survivor_of_an_older_group_is_left_behind(group: Group) -> None:
 
     assert told == (
         "rank 0 is of run 'run', membership 0; found membership 5 of run 'run-9' recorded: "
-        "it is left behind"
+        "this rank is excluded"
     )
 
 

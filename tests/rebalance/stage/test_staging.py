@@ -52,14 +52,14 @@ def record_of(record: Record) -> torch.Tensor:
 
 @dataclass
 class Simulated:
-    """A transport whose chunks take ``latency_s``; what is ``rotten`` gives wrong bytes."""
+    """A transport whose chunks take ``latency_s``; what is ``corrupted`` gives wrong bytes."""
 
     clock: Clock
     latency_s: float = 0.0
     jitter: Callable[[], float] = float  # added to the latency of each chunk
     readable: frozenset[int] = frozenset(range(4))
     reachable: frozenset[int] = frozenset()  # over the network
-    rotten: set[Place] = field(default_factory=set)
+    corrupted: set[Place] = field(default_factory=set)
     refusing: set[Place] = field(default_factory=set)
     ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Simulated:
         """The host needs so long that somebody may have called it off when it answers."""
         self.clock.now += self.host_answers_s
         if not is_wanted():
-            raise CalledOff("the host was to send a record")
+            raise CalledOff("host 0: the wait for a record was cancelled")
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
@@ -104,7 +104,7 @@ class Simulated:
         self.reloaded.append(record)
         if self.is_beyond_repair:
             raise MigrationError("the disk has other bytes too")
-        self.rotten.discard(HOST)
+        self.corrupted.discard(HOST)
 
     def release(self, records: Sequence[Record]) -> None:
         self.released.append(list(records))
@@ -115,7 +115,7 @@ class Simulated:
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         if place in self.refusing:
             raise MigrationError(f"{place} is out of reach")
-        part = record_of(record)[offset : offset + len(into)] + (place in self.rotten)
+        part = record_of(record)[offset : offset + len(into)] + (place in self.corrupted)
         # Chunks of one kind of link land in order, as on a stream.
         earlier = [left.due for (at, _), left in self.ordered if (at == HOST) == (place == HOST)]
         due = max([self.clock() + self.latency_s + self.jitter(), *earlier[-1:]])
@@ -236,7 +236,7 @@ def test_chunks_come_from_all_replicas_in_turn_the_planned_one_first() -> None:
     assert [place for place, _ in made.transport.pulled] == [ON_2, on_0, ON_1, ON_2]
 
 
-def test_a_rank_s_own_slot_comes_before_its_peers_and_the_host_where_it_was_planned() -> None:
+def test_own_slot_precedes_peers_and_a_planned_host_precedes_both() -> None:
     own = bench(2)
     own.stage(Move(0, 0, 4, Source.SAME_RANK, 5))
     host = bench(3)
@@ -256,8 +256,8 @@ def test_ranks_that_cannot_be_read_are_no_source() -> None:
     assert made.figures().bytes_by_source == {"disk": SIZE, "host": SIZE}
 
 
-def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again() -> None:
-    made = bench(0, rotten={ON_3})
+def test_wrong_digest_of_the_only_peer_falls_back_to_the_host() -> None:
+    made = bench(0, corrupted={ON_3})
     for _ in range(2):
         (into,) = made.stage(FROM_3)
         assert torch.equal(into, record_of((0, 1)))
@@ -269,7 +269,7 @@ def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again
 
 
 def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
 
     (into,) = made.stage(FROM_3)
 
@@ -280,11 +280,11 @@ def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> Non
 
 
 @pytest.mark.parametrize(("unwanted_at", "asked_again"), [(0.5, 0), (1.5, 0), (2.5, 1)])
-def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_nobody(
+def test_cancelled_host_answer_ends_staging_without_a_quarantine(
     unwanted_at: float, asked_again: int
 ) -> None:
     """Asked at 0 s for a record and at 1 s for it again: each answer takes the host 1 s."""
-    made = bench(0, readable=frozenset([0]), rotten={HOST}, host_answers_s=1.0)
+    made = bench(0, readable=frozenset([0]), corrupted={HOST}, host_answers_s=1.0)
 
     work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock.now < unwanted_at)
     assert made.run(work) is (unwanted_at > 2.0)
@@ -295,23 +295,23 @@ def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_
     assert made.transport.flying == []
 
 
-def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+def test_host_record_that_cannot_be_repaired_is_not_read_again() -> None:
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
 
-    with pytest.raises(MigrationError, match=r"no source is left \(the host: wrong digest\)"):
+    with pytest.raises(MigrationError, match=r"no source is left \(the host: digest mismatch\)"):
         made.stage(FROM_3)
 
     assert made.figures().num_quarantined == 1
 
 
-def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_quarantine() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+def test_quarantined_host_record_is_retried_and_a_correct_one_released() -> None:
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
-    with pytest.raises(MigrationError, match="wrong digest"):
+    with pytest.raises(MigrationError, match="digest mismatch"):
         made.stage(FROM_3)
     made.clock.now += HOST_RETRY_S - 1  # its disk is well again, but nobody knows yet
-    made.transport.rotten.clear()
+    made.transport.corrupted.clear()
     with pytest.raises(MigrationError, match=r"no source is left \(none known\)"):
         made.stage(FROM_3)
 
@@ -322,10 +322,10 @@ def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_qua
 
 
 def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     for _ in range(2):
-        with pytest.raises(MigrationError, match="wrong digest"):
+        with pytest.raises(MigrationError, match="digest mismatch"):
             made.stage(FROM_3)
         with pytest.raises(MigrationError, match="none known"):
             made.stage(FROM_3)
@@ -335,7 +335,7 @@ def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None
 
 
 def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
-    made = bench(3, rotten={ON_2})
+    made = bench(3, corrupted={ON_2})
     on_0 = Place(Source.PEER, 0, 0)
 
     # All three at once are wrong; rank 2, asked alone, is wrong too; the host is right.
@@ -351,7 +351,7 @@ def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
 
 
 def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
-    made = bench(3, rotten={ON_1}, readable=frozenset([1, 2, 3]))
+    made = bench(3, corrupted={ON_1}, readable=frozenset([1, 2, 3]))
 
     made.stage(FROM_2)
 
@@ -359,8 +359,8 @@ def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
     assert made.figures().num_quarantined == 1
 
 
-def test_a_host_without_records_is_no_attempt_and_another_replica_is_still_read() -> None:
-    made = bench(3, rotten={ON_2}, has_records=False)
+def test_host_without_records_is_no_attempt_and_a_replica_is_read() -> None:
+    made = bench(3, corrupted={ON_2}, has_records=False)
 
     made.stage(FROM_2)
 
@@ -379,13 +379,13 @@ def test_a_source_that_refuses_is_passed_over() -> None:
 
 
 def test_when_every_source_is_bad_each_is_named() -> None:
-    made = bench(0, rotten={ON_3}, refusing={HOST})
+    made = bench(0, corrupted={ON_3}, refusing={HOST})
 
     with pytest.raises(MigrationError) as refusal:
         made.stage(FROM_3)
 
     assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (slot 0 of rank 3: wrong digest; "
+        "layer 0 expert 1: no source is left (slot 0 of rank 3: digest mismatch; "
         "the host: the host is out of reach)"
     )
 
@@ -402,7 +402,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() ->
     assert Counter(place.rank for place, _ in made.transport.pulled)[2] == 1
 
 
-def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -> None:
+def test_death_of_the_only_peer_waits_for_its_chunks_before_the_host() -> None:
     made = bench(0, latency_s=1.0)
     pull = pull_of(FROM_3)
     work = made.stager.stage([pull], lambda: True)
@@ -414,9 +414,9 @@ def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -
     assert made.clock.now == 3.0  # a second for the dead peer's two, then two of the host's
 
 
-def test_a_late_chunk_of_a_dead_peer_never_lands_on_the_bytes_of_the_next_source() -> None:
+def test_late_chunk_of_a_dead_peer_never_overwrites_the_next_source() -> None:
     delays = iter([0.0, 3.0])
-    made = bench(0, latency_s=1.0, rotten={ON_3}, jitter=lambda: next(delays, 0.0))
+    made = bench(0, latency_s=1.0, corrupted={ON_3}, jitter=lambda: next(delays, 0.0))
     pull = pull_of(FROM_3)
     work = made.stager.stage([pull], lambda: True)
     assert made.run(work, until=0.5) is None
@@ -459,9 +459,11 @@ def test_the_stager_works_on_after_it_was_drained() -> None:
 def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
     made = bench(0, latency_s=math.inf)
 
-    with pytest.raises(MigrationError, match=r"20 bytes from slot 0 of rank 3 .* landed in 5 s"):
+    with pytest.raises(
+        MigrationError, match=r"20 bytes from slot 0 of rank 3 did not arrive within 5 s"
+    ):
         made.stage(FROM_3)
-    with pytest.raises(MigrationError, match="2 copies into staging have not ended 5 s after"):
+    with pytest.raises(MigrationError, match="2 copies into staging did not end within 5 s after"):
         made.run(made.stager.drain())
 
 
@@ -495,7 +497,7 @@ def test_whatever_happens_what_counts_as_staged_is_right_and_stays_so(seed: int)
     made.transport.jitter = lambda: float(draw.choice([0.0, 0.0, 1.5]))
     slots = [Place(Source.PEER, rank, slot) for rank in range(4) for slot in range(2)]
     spoilt = [HOST, *(place for place in slots if place.rank != receiver)]
-    made.transport.rotten = {place for place in spoilt if draw.random() < 0.25}
+    made.transport.corrupted = {place for place in spoilt if draw.random() < 0.25}
     made.transport.refusing = {place for place in spoilt if draw.random() < 0.15}
     dies_at = float(draw.uniform(0, 3))
     unwanted_at = float(draw.choice([math.inf, draw.uniform(0, 4)]))

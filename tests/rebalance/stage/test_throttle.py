@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_a_full_bucket_lets_a_burst_go_and_then_the_rate() -> None:
+def test_full_bucket_allows_a_burst_and_then_the_rate() -> None:
     clock = Clock()
     bucket = TokenBucket(100.0, 50, clock)
 
@@ -85,7 +85,7 @@ def test_a_forgotten_hold_ends_by_itself_and_is_logged_once(
         assert [hold.ready_at() <= clock.now for _ in range(2)] == [True, True]
 
     assert [record.message for record in caplog.records] == [
-        "staging was paused and not resumed before its deadline: it goes on"
+        "staging resumed: the pause reached its deadline without resume_staging"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The scrubber on rank agents in one process: rotten bytes are found, said, and replaced."""
+"""The scrubber on rank agents in one process: corrupted bytes are found, said, and replaced."""
 
 from __future__ import annotations
 
@@ -181,9 +181,11 @@ def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
     assert scrubber.spare(0, FULL) is None
 
 
-def test_peers_of_the_host_are_asked_before_the_slab(group: Group) -> None:
-    # Before any step: no look may come between the two, or the first is mended from the second.
-    group.banks[1].live(1, 0)[9] ^= 255  # both replicas of expert 1: rank 0 finds its own rotten,
+def test_peers_of_the_host_are_asked_before_the_host_cache(group: Group) -> None:
+    # Before any step: no look may come between the two, or the first is repaired from the second.
+    group.banks[1].live(1, 0)[9] ^= (
+        255  # both replicas of expert 1: rank 0 finds its own corrupted,
+    )
     group.banks[0].live(1, 2)[9] ^= 255  # and so is what rank 1 gives
 
     group.step_until(lambda: len(group.scrubs("repaired")) == 2)
@@ -195,7 +197,7 @@ def test_peers_of_the_host_are_asked_before_the_slab(group: Group) -> None:
     assert HOST not in firsts
 
 
-def test_sound_slots_are_looked_at_in_turn_and_nothing_is_said(group: Group) -> None:
+def test_clean_slots_are_checked_in_turn_without_events(group: Group) -> None:
     group.step_until(lambda: min(group.detail(rank)["sweeps"] for rank in range(2)) >= 2)
 
     assert group.scrubs("damaged") == []
@@ -203,7 +205,7 @@ def test_sound_slots_are_looked_at_in_turn_and_nothing_is_said(group: Group) -> 
     assert group.detail(0)["digest_failures"] == 0
 
 
-def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -> None:
+def test_corrupted_byte_is_reported_and_repaired_within_a_sweep(group: Group) -> None:
     group.step_until(lambda: group.detail(0)["sweeps"] == 1)
     group.banks[0].live(1, 2)[5] ^= 255
     found = in_hex(group.banks[0].digest(1, 2))
@@ -222,7 +224,7 @@ def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -
     assert damaged.detail == {
         "rank": 0,
         "result": "damaged",
-        "reason": "holds wrong bytes",
+        "reason": "digest mismatch",
         "layer": 1,
         "slot": 2,
         "expert": 1,
@@ -240,7 +242,7 @@ def test_an_expert_without_another_replica_comes_from_the_host(group: Group) -> 
     assert group.detail(1)["frozen"] == ""
 
 
-def test_bytes_that_nobody_has_freeze_the_rank_in_words_and_serving_goes_on(group: Group) -> None:
+def test_unrepairable_slot_freezes_the_rank_and_serving_continues(group: Group) -> None:
     group.records[0, 2].zero_()  # the host's record, of which the peers know nothing
     group.banks[1].live(0, 1).zero_()
 
@@ -248,8 +250,9 @@ def test_bytes_that_nobody_has_freeze_the_rank_in_words_and_serving_goes_on(grou
     group.step()
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
-        "(the host: wrong digest)"
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: layer 0 expert 2: no "
+        "source is left "
+        "(the host: digest mismatch)"
     )
     assert group.detail(1)["frozen"] == words
     assert group.detail(0)["frozen"] == ""
@@ -262,11 +265,11 @@ def test_memory_that_loses_its_bytes_again_and_again_is_given_up(group: Group) -
 
     group.step_until(lambda: bool(group.detail(0)["frozen"]))
 
-    words = "rank 0: layer 0 slot 0 expert 0 does not keep what was written into it 2 times"
+    words = "rank 0: layer 0 slot 0 expert 0: digest mismatch after 2 repairs"
     assert group.detail(0)["frozen"] == words
 
 
-def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
+def test_journal_records_damage_and_repair(group: Group) -> None:
     group.banks[1].live(0, 1).zero_()
 
     group.step_until(lambda: bool(group.scrubs("repaired")))
@@ -274,11 +277,11 @@ def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
     (damaged,), (repaired,) = group.journal.of("scrub damaged"), group.journal.of("scrub repaired")
     assert (damaged["rank"], damaged["layer"], damaged["slot"], damaged["expert"]) == (1, 0, 1, 2)
     assert damaged["expected"] == in_hex(digest(RECORDS[0, 2]))
-    assert repaired["reason"] == "holds the right bytes again"
+    assert repaired["reason"] == "digest correct after the repair"
 
 
 @pytest.mark.parametrize("group", [Setting(num_staging=0)], indirect=True)
-def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
+def test_repair_without_staging_entries_uses_an_empty_slot(
     group: Group,
 ) -> None:
     group.banks[1].live(0, 1).zero_()
@@ -291,13 +294,14 @@ def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
 
 
 @pytest.mark.parametrize("group", [Setting(num_staging=0, start=FULL)], indirect=True)
-def test_a_layer_without_room_for_right_bytes_freezes_its_rank_in_words(group: Group) -> None:
+def test_repair_without_memory_freezes_the_rank_with_a_reason(group: Group) -> None:
     group.banks[1].live(0, 1).zero_()
 
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: right ones can be brought nowhere, "
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: no memory for the "
+        "repair: "
         "found 0 staging entries and no EMPTY slot in layer 0"
     )
     assert group.detail(1)["frozen"] == words
@@ -321,7 +325,7 @@ def test_nothing_is_scrubbed_while_a_migration_is_under_way(group: Group) -> Non
     assert group.is_right()
 
 
-def test_a_plan_that_arrives_in_mid_repair_goes_first_and_the_repair_is_made_after_it(
+def test_plan_during_a_repair_is_served_before_the_repair(
     group: Group,
 ) -> None:
     group.gates[0].clear()
@@ -380,19 +384,20 @@ def test_after_an_update_peers_alone_have_the_right_bytes(group: Group) -> None:
     assert HOST not in group.asked[0]
 
 
-def test_after_an_update_bytes_that_no_peer_has_are_lost_in_words(group: Group) -> None:
+def test_bytes_that_no_peer_has_after_an_update_are_reported_lost(group: Group) -> None:
     update_weights(group)
     group.banks[1].live(0, 1).zero_()
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
-        "(the host: weights version 1 is not in the host's slab)"
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: layer 0 expert 2: no "
+        "source is left "
+        "(the host: weights version 1 is not in the host cache)"
     )
     assert group.detail(1)["frozen"] == words
 
 
-def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_mended(
+def test_survivor_report_waits_for_the_check_and_stops_repairs(
     group: Group,
 ) -> None:
     group.gates[0].clear()
@@ -400,7 +405,7 @@ def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_me
     group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
 
     with ThreadPoolExecutor(1) as pool:
-        said = pool.submit(group.agents[0].last_words)
+        said = pool.submit(group.agents[0].survivor_report)
         with pytest.raises(TimeoutError):
             said.result(0.1)
         group.gates[0].set()
@@ -412,24 +417,24 @@ def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_me
         group.agents[0].step()
 
 
-def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -> None:
+def test_survivor_report_is_in_time_while_the_host_is_reading(group: Group) -> None:
     group.gates[0].clear()
     group.banks[0].live(1, 2)[5] ^= 255
     group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
 
-    said = group.agents[0].last_words(0.05)
+    said = group.agents[0].survivor_report(0.05)
     group.gates[0].set()
 
     assert (said.generation, said.prepared) == (0, 0)
-    done = group.agents[0]._core.box
-    with done.changed:  # it ends as soon as it can, and mends nothing
+    done = group.agents[0]._core.shared
+    with done.changed:  # it ends as soon as it can, and repairs nothing
         assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
     assert group.agents[0]._core.mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
-def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
+def test_disabled_scrubber_checks_no_slot(group: Group) -> None:
     group.banks[0].live(0, 0)[3] ^= 255
     for _ in range(50):
         group.step()
@@ -438,7 +443,7 @@ def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", [Setting(0, plan_deadline_s=0.3)], indirect=True)
-def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group: Group) -> None:
+def test_plan_of_a_stalled_mover_is_aborted_and_the_reason_names_it(group: Group) -> None:
     group.gates[0].clear()
     group.offer()
     group.step_until(lambda: group.store.published() is None)
@@ -446,7 +451,7 @@ def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group:
     reasons = [event.detail["reason"] for event in group.store.events() if event.kind == "abort"]
     pulling = "rank 0: mover: pulling layer 0 expert 2 from slot 1 of rank 1 for 0."
     assert any(reason.startswith(pulling) for reason in reasons) or reasons == [
-        "another rank asked for it"
+        "requested by another rank"
     ]
     detail = group.detail(0)
     assert detail["progress_of"] == "mover: pulling layer 0 expert 2 from slot 1 of rank 1"
@@ -473,12 +478,12 @@ def test_a_failing_mover_drops_its_plan_and_the_next_one_is_brought(group: Group
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
-def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Group) -> None:
+def test_mover_that_fails_twice_freezes_the_rank_and_serving_continues(group: Group) -> None:
     for _ in range(2):
         group.failures[0].append(ValueError("a torn wire"))
         group.offer()
         group.step_until(lambda: group.store.published() is None)
-        group.step_until(lambda: not any(agent._box.state.plan for agent in group.agents))
+        group.step_until(lambda: not any(agent._shared.state.plan for agent in group.agents))
     group.step_until(lambda: bool(group.detail(0)["frozen"]))
     group.step()
 
@@ -487,14 +492,14 @@ def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Gr
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_without_a_word_is_said_and_weights_can_still_be_updated(
+def test_exited_thread_is_reported_and_weights_can_still_be_updated(
     group: Group,
 ) -> None:
     watcher = group.agents[1]._core.watcher
     watcher.do(lambda: (_ for _ in ()).throw(SystemExit))  # the only way to end a thread unheard
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
-    assert group.detail(1)["frozen"] == "rank 1: thread eplb-mover ended without a word"
+    assert group.detail(1)["frozen"] == "rank 1: thread eplb-mover exited unexpectedly"
     with ThreadPoolExecutor(2) as pool:
         for call in ("begin_update", "end_update"):
             args = (1,) if call == "begin_update" else ()

@@ -32,9 +32,9 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
-from rebalance.network.listener import MOST_CALLERS
-from rebalance.network.wire import RefusedError, Wire, greet, reach
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.network.listener import MAX_CLIENTS
+from rebalance.network.wire import RefusedError, Wire, client_handshake, connect
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
@@ -45,13 +45,13 @@ from rebalance.stage.serving import readable, serving_after_each
 from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
-from rebalance.threads.waiting import PhaseBox, drive
+from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from rebalance.transport.ranks.client import OtherRanks
 from rebalance.transport.ranks.server import PIECE_BYTES, RankLinkServer, Served
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import PROTOCOL, GroupName, Part, PartRequest
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -162,13 +162,13 @@ def test_a_record_of_several_pieces_comes_whole(start: Start) -> None:
     assert torch.equal(whole, record_of(5, BIG_SCHEMA))
 
 
-def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_ended(
+def test_connection_is_reused_and_reopened_after_it_was_closed(
     start: Start,
 ) -> None:
     rank, asks = start()
     for _ in range(3):
         taken(asks)
-    assert len(rank.server._door._callers) == 1
+    assert len(rank.server._listener._clients) == 1
 
     rank.server.close()
     rank.open()
@@ -182,17 +182,17 @@ def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_end
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weights_version": 1}, "it serves weights version 0, expected 1"),
-        ({"slot": 0}, "its layer 0 slot 0 holds expert 3, expected expert 5"),
-        ({"slot": 1}, "its layer 0 slot 1 holds nothing, expected expert 5"),
-        ({"slot": 1, "expert": -1}, "its layer 0 slot 1 holds nothing, expected expert -1"),
-        ({"slot": 3}, "it has 1 layers of 3 slots, found a question for layer 0 slot 3"),
-        ({"layer": -1}, "it has 1 layers of 3 slots, found a question for layer -1 slot 2"),
-        ({"offset": 1}, "has 4096 bytes, found a question for 4096 bytes from byte 1 on"),
-        ({"offset": -1}, "has 4096 bytes, found a question for 4096 bytes from byte -1 on"),
+        ({"weights_version": 1}, "weights version 0, expected 1"),
+        ({"slot": 0}, "layer 0 slot 0 holds expert 3, expected expert 5"),
+        ({"slot": 1}, "layer 0 slot 1 holds nothing, expected expert 5"),
+        ({"slot": 1, "expert": -1}, "layer 0 slot 1 holds nothing, expected expert -1"),
+        ({"slot": 3}, "1 layers of 3 slots, found a request for layer 0 slot 3"),
+        ({"layer": -1}, "1 layers of 3 slots, found a request for layer -1 slot 2"),
+        ({"offset": 1}, "has 4096 bytes, found a request for 4096 bytes from byte 1 on"),
+        ({"offset": -1}, "has 4096 bytes, found a request for 4096 bytes from byte -1 on"),
     ],
 )
-def test_what_is_not_there_is_refused_in_words_and_the_rank_is_not_left_alone(
+def test_refused_request_has_a_reason_and_causes_no_back_off(
     start: Start, changes: dict[str, int], words: str
 ) -> None:
     rank, asks = start()
@@ -208,7 +208,7 @@ def test_while_the_weights_are_replaced_nothing_is_given(start: Start) -> None:
     rank, asks = start()
     rank.served = replace(rank.served, is_open=False)
 
-    with pytest.raises(RefusedError, match="its weights are being replaced"):
+    with pytest.raises(RefusedError, match="the weights are being replaced"):
         taken(asks)
 
 
@@ -219,12 +219,12 @@ def test_bytes_are_void_if_an_update_or_a_swap_began_while_they_were_sent(start:
     began, ended = replace(well, is_open=False), replace(well, weights_version=1)
 
     for later, words in (
-        (began, "its weights are being replaced"),
-        (ended, "it serves weights version 1, expected 0"),
-        (moved, "its layer 0 slot 2 holds nothing, expected expert 5"),
+        (began, "the weights are being replaced"),
+        (ended, "weights version 1, expected 0"),
+        (moved, "layer 0 slot 2 holds nothing, expected expert 5"),
     ):
         rank.afterwards = [later, well]
-        with pytest.raises(RefusedError, match=f"its bytes are void: {words}"):
+        with pytest.raises(RefusedError, match=f"received bytes are invalid: {words}"):
             taken(asks)
 
     assert rank.server.num_bytes_sent == 0
@@ -232,79 +232,85 @@ def test_bytes_are_void_if_an_update_or_a_swap_began_while_they_were_sent(start:
 
 
 @pytest.mark.parametrize("group", [GroupName("another run", 0), GroupName("run", 1)])
-def test_a_caller_of_another_run_or_membership_is_refused(start: Start, group: GroupName) -> None:
+def test_client_of_another_run_or_membership_is_refused(start: Start, group: GroupName) -> None:
     rank, _ = start()
 
     with (
         closing(OtherRanks(rank.settings, 0, group, SIZE)) as asks,
-        pytest.raises(RefusedError, match=f"it is of {GROUP}, found a caller of {group}"),
+        pytest.raises(RefusedError, match=f"request of {group}, expected {GROUP}"),
     ):
         taken(asks)
 
 
-def test_a_stranger_without_the_secret_gets_nothing(start: Start) -> None:
+def test_client_without_the_secret_fails_authentication(start: Start) -> None:
     rank, _ = start()
     settings = replace(rank.settings, secret=b"found on a street corner")
 
     with closing(OtherRanks(settings, 0, GROUP, SIZE)) as stranger:
-        with pytest.raises(MigrationError, match="it knows another secret than this side"):
+        with pytest.raises(MigrationError, match="authentication failed: the secrets differ"):
             taken(stranger)
-        with pytest.raises(RefusedError, match=r"left alone for .* because it knows another"):
+        with pytest.raises(
+            RefusedError, match=r"in back-off for .* after: authentication failed: the secrets"
+        ):
             taken(stranger)
 
     assert rank.server.num_bytes_sent == 0
 
 
-def test_a_caller_that_takes_the_rank_for_a_slab_or_for_another_rank_is_told(start: Start) -> None:
+def test_client_of_another_protocol_or_rank_gets_an_error(
+    start: Start,
+) -> None:
     rank, _ = start()
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        with pytest.raises(MigrationError, match="it speaks 'eplb-ranks-1', expected 'eplb-hosts"):
-            greet(wire, SECRET)
+        with pytest.raises(MigrationError, match="protocol 'eplb-ranks-1', expected 'eplb-hosts"):
+            client_handshake(wire, SECRET)
 
     astray = replace(rank.settings, addresses=rank.settings.addresses[::-1])
     with closing(OtherRanks(astray, 1, GROUP, SIZE)) as asks:
         into = torch.zeros(SIZE, dtype=torch.uint8)
-        with pytest.raises(MigrationError, match=r"it is rank 1 with .*, expected rank 0 with"):
+        with pytest.raises(MigrationError, match=r"found rank 1 with .*, expected rank 0 with"):
             asks.pull(0, PART, into)
 
 
-def test_a_caller_that_babbles_is_hung_up_on_and_harms_nobody(start: Start) -> None:
+def test_client_with_malformed_requests_is_disconnected_others_are_served(start: Start) -> None:
     rank, asks = start()
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        greet(wire, SECRET, protocol=PROTOCOL)
+        client_handshake(wire, SECRET, protocol=PROTOCOL)
         wire.send({"layer": "the first one"})
-        assert not wire.hears(DEADLINE_S)
+        assert not wire.wait_for_data(DEADLINE_S)
 
     assert torch.equal(taken(asks), record_of(5))
 
 
-def test_callers_beyond_the_most_are_turned_away_in_words(start: Start) -> None:
+def test_clients_beyond_the_limit_are_refused_with_a_reason(start: Start) -> None:
     rank, asks = start()
     with ExitStack() as stack:
-        for _ in range(MOST_CALLERS):
-            silent = stack.enter_context(closing(reach(rank.settings.addresses[1], DEADLINE_S)))
+        for _ in range(MAX_CLIENTS):
+            silent = stack.enter_context(closing(connect(rank.settings.addresses[1], DEADLINE_S)))
             assert silent.recv(1), "it was not greeted"
 
-        with pytest.raises(RefusedError, match=f"{MOST_CALLERS} other callers are connected"):
+        with pytest.raises(
+            RefusedError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
+        ):
             taken(asks)
 
 
 def test_a_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
     rank, _ = start(settings=links(2, max_transfers=1), schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         slow = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        greet(slow, SECRET, protocol=PROTOCOL)
+        client_handshake(slow, SECRET, protocol=PROTOCOL)
         part = replace(PART, num_bytes=size)
-        slow.send(Ask(GROUP, part, DEADLINE_S, DEADLINE_S).message())
+        slow.send(PartRequest(GROUP, part, DEADLINE_S, DEADLINE_S).message())
         assert slow.receive() == {"num_bytes": size}  # and takes none of it in
 
         in_a_hurry = replace(rank.settings, silence_s=SHORT_S)
         with (
             closing(OtherRanks(in_a_hurry, 0, GROUP, size)) as asks,
-            pytest.raises(RefusedError, match="1 parts are being sent, expected a turn"),
+            pytest.raises(RefusedError, match="transfer limit reached: 1 parts are being sent"),
         ):
             taken(asks)
 
@@ -316,21 +322,21 @@ def test_a_rank_gives_no_more_than_its_budget(start: Start) -> None:
     for _ in range(2):
         taken(asks, two_pieces)  # what a time of silence has saved up
 
-    with pytest.raises(RefusedError, match="no room before the deadline"):
+    with pytest.raises(RefusedError, match="bandwidth budget exhausted"):
         taken(asks, two_pieces)
 
 
 # -- death and silence
 
 
-def test_a_rank_that_is_not_there_is_left_alone_and_found_when_it_comes() -> None:
+def test_unreachable_rank_is_in_back_off_and_used_once_reachable() -> None:
     settings = links(2, back_off_s=0.01)
     with closing(OtherRanks(settings, 0, GROUP, SIZE)) as asks:
-        with pytest.raises(MigrationError, match=r"rank 1 at .* port .*: it cannot be reached"):
+        with pytest.raises(MigrationError, match=r"rank 1 at .* port .*: cannot connect"):
             taken(asks)
         with closing(Rank(settings).server):
             until = time.monotonic() + DEADLINE_S
-            while why := asks._others[1].back_off.left_alone():
+            while why := asks._others[1].back_off.reason():
                 assert time.monotonic() < until, why
 
             assert torch.equal(taken(asks), record_of(5))
@@ -358,13 +364,17 @@ def test_nothing_is_left_after_the_end() -> None:
 
 
 def be_a_rank(
-    pipe: Connection, settings: RankLinkSettings, rank: int, how: signal.Signals | None, rot: int
+    pipe: Connection,
+    settings: RankLinkSettings,
+    rank: int,
+    how: signal.Signals | None,
+    corrupt: int,
 ) -> None:
     """Hold expert 0 in slot 1; signal itself once its bytes are sent, before they count."""
     threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
     bank, looks = ExpertBank(SCHEMA, 1, 2, num_staging=0), itertools.count()
     bank.live(0, 1).copy_(record_of(0))
-    bank.live(0, 1)[17] ^= rot
+    bank.live(0, 1)[17] ^= corrupt
 
     def served() -> Served:
         if how is not None and next(looks) == 1:
@@ -385,13 +395,13 @@ HELD_BY_FIVE = np.concatenate([HELD, HELD[:, 4:]], axis=1)
 WANTED = Move(0, 0, 0, Source.HOST)
 
 
-class NoSlab:
-    """The slab of a host whose weights were updated."""
+class NoHostCache:
+    """The host cache of a host whose weights were updated."""
 
     bytes_from_other_hosts = 0
 
     def load(self, records: object, **given: object) -> None:
-        raise MigrationError("the slab has no such version")
+        raise MigrationError("the host cache has no such version")
 
 
 @dataclass
@@ -405,7 +415,7 @@ class Receiver:
     def stage(self, move: Move = WANTED) -> torch.Tensor:
         into = torch.zeros(SIZE, dtype=torch.uint8)
         pull = Pull(move, into, self.held)
-        drive(self.stager.stage([pull], lambda: True), PhaseBox(RankPhase(0)), time.monotonic)
+        drive(self.stager.stage([pull], lambda: True), SharedPhase(RankPhase(0)), time.monotonic)
         return into
 
     def figures(self) -> Any:
@@ -417,24 +427,24 @@ class Receiver:
 
 @pytest.fixture
 def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
-    """Rank 0, and others as processes: ``receiver(how rank 1 ends, what rots in rank 1)``."""
+    """Rank 0, and others as processes: ``receiver(how rank 1 ends, its corruption)``."""
     with ExitStack() as stack:
 
         def started(
             how: signal.Signals | None = None,
-            rot: int = 0,
+            corrupt: int = 0,
             topology: Topology = UNMAPPED,
             present: tuple[int, ...] = (1, 2, 3),
         ) -> Receiver:
             settings = links(topology.num_ranks, silence_s=SHORT_S)
             for rank in present:
-                harm = (how, rot) if rank == 1 else (None, 0)
-                assert fork(be_a_rank, settings, rank, *harm).hears() == "ready"
+                harm = (how, corrupt) if rank == 1 else (None, 0)
+                assert fork(be_a_rank, settings, rank, *harm).receive() == "ready"
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
             bank: Any = ExpertBank(SCHEMA, 1, 2, num_staging=1)
-            slab: Any = NoSlab()
-            transport = PullTransport(RankMemory(0, bank, slab, others=others), NoPeers())
+            host_cache: Any = NoHostCache()
+            transport = PullTransport(RankMemory(0, bank, host_cache, others=others), NoPeers())
             sources = Sources(
                 0, topology, transport.readable, frozenset, reachable=transport.reachable
             )
@@ -446,7 +456,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
         yield started
 
 
-def test_an_expert_comes_from_a_rank_that_is_asked_once_the_slab_has_none(
+def test_expert_missing_in_the_host_cache_comes_from_another_rank(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver()
@@ -467,7 +477,7 @@ def test_a_source_killed_in_mid_transfer_is_left_for_the_next_replica(
     assert made.figures().num_retries == 1
 
 
-def test_a_source_that_falls_silent_costs_its_silence_and_is_left_for_the_next_replica(
+def test_stopped_source_times_out_and_the_next_replica_is_used(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver(signal.SIGSTOP)
@@ -481,10 +491,10 @@ def test_a_source_that_falls_silent_costs_its_silence_and_is_left_for_the_next_r
     assert made.figures().num_retries == 2
 
 
-def test_wrong_bytes_are_refused_by_their_digest_and_their_slot_is_not_read_again(
+def test_wrong_digest_quarantines_the_slot(
     receiver: Callable[..., Receiver],
 ) -> None:
-    made = receiver(rot=255)
+    made = receiver(corrupt=255)
     for _ in range(2):
         assert torch.equal(made.stage(), record_of(0))
 
@@ -502,14 +512,16 @@ def test_ranks_that_give_nothing_are_passed_over_however_many(
     assert made.figures().num_retries == 4
 
 
-def test_when_nobody_has_it_each_is_named(receiver: Callable[..., Receiver]) -> None:
+def test_record_on_no_host_is_an_error_that_names_each_host(
+    receiver: Callable[..., Receiver],
+) -> None:
     made = receiver()
 
     with pytest.raises(MigrationError) as refusal:
         made.stage(replace(WANTED, expert=1))
 
     assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (the host: the slab has no such version)"
+        "layer 0 expert 1: no source is left (the host: the host cache has no such version)"
     )
 
 
@@ -522,7 +534,7 @@ FULL = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
 TRADED = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]]), num_experts=4)
 
 
-def test_ranks_are_asked_after_the_host_and_mapped_peers_never_over_the_network() -> None:
+def test_network_ranks_come_after_the_host_and_mapped_peers() -> None:
     everybody = frozenset(range(4))
     sources = Sources(0, UNMAPPED, frozenset([0, 1]), frozenset, reachable=everybody)
     mapped = Place(Source.PEER, 1, 1)
@@ -536,7 +548,7 @@ def test_ranks_are_asked_after_the_host_and_mapped_peers_never_over_the_network(
     assert dead.choose(WANTED, HELD, (HOST,), 0) == (far[1],)
 
 
-def test_a_slot_that_an_earlier_transaction_frees_is_not_read_though_its_bytes_are_still_there(
+def test_slot_freed_by_an_earlier_transaction_is_not_read(
     start: Start,
 ) -> None:
     pace = Pace(mode="flip", spare_slots=1, staging_experts=0)
@@ -593,7 +605,7 @@ def answer_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class LiveRank:
-    """One rank of two, with the slab of a host of its own; nothing is shared but votes."""
+    """One rank of two, with the host cache of a host of its own; nothing is shared but votes."""
 
     rank: int
     agent: RankAgent
@@ -641,20 +653,20 @@ class LiveRank:
 def live_rank(
     rank: int, checkpoint: Checkpoint, model: ModelShape, settings: RankLinkSettings | None
 ) -> Iterator[LiveRank]:
-    address = SlabAddress(f"far-{os.getpid()}-{rank}", os.urandom(16))
+    address = HostCacheAddress(f"far-{os.getpid()}-{rank}", os.urandom(16))
     group, bank = dist.group.WORLD, ExpertBank(SCHEMA, 2, 4, num_staging=4)
     assert group is not None
     votes = GlooVotes(group, deadline_s=DEADLINE_S)
     with (
-        closing(HostSlab(address, checkpoint, model, SCHEMA)),
-        closing(SlabReader(address, 8, SIZE, deadline_s=DEADLINE_S)) as slab,
+        closing(HostCacheServer(address, checkpoint, model, SCHEMA)),
+        closing(HostCacheClient(address, 8, SIZE, deadline_s=DEADLINE_S)) as host_cache,
     ):
         held = START.slot_to_expert[:, TWO_RANKS.slots_on(rank)].tolist()
-        filled = fill_bank(bank, held, slab, deadline_s=DEADLINE_S)
+        filled = fill_bank(bank, held, host_cache, deadline_s=DEADLINE_S)
         digests = agree_on_digests(filled, 2, 8, votes, deadline_s=DEADLINE_S)
         name = GroupName("run", 0)
         others = OtherRanks(settings, rank, name, SIZE) if settings is not None else None
-        transport = PullTransport(RankMemory(rank, bank, slab, others=others), NoPeers())
+        transport = PullTransport(RankMemory(rank, bank, host_cache, others=others), NoPeers())
         store, clock = MemoryStore("test"), StepClock()
         store.commit(START, expected=None, reason="start")
         agent = wire_agent(
@@ -693,7 +705,7 @@ def test_after_an_update_experts_move_between_hosts_that_share_nothing(
     assert found == [(True, [True, True], {"other_rank": 2 * SIZE}, 0)] * 2
 
 
-def test_without_links_such_a_move_is_dropped_in_words_and_serving_goes_on(
+def test_move_without_links_is_aborted_and_serving_continues(
     run_ranks: Callable[..., list[Any]], small_checkpoint: Checkpoint, small_model: ModelShape
 ) -> None:
     def serve(rank: int) -> tuple[list[str], bool]:
@@ -747,5 +759,5 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
 def test_an_address_that_is_taken_is_named(start: Start) -> None:
     rank, _ = start()
 
-    with pytest.raises(MigrationError, match=r"door for other ranks, 127.* cannot be listened on"):
+    with pytest.raises(MigrationError, match=r"cannot listen for other ranks on 127"):
         rank.open()

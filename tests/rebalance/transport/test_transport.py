@@ -26,7 +26,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Source
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.protocol.ballot import BALLOT_SIZE
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.local_votes import LocalVotes
@@ -176,7 +176,7 @@ def test_a_vote_is_late_until_the_last_rank_has_cast_it(run_voters: RunVoters) -
     assert results == [[late, late, value, value]] * 2 + [[value, value]]
 
 
-def test_a_vote_that_ends_as_its_time_runs_out_is_late_or_good_but_never_broken(
+def test_vote_that_ends_at_its_deadline_is_never_broken(
     run_voters: RunVoters,
 ) -> None:
     # A time-out and a failure look alike to gloo's caller. Rank 1 casts about when rank 0 gives up.
@@ -301,13 +301,13 @@ def pulling(
     mine = ExpertBank(small_schema, 2, 2, num_staging=4)
     if request.param == "local":
         peers = [ExpertBank(small_schema, 2, slots, num_staging=4) for slots in (3, 2)]
-        records = {(1, 6): cooked(small_checkpoint, small_schema, (1, 6))}
+        records = {(1, 6): repacked(small_checkpoint, small_schema, (1, 6))}
         transport = LocalTransport(TOPOLOGY, 0, [mine, *peers], records)
         yield Pulling(transport, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
         return
-    address = SlabAddress(f"test-{os.getpid()}-pull", os.urandom(16))
-    slab = HostSlab(address, small_checkpoint, small_model, small_schema)
-    reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
+    address = HostCacheAddress(f"test-{os.getpid()}-pull", os.urandom(16))
+    host_cache = HostCacheServer(address, small_checkpoint, small_model, small_schema)
+    reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
     addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
     links = RankLinkSettings(addresses, b"of ranks that are tested")
     is_far = request.param == "network"
@@ -318,19 +318,19 @@ def pulling(
             yield Pulling(made, mine, write)
             made.close()
             reader.close()
-            slab.close()
+            host_cache.close()
             return
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
         shared = SharedPeers(0, TOPOLOGY, mine, handles)
         yield Pulling(PullTransport(RankMemory(0, mine, reader), shared), mine, write)
     reader.close()
-    slab.close()
+    host_cache.close()
 
 
-def cooked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torch.Tensor:
+def repacked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torch.Tensor:
     into = torch.zeros(schema.record_bytes, dtype=torch.uint8)
-    checkpoint.cook(*record, schema, into)
+    checkpoint.repack(*record, schema, into)
     return into
 
 
@@ -349,7 +349,7 @@ def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None
     assert not pulling.pull((1, 3), last_of_three).any()  # another layer
 
 
-def test_a_peer_out_of_reach_is_refused_in_words(pulling: Pulling) -> None:
+def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
     transport = pulling.transport
     assert transport.readable | transport.reachable == {0, 1}
 
@@ -365,7 +365,7 @@ def test_a_record_is_preloaded_from_disk_once_and_then_copied(
     loaded = [pulling.transport.preload([(1, 6)], DEADLINE_S) for _ in range(2)]
 
     assert [brought["disk"] for brought in loaded] == [small_schema.record_bytes, 0]
-    assert torch.equal(pulling.pull((1, 6), HOST), cooked(small_checkpoint, small_schema, (1, 6)))
+    assert torch.equal(pulling.pull((1, 6), HOST), repacked(small_checkpoint, small_schema, (1, 6)))
 
 
 def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
@@ -373,7 +373,7 @@ def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
         pulling.transport.preload([(1, 9)], DEADLINE_S)
 
 
-def test_a_dead_peer_s_slots_stay_readable_to_who_had_attached(small_schema: ExpertSchema) -> None:
+def test_slots_of_a_dead_peer_stay_readable_where_attached(small_schema: ExpertSchema) -> None:
     mine = ExpertBank(small_schema, 2, 2, num_staging=4)
     into = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
     with peer_process(small_schema) as (handle, write):
@@ -395,7 +395,7 @@ def test_a_peer_of_another_size_is_refused(small_schema: ExpertSchema) -> None:
         PeerBank(peer.handle, mine, 2)
 
 
-def test_nobody_can_write_into_a_peer_s_slots(small_schema: ExpertSchema) -> None:
+def test_peer_slots_are_mapped_read_only(small_schema: ExpertSchema) -> None:
     bank = ExpertBank(small_schema, 1, 1, num_staging=0)
 
     attached = attach(bank.handle, small_schema.record_bytes)
@@ -440,11 +440,11 @@ def test_replicas_of_different_bytes_are_refused_on_every_rank(
     assert all(str(sentence).startswith(refusal) for sentence in told)
 
 
-def test_a_rank_that_dies_before_it_agrees_is_told_in_words(run_ranks: RunRanks) -> None:
+def test_rank_death_during_the_digest_agreement_is_an_error(run_ranks: RunRanks) -> None:
     def agree(rank: int) -> object:
         dist.barrier()  # it dies among ranks that are connected
         return "dead" if rank == 1 else agreeing(rank, {})
 
     told, _ = run_ranks(2, agree)
 
-    assert told.startswith("a rank died or was late while")
+    assert told.startswith("a rank died or timed out during the ")

@@ -14,7 +14,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry.store import Control, LoadStore, RankState, RunInfo, events_backwards
 
 TIMEOUT_S = 20.0
@@ -225,7 +225,7 @@ def test_the_latest_candidates_are_kept_and_are_no_event(store: LoadStore) -> No
 # -- after a death
 
 
-def make_words(rank: int, **changes: Any) -> LastWords:
+def make_words(rank: int, **changes: Any) -> SurvivorReport:
     fields: dict[str, Any] = {
         "run": "run-1",
         "membership": 0,
@@ -240,7 +240,7 @@ def make_words(rank: int, **changes: Any) -> LastWords:
         "dead": (1, 5),
         "time": 9.5,
     }
-    return LastWords(rank=rank, **(fields | changes))
+    return SurvivorReport(rank=rank, **(fields | changes))
 
 
 def make_record(membership: int, **changes: Any) -> Recovery:
@@ -256,15 +256,15 @@ def make_record(membership: int, **changes: Any) -> Recovery:
     return Recovery(membership, **(fields | changes))
 
 
-def test_last_words_are_read_by_run_and_membership(store: LoadStore) -> None:
+def test_survivor_reports_are_read_by_run_and_membership(store: LoadStore) -> None:
     for words in (make_words(2), make_words(0), make_words(2, swapped=2)):
-        store.last_words(words)
-    store.last_words(make_words(1, membership=3))
-    store.last_words(make_words(1, run="run-2"))
+        store.add_survivor_report(words)
+    store.add_survivor_report(make_words(1, membership=3))
+    store.add_survivor_report(make_words(1, run="run-2"))
 
-    assert store.words("run-1", 0) == [make_words(0), make_words(2, swapped=2)]
-    assert store.words("run-1", 3) == [make_words(1, membership=3)]
-    assert store.words("run-3", 0) == []
+    assert store.survivor_reports("run-1", 0) == [make_words(0), make_words(2, swapped=2)]
+    assert store.survivor_reports("run-1", 3) == [make_words(1, membership=3)]
+    assert store.survivor_reports("run-3", 0) == []
 
 
 def test_the_first_record_of_a_death_stands(store: LoadStore) -> None:
@@ -290,7 +290,7 @@ def test_of_records_written_at_once_one_stands(store: LoadStore) -> None:
     assert kinds(store) == ["recovery"]
 
 
-def test_a_later_group_has_a_record_of_its_own(store: LoadStore) -> None:
+def test_later_group_has_its_own_recovery_record(store: LoadStore) -> None:
     store.recover(make_record(1), expected_membership=0)
     later = make_record(3, run="run-2")
 
@@ -319,7 +319,7 @@ CHANGES: list[Callable[[LoadStore], object]] = [
     lambda store: store.submit("rebalance", {}),
     lambda store: store.set_control(Control(), reason="test"),
     lambda store: store.suggest(Candidates((((0, 3),),))),
-    lambda store: store.last_words(make_words(0)),
+    lambda store: store.add_survivor_report(make_words(0)),
     lambda store: store.recover(make_record(1), expected_membership=0),
 ]
 
@@ -337,7 +337,7 @@ def test_a_change_wakes_a_waiting_thread(
         assert waiting.result(TIMEOUT_S) > before
 
 
-def test_samples_and_rank_states_wake_nobody(store: LoadStore) -> None:
+def test_samples_and_rank_states_end_no_wait(store: LoadStore) -> None:
     before = store.version()
 
     store.append([make_sample(0, 0)])
@@ -347,7 +347,7 @@ def test_samples_and_rank_states_wake_nobody(store: LoadStore) -> None:
     assert store.wait(before, timeout_s=0.05) == before
 
 
-def test_closing_ends_a_wait_and_a_closed_store_says_so(store: LoadStore) -> None:
+def test_close_ends_a_wait_and_later_calls_are_errors(store: LoadStore) -> None:
     failed = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Where a Redis store is and how to get in: the URL, taken apart.
+"""The address of a Redis store: the parsed URL, with login and TLS settings.
 
     redis://[user[:password]@]host[:port][/database][?option=value&...]
     rediss://...                                   the same over TLS
@@ -6,8 +6,7 @@
     rediss+cluster://...
     unix://[user[:password]@]/path/to/socket[?db=0&...]
 
-A password is never part of a message, a log line or a repr: what people see of an address is
-``str(address)``.
+A password is never part of a message, a log line or a repr: messages use ``str(address)``.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _URL = re.compile(r"([^:/?#]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.
 
 @dataclass(frozen=True)
 class Tls:
-    """How the server proves itself, and we to it. Paths of PEM files; "" takes the default."""
+    """TLS settings: how server and client authenticate. Paths of PEM files; "" is the default."""
 
     ca_certs: str = ""  # "": the system's
-    certfile: str = ""  # ours, for servers that ask for one
+    certfile: str = ""  # the client's, for servers that require one
     keyfile: str = ""
     check_hostname: bool = True
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a store tries, when it stops trying, and how much it keeps."""
+    """Timeouts, circuit breaker and limits of a store."""
 
     connect_timeout_s: float = 1.0
     timeout_s: float = 1.0  # without a byte from the server
-    deadline_s: float = 3.0  # for one change or question: no attempt starts later
+    deadline_s: float = 3.0  # for one change or query: no attempt starts later
     breaker_failures: int = 5  # failed attempts in a row, after which calls fail at once
     cool_down_s: float = 1.0  # for so long, before one call may try again
     max_samples: int = 500_000  # of one run; the oldest are forgotten for new ones
@@ -72,7 +71,7 @@ class RedisAddress:
 
 
 def parse_address(url: str) -> RedisAddress:
-    """Take a URL apart.
+    """Parse a URL.
 
     Raises:
         ConfigError: a part that cannot be used; it never shows what stands before the "@".
@@ -118,7 +117,7 @@ def _split(url: str) -> SplitResult:
 
 
 def without_password(url: str) -> str:
-    """Give a URL of any scheme as it may be shown."""
+    """Return a URL of any scheme as it may be shown."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     login, at, place = rest.rpartition("@")
     return f"{scheme}{separator}{login.partition(':')[0]}{at}{place.partition('?')[0]}"

@@ -1,4 +1,4 @@
-"""What can be wrong with a Redis server, and how it is told: one table."""
+"""Kinds of Redis failures, their messages and their handling: one table."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Trait:
-    """What to do about a trouble, and what to say of it."""
+    """How to handle a kind of failure, and its message."""
 
     words: str
     is_passing: bool = False  # may be over at the next attempt
-    is_absence: bool = False  # nobody is there to answer: others need not ask either
+    is_absence: bool = False  # the server does not respond: other calls need not try
 
 
 _KEPT = "what was acknowledged before is kept"
 
 
 class Trouble(Enum):
-    """Kinds of failure that need different words or deeds."""
+    """Kinds of failure with their own message or handling."""
 
     UNREACHABLE = Trait("cannot be reached, expected a server that answers", True, True)
     SLOW = Trait("does not answer, expected an answer within the timeout", True, True)
-    LOADING = Trait("is loading its data set, expected it to be through", True, True)
+    LOADING = Trait("is loading its data set, expected it to be loaded", True, True)
     CLUSTER_DOWN = Trait("is down as a cluster, expected a primary for every slot", True, True)
-    BUSY = Trait("is busy with another script, expected its turn", True)
+    BUSY = Trait("is busy with another script, expected it to end within the timeout", True)
     READ_ONLY = Trait("is a read-only replica, expected a primary", True)
     FULL = Trait(f"is full, expected room below its maxmemory; {_KEPT}")
     NOT_SAVING = Trait(f"cannot write its files, expected a disk with room; {_KEPT}")
@@ -36,7 +36,7 @@ class Trouble(Enum):
     NO_SOCKET = Trait("has no socket file, expected a server that listens on it", True, True)
     SOCKET_FORBIDDEN = Trait("forbids this user its socket file, expected the right to write to it")
     NODE_OF_CLUSTER = Trait("is a node of a cluster, expected a URL redis+cluster:// for it")
-    NO_CLUSTER = Trait("is no cluster, expected a URL redis:// for it")
+    NO_CLUSTER = Trait("is not a cluster, expected a URL redis:// for it")
     OTHER = Trait("failed, expected it to take the command")
 
 
@@ -71,7 +71,7 @@ _BY_PHRASE = {
 
 
 def trouble_in(text: str) -> Trouble | None:
-    """Read an error reply; None when it says nothing that is known here."""
+    """Return the kind of an error reply; None when it is unknown."""
     found = _WORD.search(text)
     if found:
         return _BY_WORD[found.group(1)]

