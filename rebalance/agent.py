@@ -133,7 +133,7 @@ class RankAgent:
         """Let nothing stop in silence: freeze without a thread, drop a plan that stands still."""
         rank, state, ended = self._parts.rank, self._box.state, self._core.watcher.ended()
         if ended:
-            reason = f"rank {rank}: thread {' and '.join(ended)} ended without a word"
+            reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
             self._box.update(phases.freeze, reason)
         objection = self._watchdog.objection(state)
         if objection and state.plan is not None:

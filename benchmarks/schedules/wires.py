@@ -80,7 +80,7 @@ class Transport:
         if self._faults.host_refuses:
             raise MigrationError("the host's disk is gone")
         if self._version and not self._has_new_weights:
-            raise MigrationError(f"weights version {self._version} is not in the host's slab")
+            raise MigrationError(f"weights version {self._version} is not in the host cache")
         self._held.update(records)
         return {"disk": RECORD_BYTES * len(records)}
 

@@ -74,7 +74,7 @@ class ControllerLease:
             found = self._store.acquire_lease(self.holder, self._ttl_s, self._of)
         except StoreError as exc:
             if self._lease is not None and now >= self._asked_at + self._ttl_s:
-                self.lose(f"it was not renewed within {self._ttl_s:g} s: {exc}")
+                self.lose(f"not renewed within {self._ttl_s:g} s: {exc}")
             raise
         if found is None:
             self._stand_by()
@@ -89,13 +89,15 @@ class ControllerLease:
             FencedOut: another holds it by now.
         """
         if not self.is_held():
-            raise FencedOut(f"{self.holder!r} held the lease, found that another holds it now")
+            raise FencedOut(
+                f"the lease of {self.holder!r} was taken: found another holder, expected this one"
+            )
 
     def lose(self, reason: str) -> None:
         """Stop acting. Said at once, and to the store as soon as it answers again."""
         if self._lease is not None:
             self._untold = reason
-            log.warning("token=%d the lease is lost: %s", self._lease.token, reason)
+            log.warning("token=%d lease lost: %s", self._lease.token, reason)
         self._lease = None
 
     def give_up(self) -> None:
@@ -114,11 +116,13 @@ class ControllerLease:
 
     def _stand_by(self) -> None:
         if self._lease is not None:
-            self.lose("another holds it")
+            self.lose("found another holder")
         self._tell_loss()
         if not self._is_standing_by:
             self._is_standing_by = True
-            log.info("%s stands by: another holds the lease of the %s", self.holder, self._of)
+            log.info(
+                "%s is standing by: another holder has the lease of the %s", self.holder, self._of
+            )
 
     def _tell_loss(self) -> None:
         if self._untold:

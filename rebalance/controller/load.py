@@ -95,7 +95,7 @@ class Arrivals:
             return
         reasons = self._group.intake.reasons() | {UNREADABLE: "damaged, or of an unknown version"}
         message = "; ".join(f"{news[name]} {name}: {reasons[name]}" for name in bad)
-        log.warning("samples left out: %s", message)
+        log.warning("samples rejected: %s", message)
         self._store.add_event("error", {"where": "load", "message": message, "samples": counts})
 
     def _counts(self, intake: Intake) -> dict[str, int]:

@@ -149,7 +149,7 @@ class Controller:
         self._kept_at = now
         done = self._keeper.turn(now)
         if done.left_out:
-            log.warning("%d samples are in no roll-up: %s", done.left_out, done.reason)
+            log.warning("%d samples excluded from roll-ups: %s", done.left_out, done.reason)
 
     def _note_error(self, where: str, exc: EplbError) -> None:
         """Log it, and make the first of its kind in a run an event."""
@@ -305,7 +305,7 @@ class Controller:
         This one ends each task in the turn that claims it, unless the store fails.
         """
         for task in self._store.running():
-            reason = "the controller ended while it worked on this, expected it to be asked again"
+            reason = "the controller exited during this task, expected it to be submitted again"
             self._store.finish(task.id, "failed", {"error": reason}, fence=self._lease.token)
 
     def _work_off(self, group: Group, task: Task) -> Mapping[str, Any]:

@@ -64,9 +64,13 @@ class OpenPlan:
         plan_id, version = migration.plan_id, migration.weights_version
         committed = self._store.committed()
         if committed is None or committed.placement.generation != migration.base.generation:
-            return "rejected", "it was made for a placement that does not serve"
+            return "rejected", "the plan was made for another placement than the committed one"
         if served_weights is not None and served_weights != version:
-            return "rejected", f"it was made for weights version {version}, {served_weights} serves"
+            return (
+                "rejected",
+                f"the plan is for weights version {version}, found version {served_weights} on "
+                "all ranks",
+            )
         is_taken_up = any(state.plan_id == plan_id for state in states)
         if not self._store.control().movement and not is_taken_up:
             return "aborted", SWITCHED_OFF

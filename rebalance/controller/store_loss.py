@@ -52,11 +52,11 @@ class StoreLoss:
         if self._run is None or self._control is None:
             return False  # nothing was committed yet that could be lost
         state, (placement, plan_id) = self._serving.describe(), self._serving.settled()
-        reason = f"rank {state.rank} found the store without a placement: its contents are lost"
+        reason = f"rank {state.rank} found no placement in the store: the store lost its contents"
         if self._store.restore(
             self._run, placement, self._control, last_plan_id=plan_id, reason=reason
         ):
-            log.error("generation=%d %s; written anew", placement.generation, reason)
+            log.error("generation=%d %s; state restored", placement.generation, reason)
         return True
 
     def _own_run(self) -> RunInfo | None:

@@ -33,7 +33,7 @@ class BackOff:
         """Say why it is not asked now; "" if it may be."""
         with self._lock:
             left_s = self._until - self._clock()
-            return f"left alone for {left_s:.1f} s more, because {self._why}" if left_s > 0 else ""
+            return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""
 
     def fails(self, why: str) -> None:
         """Leave it alone for a while, and longer after every failure that follows another."""
@@ -43,7 +43,7 @@ class BackOff:
                 return  # the same failure, seen by another thread
             self._rest_s = min(self._most_s, max(FIRST_BACK_OFF_S, 2 * self._rest_s))
             self._until, self._why = now + self._rest_s, why
-        log.warning("%s is left alone for %.3g s: %s", self._name, self._rest_s, why)
+        log.warning("%s: in back-off for %.3g s after: %s", self._name, self._rest_s, why)
 
     def is_well(self) -> None:
         """Note that it gave what it was asked for."""

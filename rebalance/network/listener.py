@@ -72,7 +72,9 @@ class Door:
                 caller, (host, *_) = self._listening.accept()
             except OSError as exc:
                 if not self._is_closing.is_set():
-                    log.warning("another %s could not be answered: %s", self._plate.callers, exc)
+                    log.warning(
+                        "cannot accept the connection of a %s: %s", self._plate.callers, exc
+                    )
                     self._is_closing.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
                 continue
             args = caller, str(host)
@@ -91,9 +93,11 @@ class Door:
             try:
                 # Nothing was sent before, so there is room for this: it never waits.
                 wire = Wire(caller, time.monotonic() + self._plate.silence_s, TURN_AWAY_S)
-                wire.send({"refused": f"{MOST_CALLERS} other callers are connected"})
+                wire.send(
+                    {"refused": f"connection limit reached: {MOST_CALLERS} clients connected"}
+                )
             except (MigrationError, OSError) as exc:
-                log.warning("a caller too many could not be told: %s", exc)
+                log.warning("connection limit reached, refusal not sent: %s", exc)
 
     def _meet(self, caller: socket.socket, name: str) -> None:
         """Serve one caller, on a thread of its own."""
@@ -105,10 +109,11 @@ class Door:
                 self._serve(wire)
         except (MigrationError, OSError) as exc:
             if not self._is_closing.is_set():
-                log.warning("%s %s was not served: %s", plate.callers, name, exc)
+                log.warning("%s %s: connection failed: %s", plate.callers, name, exc)
         except (KeyError, TypeError, ValueError) as exc:
-            what = "sent what is no request, and is hung up on"
-            log.error("%s %s %s: %r", plate.callers, name, what, exc)
+            log.error(
+                "%s %s: malformed request; closing the connection: %r", plate.callers, name, exc
+            )
         finally:
             with self._lock:
                 self._callers.pop(caller, None)
@@ -130,7 +135,7 @@ class Door:
             try:
                 caller.shutdown(socket.SHUT_RDWR)
             except OSError as exc:
-                log.debug("a caller had hung up already: %s", exc)
+                log.debug("client connection already closed: %s", exc)
             thread.join(CLOSE_DEADLINE_S)
 
 
@@ -141,5 +146,5 @@ def _listen(plate: DoorPlate) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=MOST_CALLERS)
     except OSError as exc:
         raise MigrationError(
-            f"the door for other {plate.callers}s, {host} port {port}, cannot be listened on: {exc}"
+            f"cannot listen for other {plate.callers}s on {host} port {port}: {exc}"
         ) from exc

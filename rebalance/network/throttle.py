@@ -76,6 +76,8 @@ class Hold:
         """When staging may go on; a time that has passed means now."""
         with self._lock:
             if self._until != NOW and self.clock() >= self._until:
-                log.warning("staging was paused and not resumed before its deadline: it goes on")
+                log.warning(
+                    "staging resumed: the pause reached its deadline without resume_staging"
+                )
                 self._until = NOW
             return self._until

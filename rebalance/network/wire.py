@@ -94,15 +94,15 @@ class Wire:
         (length,) = _LENGTH.unpack(head)
         if length > max_bytes:
             raise MigrationError(
-                f"it sent {head!r}, expected the length of a message of at most {max_bytes} bytes"
+                f"message header {head!r}, expected a length of at most {max_bytes} bytes"
             )
         text = self._read(length, self._silence_s)
         try:
             message = decode_json(text)
         except ValueError as exc:
-            raise MigrationError(f"it says {text[:32]!r}, expected JSON: {exc}") from exc
+            raise MigrationError(f"message {text[:32]!r}, expected JSON: {exc}") from exc
         if not isinstance(message, dict):
-            raise MigrationError(f"it says {text[:32]!r}, expected a JSON object")
+            raise MigrationError(f"message {text[:32]!r}, expected a JSON object")
         return message
 
     def send_bytes(self, view: memoryview) -> None:
@@ -134,20 +134,20 @@ class Wire:
         while done < len(into):
             count = self._in_time(partial(self._end.recv_into, into[done:]), silence_s)
             if count == 0:
-                raise MigrationError(f"it hung up after {done} of {len(into)} bytes")
+                raise MigrationError(f"connection closed after {done} of {len(into)} bytes")
             done += count
 
     def _in_time(self, step: Callable[[], int], silence_s: float) -> int:
         left_s = min(self.left_s, silence_s)
         if left_s <= 0:
-            raise MigrationError("it was late: the deadline of a record has passed")
+            raise MigrationError("deadline passed before the transfer was complete")
         try:
             self._end.settimeout(left_s)
             return step()
         except TimeoutError as exc:
-            raise MigrationError(f"it moved no byte in {left_s:.3g} s") from exc
+            raise MigrationError(f"no bytes transferred within {left_s:.3g} s") from exc
         except OSError as exc:
-            raise MigrationError(f"the connection broke: {exc}") from exc
+            raise MigrationError(f"connection failed: {exc}") from exc
 
 
 def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
@@ -159,7 +159,7 @@ def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
     try:
         return socket.create_connection(address, timeout=deadline_s)
     except OSError as exc:
-        raise MigrationError(f"it cannot be reached: {exc}") from exc
+        raise MigrationError(f"cannot connect: {exc}") from exc
 
 
 def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
@@ -176,7 +176,7 @@ def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
     if "refused" in theirs:
         raise RefusedError(str(theirs["refused"]))
     if theirs.get("protocol") != protocol:
-        raise MigrationError(f"it speaks {theirs.get('protocol')!r}, expected {protocol!r}")
+        raise MigrationError(f"protocol {theirs.get('protocol')!r}, expected {protocol!r}")
     nonces = secrets.token_hex(16), str(theirs.get("nonce"))
     wire.send({"nonce": nonces[0], "proof": _proof(secret, protocol, "asks", nonces)})
     found = wire.receive(max_bytes=MAX_HELLO_BYTES)
@@ -184,7 +184,9 @@ def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
         raise MigrationError(str(found["error"]))
     proof = _proof(secret, protocol, "gives", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):
-        raise MigrationError("it does not prove that it knows the deployment's secret")
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the server"
+        )
     return found
 
 
@@ -200,8 +202,13 @@ def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOC
     nonces = str(found.get("nonce")), own
     proof = _proof(secret, protocol, "asks", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):
-        wire.send({"error": "it knows another secret than this side: one deployment has one"})
-        raise MigrationError("it does not know the deployment's secret")
+        refusal = (
+            "authentication failed: the secrets differ, expected the deployment's on both sides"
+        )
+        wire.send({"error": refusal})
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the client"
+        )
     wire.send({"proof": _proof(secret, protocol, "gives", nonces)} | hello)
 
 
@@ -243,6 +250,6 @@ class Budget:
                     self._bucket.take(num_bytes)
                     return
             if ready_at >= deadline:
-                raise MigrationError("the budget between hosts has no room before the deadline")
+                raise MigrationError("bandwidth budget exhausted until after the deadline")
             if self._is_closing.wait(ready_at - now):
-                raise MigrationError("this side is closing")
+                raise MigrationError("this process is closing its connections")

@@ -48,7 +48,7 @@ def fill_bank(
                 slab.read(record, bank.live(layer, slot))
             if bank.digest(layer, slot) != expected:
                 raise MigrationError(
-                    f"layer {layer} slot {slot} does not hold expert {record[1]} as read"
+                    f"layer {layer} slot {slot}: digest mismatch after loading expert {record[1]}"
                 )
             digests[record] = expected
         slab.release(batch)

@@ -63,14 +63,16 @@ class RecordLoader:
         try:
             file = RecordFile.open_or_make(path, self.origin)
         except CheckpointError as exc:
-            log.error("preload goes on without a record file: %s", exc)
+            log.error("preload continues without a record file: %s", exc)
             return None
         log.info(
             "record file %s: %d of %d records, %s",
             path,
             file.num_complete,
             self.origin.num_records,
-            "cooked ones are added" if file.may_write else "another process writes it",
+            "repacked records are appended"
+            if file.may_write
+            else "read-only: another process writes it",
         )
         return file
 
@@ -95,7 +97,7 @@ class RecordLoader:
         if expected is not None and found != expected:
             raise CheckpointError(
                 f"layer {record[0]} expert {record[1]}: the checkpoint's bytes have digest {found},"
-                f" expected {expected} as before"
+                f" expected {expected} as in the first read"
             )
         self._digests[record] = found
         return Loaded(found, is_cooked=True)
@@ -120,7 +122,13 @@ class RecordLoader:
         except OSError as exc:
             what = str(exc)
         self.num_damaged += 1
-        log.error("%s: layer %d expert %d: %s; cooked again", self.file.path, layer, expert, what)
+        log.error(
+            "%s: layer %d expert %d: %s; repacking from the checkpoint",
+            self.file.path,
+            layer,
+            expert,
+            what,
+        )
         return False
 
     def _cook(self, record: Record, into: torch.Tensor) -> Digest:
@@ -138,7 +146,9 @@ class RecordLoader:
             try:
                 self.file.close()
             except OSError as exc:
-                log.error("record file %s: the last records are not kept: %s", self.file.path, exc)
+                log.error(
+                    "record file %s: the last records were not saved: %s", self.file.path, exc
+                )
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class WriteBehind:
             except OSError as exc:
                 self.is_failed = True
                 log.error(
-                    "record file %s: no more records are added, cooking goes on without: %s",
+                    "record file %s: write failed, no more records are appended: %s",
                     self._file.path,
                     exc,
                 )
@@ -200,11 +210,11 @@ class WriteBehind:
         try:
             self._queue.put(None, timeout=CLOSE_DEADLINE_S)
         except queue.Full:
-            log.error("record file %s: its disk does not answer", self._file.path)
+            log.error("record file %s: the disk does not respond", self._file.path)
             return
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
-            log.error("record file %s: its disk does not answer", self._file.path)
+            log.error("record file %s: the disk does not respond", self._file.path)
 
 
 def make_all(

@@ -42,7 +42,9 @@ class GlooVotes:
         try:
             found = gathered((host, port, key.hex()), self._group)
         except RuntimeError as exc:
-            raise RankError(f"a rank died or was late while ranks got to know: {exc}") from exc
+            raise RankError(
+                f"a rank died or timed out during the exchange of addresses: {exc}"
+            ) from exc
         return [_address_of(rank, message) for rank, message in enumerate(found)]
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:

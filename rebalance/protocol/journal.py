@@ -116,7 +116,7 @@ class Journal:
                 self._append(lines.encode())
             except (OSError, TypeError, ValueError) as exc:  # serving goes on, and this says so
                 self.num_dropped += len(entries)
-                log.warning("%s: %d notes are lost: %s", self.path, len(entries), exc)
+                log.warning("%s: %d journal entries lost: %s", self.path, len(entries), exc)
 
     def _next(self) -> list[Entry]:
         with self._changed:

@@ -103,8 +103,8 @@ class Lifelines:
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             log.error(
-                "rank %d: its lifelines' thread does not end within %g s, so it has not taken its "
-                "leave, and the others may take it for dead",
+                "rank %d: the thread of the liveness connections did not stop within %g s; "
+                "other ranks may detect this rank as dead",
                 self._rank,
                 deadline_s,
             )
@@ -115,7 +115,7 @@ class Lifelines:
         try:
             line.send(LEAVING)
         except OSError:
-            log.debug("a rank was gone before this one left")
+            log.debug("a rank closed its liveness connection before this one left")
 
     def _connect(
         self, listening: socket.socket, addresses: Sequence[Address], deadline: float
@@ -165,7 +165,7 @@ class Lifelines:
         """What to do about a rank whose address nobody but its own machine can reach."""
         if not is_loopback(host) or is_loopback(self._host):
             return ""
-        return f"; {host} is reached from its own machine alone: name that rank's host"
+        return f"; {host} is a loopback address: configure that rank's host"
 
     def _register(self, rank: int, line: socket.socket) -> None:
         line.setblocking(False)  # what looks ready may not be: nothing may hold the watching up
@@ -201,7 +201,7 @@ class Lifelines:
         line.close()
         if rank not in self._leaving:
             self._dead |= {rank}
-            log.warning("rank %d: rank %d is gone", self._rank, rank)
+            log.warning("rank %d: rank %d is dead: liveness connection closed", self._rank, rank)
 
 
 def is_loopback(host: str) -> bool:
@@ -232,4 +232,4 @@ def address_towards(host: str, port: int) -> str:
                 refusals.append(f"{address[0]}: {exc}")
     except OSError as exc:
         refusals.append(str(exc))
-    raise RankError(f"no way from here to {host} port {port}: {'; '.join(refusals)}")
+    raise RankError(f"no route from this host to {host} port {port}: {'; '.join(refusals)}")

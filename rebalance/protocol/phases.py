@@ -33,7 +33,7 @@ from enum import Enum
 from eplb.errors import RankError
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 
-ELSEWHERE = "another rank asked for it"  # all that a verdict tells of an abort's reason
+ELSEWHERE = "requested by another rank"  # all that a verdict tells of an abort's reason
 
 
 class Phase(Enum):

@@ -131,7 +131,7 @@ class Watcher:
     def tell(self, kind: str, detail: Details) -> None:
         """Have an event written down."""
         write = partial(self._store.add_event, kind, detail)
-        self._to_write.put(Writing(f"writing down an event of kind {kind!r}", write))
+        self._to_write.put(Writing(f"writing an event of kind {kind!r}", write))
 
     def commit(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
@@ -142,7 +142,7 @@ class Watcher:
         for it knows. The first to write is the one that people read, so the others let it be first.
         """
         write = partial(self._write, migration, serving, outcome, reason)
-        what, now = f"writing down the end of plan {migration.plan_id}", self._watchdog.clock()
+        what, now = f"writing the end of plan {migration.plan_id}", self._watchdog.clock()
         until = now + (DEFERS_S if reason == phases.ELSEWHERE else 0.0)
         self._to_write.put(Writing(what, write, migration.plan_id, until))
 
@@ -162,7 +162,7 @@ class Watcher:
             committed = self._store.committed()
             if committed is None:
                 raise StoreError(
-                    "the store has lost its contents, expected its placement to be written anew"
+                    "the store lost its contents, expected its placement to be restored"
                 ) from None
             if committed.placement.generation <= serving.generation:
                 raise
@@ -187,7 +187,7 @@ class Watcher:
         Returns:
             Their version, and how long to wait for the next; None if it failed.
         """
-        self._watchdog.watcher.busy("asking the load store for news")
+        self._watchdog.watcher.busy("polling the load store")
         try:
             version = self._store.wait(version, patience_s)
             control, published = self._store.control(), self._store.published()
@@ -196,7 +196,7 @@ class Watcher:
             is_settled = self._agent.hear(control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
-            log.warning("the load store failed, trying again: %s", exc)
+            log.warning("load store failed, retrying: %s", exc)
         except Exception:
             # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
             # adopted any more, the rank's state says so, and serving goes on.
@@ -212,7 +212,7 @@ class Watcher:
             while not (is_written := self.is_written(writing)) and not self._closing.is_set():
                 self._closing.wait(POLL_S)
             if not is_written:
-                log.error("%s is given up: the rank ends", writing.what)
+                log.error("%s cancelled: the rank is stopping", writing.what)
             beat.idle()
 
     def is_written(self, writing: Writing) -> bool:
@@ -223,14 +223,14 @@ class Watcher:
             writing.write()
         except StaleGeneration as exc:
             # What serves here is not what the store says serves: only people can tell why.
-            log.exception("a commit was refused")
-            self._box.update(phases.freeze, f"a commit was refused: {exc}")
+            log.exception("the store rejected a commit")
+            self._box.update(phases.freeze, f"the store rejected a commit: {exc}")
         except StoreError as exc:
-            log.warning("%s failed, trying again: %s", writing.what, exc)
+            log.warning("%s failed, retrying: %s", writing.what, exc)
             return False
         except Exception:
             # As above: the commits that follow must still be written.
-            log.exception("the scribe failed")
+            log.exception("the commit writer failed")
             self._box.update(phases.freeze, f"{writing.what} failed, see the log")
         return True
 
@@ -260,7 +260,7 @@ class Watcher:
             if plan is not None:  # adopted since, or before the mover could begin: never brought
                 self._mover.wait_for_end(self._box, plan.plan_id)
         elif not self._closing.is_set():
-            log.warning("the mover is started again, for the only time")
+            log.warning("restarting the mover after its first failure")
             again = threading.Thread(target=self._move, name=MOVER, daemon=True)
             again.start()
             self._threads.append(again)

@@ -91,18 +91,19 @@ def recover(
     patient.insist("write its last words", lambda: store.last_words(words))
     deadline = time.monotonic() + deadlines.words_s
     record = patient.insist(
-        "agree with the others", lambda: _agree(survivor, store, words, num_ranks, deadline)
+        "agree with the other survivors",
+        lambda: _agree(survivor, store, words, num_ranks, deadline),
     )
     if words.rank not in record.survivors:
         raise RankError(
-            f"rank {words.rank}: the others went on without it ({record.reason}), "
-            "it was silent for too long"
+            f"rank {words.rank}: the other survivors excluded it ({record.reason}): "
+            "its survivor report came too late"
         )
     try:
         survivor.take_over(record)
     except RuntimeError as exc:  # torch's, of a device that a death took with it
         raise RankError(f"rank {words.rank} cannot roll forward: {exc}") from exc
-    patient.insist("see the commit", lambda: _await_commit(store, survivor, record, patient))
+    patient.insist("read the commit", lambda: _await_commit(store, survivor, record, patient))
     log.warning(
         "generation=%d rank=%d membership=%d recovered: %s",
         record.generation,
@@ -136,7 +137,7 @@ def _agree(
             if found.placement.generation == overtaken_by:
                 raise RankError(
                     f"rank {words.rank}: generation {overtaken_by} is committed, and survivors "
-                    f"can reach generation {record.generation} of plan {record.plan_id} alone"
+                    f"can reach only generation {record.generation} of plan {record.plan_id}"
                 )
             overtaken_by = found.placement.generation
             continue
@@ -159,7 +160,7 @@ def _own_run(record: Recovery, words: LastWords) -> Recovery:
     if (record.run, record.membership) != (words.run, words.membership + 1):
         raise RankError(
             f"rank {words.rank} is of run {words.run!r}, membership {words.membership}; found "
-            f"membership {record.membership} of run {record.run!r} recorded: it is left behind"
+            f"membership {record.membership} of run {record.run!r} recorded: this rank is excluded"
         )
     return record
 
@@ -193,7 +194,7 @@ class _Patience:
     def left_s(self, what: str) -> float:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
-            raise RankError(f"rank {self._rank}: out of time while it waited {what}")
+            raise RankError(f"rank {self._rank}: timed out while waiting {what}")
         return left_s
 
     def insist(self, what: str, ask: Callable[[], Result]) -> Result:
@@ -205,9 +206,10 @@ class _Patience:
             except StoreError as exc:
                 if time.monotonic() + RETRY_S >= self._deadline:
                     raise RankError(
-                        f"rank {self._rank} cannot {what}, no store in time: {exc}"
+                        f"rank {self._rank} cannot {what}: the store failed until the deadline: "
+                        f"{exc}"
                     ) from exc
-                log.warning("rank %d cannot %s, trying again: %s", self._rank, what, exc)
+                log.warning("rank %d cannot %s, retrying: %s", self._rank, what, exc)
                 time.sleep(RETRY_S)  # a store that fails tells nobody when it is well again
 
 
@@ -287,7 +289,7 @@ def rejoin(
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as exc:
-        raise RankError(f"rank {rank} could not join the other survivors: {exc}") from exc
+        raise RankError(f"rank {rank} cannot join the other survivors: {exc}") from exc
     return SurvivorVotes(GlooVotes(group, host=host, deadline_s=deadline_s), record.survivors)
 
 

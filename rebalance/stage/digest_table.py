@@ -57,7 +57,7 @@ def agreed_digests(
     outcome, reduced = vote.poll(deadline_s)
     if outcome is not Outcome.VALUE:
         raise BrokenGroup(
-            "a rank died or was late while digests were agreed on, "
+            "a rank died or timed out during the agreement on digests, "
             f"expected all within {deadline_s:g} s"
         )
     table = torch.tensor(reduced).view(2, num_layers, num_experts, 2)

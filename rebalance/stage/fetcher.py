@@ -40,7 +40,7 @@ class Fetcher:
             MigrationError: no source has it.
         """
         if not self.is_quiet:
-            raise MigrationError("copies that were given up earlier may still be writing")
+            raise MigrationError("cancelled copies may still be writing to staging")
         is_there, failure = False, None
 
         def work() -> Generator[Wait, None, None]:
@@ -59,15 +59,15 @@ class Fetcher:
 
     def settle(self, box: PhaseBox) -> Generator[Wait, None, None]:
         """Wait until nothing writes. Where that cannot be had, no plan is adopted any more."""
-        self._beat.busy("waiting for what was ordered to end")
+        self._beat.busy("waiting for ordered copies to end")
         try:
             yield from self._stager.drain()
             self._release()
         except Exception as exc:
             # Too late or a broken device: what may still be written must not be used again.
-            log.exception("rank %d: copies cannot be ended", self._rank)
+            log.exception("rank %d: staging copies did not end", self._rank)
             self.is_quiet = False
-            box.update(phases.freeze, f"rank {self._rank}: copies cannot be ended: {exc}")
+            box.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
 
     def _release(self) -> None:
         """End the leases. A host that is gone has none, and nothing is writing all the same."""

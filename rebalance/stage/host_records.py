@@ -54,7 +54,7 @@ class HostRecords:
             CalledOff: it is not wanted any more.
         """
         name = f"layer {record[0]} expert {record[1]}"
-        self._beat.busy(f"having the host read {name} again")
+        self._beat.busy(f"reloading {name} on the host")
         try:
             self._transport.reload(record, self._deadline_s, is_wanted)
         except CalledOff:

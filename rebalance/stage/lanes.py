@@ -169,7 +169,7 @@ class Lane:
                 return None
             raise MigrationError(
                 f"{chunk.pull.name}: {chunk.num_bytes} bytes from "
-                f"{chunk.pull.origin} have not landed in {self._deadline_s:.3g} s"
+                f"{chunk.pull.origin} did not arrive within {self._deadline_s:.3g} s"
             )
         self.flying.popleft()
         chunk.pull.num_flying -= 1

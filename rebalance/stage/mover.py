@@ -122,7 +122,7 @@ class Mover:
         try:
             self._transport.hint(records)
         except MigrationError as exc:
-            log.warning("rank %d: nothing is read ahead: %s", self._parts.rank, exc)
+            log.warning("rank %d: read-ahead failed: %s", self._parts.rank, exc)
 
     def bring(self, migration: Migration, box: PhaseBox) -> None:
         """Work one migration off: returns when it is done or dropped, or the rank halts.
@@ -158,7 +158,7 @@ class Mover:
 
     def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
         plan_id = migration.plan_id
-        self.beat.busy(f"working out what serves in plan {plan_id}")
+        self.beat.busy(f"computing the placements of plan {plan_id}")
         self.serving = list(serving_after_each(migration, self._parts.table))
         self._check(migration)
         if not (yield from self._preload(migration, box)):
@@ -256,8 +256,7 @@ class Mover:
                 self.beat.busy("waiting for copies into live slots")
             elif now >= deadline:
                 raise MigrationError(
-                    "a swap's copies have not ended "
-                    f"{self._settings.pull_deadline_s:.3g} s after they were ordered"
+                    f"copies of a swap did not end within {self._settings.pull_deadline_s:.3g} s"
                 )
             yield Wait("the copies of a swap", deadline, (copy,))
 

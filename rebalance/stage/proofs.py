@@ -91,7 +91,7 @@ class Proofs:
         if not proof.digests.is_complete():
             if self._clock() < proof.deadline:
                 return []
-            raise MigrationError(f"{proof.pulls[0].name}: its digest is not worked out in time")
+            raise MigrationError(f"{proof.pulls[0].name}: its digest was not computed in time")
         self._proofs.popleft()
         found = self._records.read(proof.digests)
         return [

@@ -132,7 +132,7 @@ class Sources:
         rest_s = HOST_RETRY_S if places[0] == HOST else math.inf
         self._quarantined[_key(move, places[0])] = self._clock() + rest_s
         log.warning(
-            "layer %d expert %d: %s gave wrong bytes and is not read by rank %d for %g s",
+            "layer %d expert %d: digest mismatch from %s; rank %d quarantines it for %g s",
             move.layer,
             move.expert,
             places[0],

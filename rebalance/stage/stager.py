@@ -82,7 +82,7 @@ class Stager:
         except MigrationError as exc:
             if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
                 raise
-            log.info("%d records are looked for beyond the host: %s", len(wanted), exc)
+            log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
 
     def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
         """Bring and prove all of ``pulls``; return False if that is not wanted any more.
@@ -127,10 +127,10 @@ class Stager:
         while left := [done for done in self._completions() if not done.is_complete()]:
             if self._clock() >= deadline:
                 raise MigrationError(
-                    f"{len(left)} copies into staging have not ended "
-                    f"{self._settings.pull_deadline_s:.3g} s after they were given up"
+                    f"{len(left)} copies into staging did not end "
+                    f"within {self._settings.pull_deadline_s:.3g} s after they were cancelled"
                 )
-            yield Wait("copies that were given up", deadline, (left[-1],))
+            yield Wait("cancelled copies", deadline, (left[-1],))
         for lane in self._lanes.values():
             lane.clear()
         self._proofs.clear()
@@ -250,7 +250,7 @@ class Stager:
         if is_mended:
             pull.is_reloaded = True
         elif len(pull.places) == 1:
-            pull.failed[pull.places[0]] = "wrong digest"
+            pull.failed[pull.places[0]] = "digest mismatch"
         else:
             pull.suspected = pull.places
         self.meter.add_bytes("rejected", pull.num_bytes)
@@ -266,7 +266,7 @@ class Stager:
                 self._beat.busy(f"pulling {pull.name} from {pull.origin}")
                 return
         if (proof := self._proofs.oldest) is not None:
-            self._beat.busy(f"working out the digest of {proof.pulls[0].name}")
+            self._beat.busy(f"computing the digest of {proof.pulls[0].name}")
         else:
             self._beat.idle("waiting for the budget of a link, or for the engine's hold to end")
 

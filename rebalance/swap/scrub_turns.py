@@ -82,7 +82,7 @@ class ScrubTurns:
         """
         if not self.end_look(deadline_s):
             raise RankError(
-                f"rank {self._scrubber.rank}: a live slot is still being looked at after "
+                f"rank {self._scrubber.rank}: the check of a live slot did not end within "
                 f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
             )
 
@@ -144,13 +144,13 @@ class ScrubTurns:
         if damage is None:
             scrubber.counts["clean"] += 1
             if scrubber.suspects.pop(where, 0):
-                self._tell("repaired", where, "holds the right bytes again")
+                self._tell("repaired", where, "digest correct after the repair")
             return
         if where not in scrubber.suspects:
             scrubber.suspects[where] = 0
-            self._tell("damaged", where, "holds wrong bytes", damage)
+            self._tell("damaged", where, "digest mismatch", damage)
         if scrubber.suspects[where] >= MAX_REPAIRS:
-            self._lose(where, f"{where} does not keep what was written into it {MAX_REPAIRS} times")
+            self._lose(where, f"{where}: digest mismatch after {MAX_REPAIRS} repairs")
         else:
             self._stage(where, serving)
 
@@ -163,7 +163,7 @@ class ScrubTurns:
                 pull = self._scrubber.right_bytes(where, serving, loan)
                 is_right = self._mover.fetcher.fetch(pull, self._box, self._is_wanted)
         except MigrationError as exc:
-            self._lose(where, f"{where} holds wrong bytes: {exc}")
+            self._lose(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
             with self._box.changed:
                 # Whoever ended the look has gone on, and would not give the loan back.
@@ -187,7 +187,7 @@ class ScrubTurns:
         spare = self._scrubber.spare(where.layer, serving)
         if spare is None:
             raise MigrationError(
-                f"right ones can be brought nowhere, found 0 staging entries and no EMPTY slot in "
+                f"no memory for the repair: found 0 staging entries and no EMPTY slot in "
                 f"layer {where.layer}"
             )
         return spare

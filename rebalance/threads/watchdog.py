@@ -93,7 +93,7 @@ class Watchdog:
             return f"{standing} for {standing.age_s:.1f} s, expected at most {self._deadline_s:g} s"
         if not state.is_adopted and self._waits_too_long(state.plan.plan_id):
             return (
-                f"plan {state.plan.plan_id} is not worked on by every rank after "
+                f"plan {state.plan.plan_id} was not adopted by every rank within "
                 f"{self._deadline_s:g} s"
             )
         return ""

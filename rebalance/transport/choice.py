@@ -69,7 +69,9 @@ def choose_transport(
     """
     wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
     if wrong:
-        raise MigrationError(f"a rank reads wrong bytes from its own slots or its host: {wrong}")
+        raise MigrationError(
+            f"start-up check failed for a rank's own slots or its host cache: {wrong}"
+        )
     made: PullTransport | None = None
     try:
         made = PullTransport(memory, open_peers())
@@ -78,10 +80,17 @@ def choose_transport(
         wrong = str(exc)
     wrong = first_refusal(wrong, group)
     if made is None or wrong:
-        ways = "the host" if memory.others is None else "the host, or from ranks that are asked"
-        why = f"all weights come through {ways}, because peers cannot be read: {wrong}"
+        ways = (
+            "the host"
+            if memory.others is None
+            else "the host and from other ranks over the network"
+        )
+        why = f"weights are read from {ways}, not from peers: {wrong}"
         return PullTransport(memory, NoPeers()), why
-    return made, f"peers' slots and the host's slab give right bytes on {group.size()} ranks"
+    return (
+        made,
+        f"peers' slots and the host cache passed the start-up check on {group.size()} ranks",
+    )
 
 
 def _places(
@@ -110,11 +119,11 @@ def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemor
             half = size // 2  # an offset other than 0 is to be right too
             landed = [transport.pull(record, place, at, into[at:][:half]) for at in (0, half)]
             if not all(_is_complete_in_time(completion) for completion in landed):
-                return f"{where} has not landed in {PROOF_DEADLINE_S:.0f} s"
+                return f"{where} did not arrive within {PROOF_DEADLINE_S:.0f} s"
         except MigrationError as exc:
             return f"{where}: {exc}"
         if digest(into) != tuple(known.digests[record].tolist()):
-            return f"{where} has another digest than the expert"
+            return f"{where}: digest mismatch"
     return ""
 
 

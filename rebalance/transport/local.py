@@ -44,7 +44,7 @@ class LocalTransport:
         for record in records:
             if self._weights_version:
                 raise MigrationError(
-                    f"weights version {self._weights_version} is not in the host's slab"
+                    f"weights version {self._weights_version} is not in the host cache"
                 )
             if record not in self._on_disk:
                 raise MigrationError(f"layer {record[0]} expert {record[1]} is not on disk")

@@ -50,7 +50,7 @@ class NoPeers:
 
     def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
         """Refuse."""
-        raise MigrationError(f"layer {layer}: {place} cannot be read, expected the host's slab")
+        raise MigrationError(f"layer {layer}: {place} cannot be read, expected the host cache")
 
 
 class SharedPeers:

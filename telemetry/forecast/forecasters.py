@@ -173,7 +173,7 @@ class DomainMix:
         if history.tokens.shape[1:] != self.profiles.shape[1:]:
             raise HistoryError(
                 f"windows of {history.tokens.shape[1:]} layers and experts, "
-                f"expected {self.profiles.shape[1:]}, of which the domains were learnt"
+                f"expected {self.profiles.shape[1:]}, the shape of the domains"
             )
         weights = mix_of(self.profiles, history.latest(self.recent).total())
         mixed: Shares = np.einsum("d,dle->le", weights, self.profiles)

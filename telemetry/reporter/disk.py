@@ -76,7 +76,7 @@ class SpoolDisk:
         try:
             return sample_from_bytes(place.segment.read(place))
         except (OSError, EplbError) as exc:
-            raise StoreError(f"{place.segment.path}: a record is refused: {exc}") from exc
+            raise StoreError(f"{place.segment.path}: record rejected: {exc}") from exc
 
     def release(self, place: Place | None) -> None:
         """Let a record go."""

@@ -188,7 +188,7 @@ class Drain:
             self._refuse(position, error)
 
     def _refuse(self, position: int, why: EplbError) -> None:
-        log.warning("a sample is refused: %s", why)
+        log.warning("sample rejected: %s", why)
         self._spool.refuse(position, why)
         del self._strikes[position]
 
@@ -198,7 +198,7 @@ class Drain:
 
     def _note(self, error: StoreError) -> None:
         if self._num_failures == 0:  # once for each time that the store is in trouble
-            log.warning("the load store failed, trying again: %s", error)
+            log.warning("load store failed, retrying: %s", error)
         kind = type(error).__name__
         with self._changed:
             self._errors[kind] = self._errors.get(kind, 0) + 1

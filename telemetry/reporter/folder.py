@@ -109,7 +109,7 @@ class SpoolFolder:
                 return last
             self._seal(last)
         elif last is not None:
-            log.warning("%s was deleted by somebody: a new segment is made", last.path)
+            log.warning("%s was deleted by another process; creating a new segment", last.path)
         self.path.mkdir(parents=True, exist_ok=True)
         made = Segment.make(self.path, self._next_number)
         self._next_number += 1

@@ -177,7 +177,7 @@ class Reporter:
         if stuck:
             raise RankError(
                 f"{self._name} did not end within {timeout_s:g} s: found {', '.join(stuck)} "
-                "still at work, expected the store and the disk to answer"
+                "still running, expected the store and the disk to respond"
             )
 
     def _start(self, what: str, work: Callable[[], None]) -> Thread:

@@ -19,9 +19,9 @@ Outcome = Literal["accepted", "repeated", "late", "future", "stale", "malformed"
 OUTCOMES: dict[Outcome, str] = {
     "accepted": "it counts in its window",
     "repeated": "the same (rank, sequence) was counted before",
-    "late": "its window is held no more",
-    "future": "its clock or its steps are far ahead of everybody's",
-    "stale": "it was counted under a placement that the others had replaced by then",
+    "late": "its window is no longer kept",
+    "future": "its clock or its steps are far ahead of the other ranks",
+    "stale": "it was counted under a placement that the other ranks had already replaced",
     "malformed": "it is of another run, shape, rank or expert, overlaps, or cannot be added up",
 }
 

@@ -72,11 +72,13 @@ class Admission:
             of_process = Counter(one.peer.pid for one in self._unproven.values())
             refusal = ""
             if not peer.is_trusted:
-                refusal = f"it is of user {peer.uid}, expected {os.geteuid()} or root"
+                refusal = f"process of user {peer.uid}, expected user {os.geteuid()} or root"
             elif self._num_sessions >= MAX_SESSIONS:
-                refusal = f"{MAX_SESSIONS} clients are connected"
+                refusal = f"connection limit reached: {MAX_SESSIONS} clients connected"
             elif of_process[peer.pid] >= MAX_UNPROVEN_OF_PROCESS:
-                refusal = f"{MAX_UNPROVEN_OF_PROCESS} connections of it have not proved the key"
+                refusal = (
+                    f"{MAX_UNPROVEN_OF_PROCESS} connections of this process are not authenticated"
+                )
             if refusal:
                 self._refused(peer, refusal)
                 return False
@@ -101,7 +103,7 @@ class Admission:
         """Close the oldest connection of the process that has most; a rank has one, briefly."""
         ((pid, _),) = of_process.most_common(1)
         oldest = next(holder for holder, one in self._unproven.items() if one.peer.pid == pid)
-        self._refused(self._hang_up(oldest), f"{MAX_UNPROVEN} connections have not proved the key")
+        self._refused(self._hang_up(oldest), f"{MAX_UNPROVEN} connections are not authenticated")
 
     def proved(self, holder: int) -> None:
         """Note that a client knows the key: it may be silent from now on."""
@@ -121,7 +123,9 @@ class Admission:
             now = self._clock()
             late = [holder for holder, one in self._unproven.items() if one.deadline <= now]
             for holder in late:
-                self._refused(self._hang_up(holder), f"no proof in {HANDSHAKE_DEADLINE_S:g} s")
+                self._refused(
+                    self._hang_up(holder), f"not authenticated within {HANDSHAKE_DEADLINE_S:g} s"
+                )
             if not self._unproven:
                 return None
             soonest = min(one.deadline for one in self._unproven.values())

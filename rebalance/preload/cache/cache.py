@@ -53,7 +53,7 @@ class SlabCache:
                 # All who could let go wait themselves: the one who came last gives way.
                 if self._is_stuck():
                     self._end(
-                        request, f"{no_room(request, self._places)}, and all who hold them wait too"
+                        request, f"{no_room(request, self._places)}, and all holders are waiting"
                     )
 
     def lease_ready(self, request: Request) -> None:
@@ -87,14 +87,14 @@ class SlabCache:
             if request.is_ended:
                 self._undo(request)
             else:
-                self._end(request, "its rank has given up")
+                self._end(request, "cancelled by its rank")
             self._admit()
 
     def expire(self, request: Request) -> None:
         """End a request that is late."""
         with self._changed:
             if not request.is_ended:
-                late = f"{len(request.missing)} records are still being read"
+                late = f"timed out: {len(request.missing)} records are still being read"
                 self._end(
                     request, no_room(request, self._places) if request in self._waiting else late
                 )
@@ -106,7 +106,7 @@ class SlabCache:
             asked = [*self._waiting, *(r for rs in self._loading.values() for r in rs)]
             for request in asked:
                 if request.holder == holder and not request.is_ended:
-                    self._end(request, "its rank is gone")
+                    self._end(request, "its rank disconnected")
             for entry in self._places.held_by(holder):
                 self._let_go(entry, holder)
             self._admit()
@@ -153,7 +153,7 @@ class SlabCache:
             for request in list(self._waiting):
                 self._end(request, refusal_of(request, self._places, self.weights_version))
             for entry in list(self._places.entries.values()):
-                self._void(entry, f"weights version 0 is void since version {version}")
+                self._void(entry, f"weights version 0 was invalidated by version {version}")
 
     # -- readers of the disk
 
@@ -228,7 +228,7 @@ class SlabCache:
         """Make do with the entries whose memory was found so far."""
         with self._changed:
             self._places.shrink(entry)
-            self.failed(entry, f"{error}; the slab goes on with {self._places.num_places} records")
+            self.failed(entry, f"{error}; host cache reduced to {self._places.num_places} records")
             for request in list(self._waiting):
                 if refusal := refusal_of(request, self._places, self.weights_version):
                     self._end(request, refusal)
@@ -323,7 +323,7 @@ class SlabCache:
     def _let_go(self, entry: Entry, holder: int) -> None:
         self._places.let_go(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
-            self._void(entry, "its rank has released it before it came")  # nobody wants it now
+            self._void(entry, "released by its rank before it was loaded")  # nobody wants it now
 
     def _void(self, entry: Entry, error: str) -> None:
         if entry in self._queued:

@@ -63,11 +63,12 @@ class SlabReader:
             self._connection = call(self._address, deadline_s)
         except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
-                f"the preload process of host {self._name} does not answer: {exc or 'it hung up'}"
+                f"the preload process of host {self._name} does not answer: "
+                f"{exc or 'connection closed'}"
             ) from exc
         self._takes = select.poll()  # says whether the host has room for a message
         self._takes.register(self._connection, select.POLLOUT)
-        hello = decode_json(self._receive("its greeting", deadline_s))
+        hello = decode_json(self._receive("the first message", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
         if found != (self._num_experts, self._record_bytes):
             raise MigrationError(
@@ -176,7 +177,7 @@ class SlabReader:
         """
         message = {"records": [record], "weights_version": 0, "deadline_s": deadline_s}
         try:
-            answer = self._ask("reload", "a record again", deadline_s, message, is_wanted)
+            answer = self._ask("reload", "a reloaded record", deadline_s, message, is_wanted)
         except (CalledOff, MigrationError):
             self.release([record])
             raise
@@ -205,7 +206,7 @@ class SlabReader:
         if place is None:
             raise MigrationError(
                 f"host {self._name}: layer {record[0]} expert {record[1]} is read without a lease, "
-                "expected a load before"
+                "expected a load() first"
             )
         start = place * self._record_bytes + offset
         part = self._slab[start : start + len(into)]
@@ -227,8 +228,9 @@ class SlabReader:
         status = runtime.cudaHostRegister(entry.ctypes.data, len(entry), 0)
         if int(status) != 0:
             raise MigrationError(
-                f"host {self._name}: entry {place} of the slab cannot be registered with CUDA "
-                f"(status {status}), expected memory that may be locked"
+                f"host {self._name}: entry {place} of the host cache cannot be registered with "
+                "CUDA "
+                f"(status {status}), expected memory that can be locked"
             )
         self._registered.add(place)
 
@@ -260,7 +262,7 @@ class SlabReader:
         self._weights_version = weights_version
         if weights_version > 0:
             self.release(list(self._places))
-        what = f"word that weights version {weights_version} is known"
+        what = f"the acknowledgement of weights version {weights_version}"
         self._ask("invalidate", what, deadline_s, {"weights_version": weights_version})
 
     def stats(self, *, deadline_s: float) -> SlabStats:
@@ -269,7 +271,7 @@ class SlabReader:
         Raises:
             MigrationError: the preload process is gone, or late.
         """
-        return SlabStats(**self._ask("stats", "its figures", deadline_s, {})["figures"])
+        return SlabStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
     def _ask(
         self,
@@ -303,14 +305,15 @@ class SlabReader:
                     return answer
             elif left_s <= LOOK_S:
                 raise self._late(what, deadline_s)
-        raise CalledOff(f"host {self._name} was to send {what}")
+        raise CalledOff(f"host {self._name}: the wait for {what} was cancelled")
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._sending:
                 if not self._takes.poll(1e3 * SEND_S):
                     raise MigrationError(
-                        f"the preload process of host {self._name} has read nothing in {SEND_S:g} s"
+                        f"the preload process of host {self._name} accepted no message within "
+                        f"{SEND_S:g} s"
                     )
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as exc:
@@ -334,11 +337,12 @@ class SlabReader:
             raise self._gone() from exc
 
     def _gone(self) -> _Gone:
-        return _Gone(f"the preload process of host {self._name} is gone")
+        return _Gone(f"the preload process of host {self._name} disconnected")
 
     def _late(self, what: str, deadline_s: float) -> _Late:
         return _Late(
-            f"the preload process of host {self._name} has not sent {what} in {deadline_s:.3g} s"
+            f"the preload process of host {self._name} did not send {what} within "
+            f"{deadline_s:.3g} s"
         )
 
     def close(self) -> None:

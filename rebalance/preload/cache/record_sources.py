@@ -40,7 +40,7 @@ class RecordSources:
         links = settings.links
         if checkpoint is None and (links is None or not links.others or settings.record_file):
             raise ConfigError(
-                "a slab without a checkpoint has no disk to read, expected other hosts to ask, "
+                "a host cache without a checkpoint has no disk to read, expected other hosts, "
                 "and no record file"
             )
         self.disk: RecordLoader | None = None

@@ -36,10 +36,13 @@ def refusal_of(request: Request, places: Places, weights_version: int) -> str | 
     Records come from the checkpoint, whose weights are version 0.
     """
     if request.weights_version < weights_version:
-        return f"weights version {request.weights_version} is void since version {weights_version}"
+        return (
+            f"weights version {request.weights_version} was invalidated by version "
+            f"{weights_version}"
+        )
     if request.weights_version > 0:
         return (
-            f"weights version {request.weights_version} is not in the host's slab, "
+            f"weights version {request.weights_version} is not in the host cache, "
             "which is filled from the checkpoint, version 0"
         )
     asked, room = set(request.records), places.num_places
@@ -50,7 +53,7 @@ def refusal_of(request: Request, places: Places, weights_version: int) -> str | 
         return None
     return (
         f"{len(asked)} records asked for beside {len(beside)} that this rank holds, "
-        f"expected at most {room}, the slab's room"
+        f"expected at most {room}, the capacity of the host cache"
     )
 
 

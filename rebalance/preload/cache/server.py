@@ -143,14 +143,14 @@ class HostSlab:
             except OSError as exc:
                 if self._is_closed.is_set():
                     return
-                log.warning("a rank could not be answered: %s", exc)
+                log.warning("cannot accept the connection of a rank: %s", exc)
                 self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
 
     def _start_session(self, connection: Connection, holder: int) -> None:
         try:
             session = SlabSession(self._parts, connection, holder)
         except OSError as exc:
-            log.warning("a rank could not be answered: %s", exc)
+            log.warning("cannot accept the connection of a rank: %s", exc)
             connection.close()
             self._admission.leave(holder)
             return
@@ -175,7 +175,7 @@ class HostSlab:
                 self._cache.failed(entry, str(exc))
             except Exception as exc:
                 # A bug here must reach the rank that waits, and not only this process's log.
-                log.exception("a record could not be loaded")
+                log.exception("loading a record failed")
                 self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
     def _load(self, entry: Entry) -> None:
@@ -254,7 +254,7 @@ class HostSlab:
         if self._writer is not None:
             self._writer.close()
         if any(reader.is_alive() for reader in self._readers):
-            log.error("the disk does not answer: a reader is left behind")
+            log.error("the disk does not respond: a reader thread is still running")
             return
         self._sources.close()
         self._arena.close()

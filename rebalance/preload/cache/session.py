@@ -64,7 +64,7 @@ class SlabSession:
             except (AuthenticationError, EOFError, OSError):
                 pass  # a stranger without the key, or a rank that is gone
             except (KeyError, TypeError, ValueError) as exc:
-                log.error("a rank sent what is no request, and is hung up on: %r", exc)
+                log.error("malformed request of a rank; closing the connection: %r", exc)
             finally:
                 self._parts.cache.drop(self._holder)
                 with self._ending:

@@ -36,15 +36,15 @@ class SlabSettings:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(
-                f"slab mode {self.mode!r}, expected one of {', '.join(get_args(Mode))}"
+                f"host cache mode {self.mode!r}, expected one of {', '.join(get_args(Mode))}"
             )
         if (self.mode == "hot") != (self.budget_bytes is not None):
             raise ConfigError(
-                f"slab mode {self.mode} with budget_bytes {self.budget_bytes}, "
+                f"host cache mode {self.mode} with budget_bytes {self.budget_bytes}, "
                 "expected a budget with hot and none else"
             )
         if self.mode != "ring" and self.ring_records is not None:
-            raise ConfigError(f"slab mode {self.mode} has no ring_records, only ring has")
+            raise ConfigError(f"host cache mode {self.mode} has no ring_records, only ring has")
         if self.num_readers < 1 or (self.ring_records is not None and self.ring_records < 1):
             raise ConfigError(
                 f"{self.num_readers} readers and {self.ring_records} ring_records, "
@@ -64,7 +64,8 @@ class SlabSettings:
         assert self.budget_bytes is not None, "hot has a budget"
         if self.budget_bytes < record_bytes:
             raise ConfigError(
-                f"a slab of {self.budget_bytes} bytes, expected room for one record at least, "
+                f"a host cache of {self.budget_bytes} bytes, expected room for one record at "
+                "least, "
                 f"{record_bytes} bytes"
             )
         return min(num_records, self.budget_bytes // record_bytes)

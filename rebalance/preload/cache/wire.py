@@ -53,7 +53,7 @@ def call(address: SlabAddress, deadline_s: float) -> Connection:
         _limit_waits(calling, deadline_s)
         calling.connect(address.socket)
         if not (peer := peer_of(calling)).is_trusted:
-            raise AuthenticationError(f"user {peer.uid} listens under its name")
+            raise AuthenticationError(f"a process of user {peer.uid} listens at its address")
         connection = Connection(calling.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)

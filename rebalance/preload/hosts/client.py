@@ -103,7 +103,7 @@ class OtherHosts:
                 host.wrong.discard(record)
                 return brought
         name = "layer {} expert {}".format(*record)
-        raise MigrationError(f"no other host gives {name}: {'; '.join(reasons)}")
+        raise MigrationError(f"no other host provides {name}: {'; '.join(reasons)}")
 
     def _in_turn(self, record: Record) -> list[KnownHost]:
         """All hosts, another one first for every record: none is asked for all of them."""
@@ -117,9 +117,9 @@ class OtherHosts:
         if from_disk:
             return ""
         if record in host.wrong:
-            return "gave wrong bytes before"
+            return "digest mismatch in an earlier transfer"
         self._renew_book(host)
-        return "" if host.holds(self.origin.number_of(record)) else "does not hold it in memory"
+        return "" if host.holds(self.origin.number_of(record)) else "record not in its memory"
 
     def _note_failure(self, host: KnownHost, record: Record, failure: MigrationError) -> None:
         with self._lock:
@@ -183,9 +183,11 @@ class OtherHosts:
             plain, weighted = field(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
-                raise WrongBytesError(f"it declares digest {declared}, expected {expected}")
+                raise WrongBytesError(f"it announced digest {declared}, expected {expected}")
             if answer["num_bytes"] != len(into):
-                raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+                raise MigrationError(
+                    f"it announced {answer['num_bytes']} bytes, expected {len(into)}"
+                )
             self._receive(wire, into.numpy(), declared)
             return declared
 
@@ -200,7 +202,7 @@ class OtherHosts:
             wire.receive_bytes(chunk.data)
             running.add(chunk)
         if running.value != declared:
-            raise WrongBytesError(f"its bytes have digest {running.value}, expected {declared}")
+            raise WrongBytesError(f"digest mismatch: found {running.value}, expected {declared}")
 
     @contextmanager
     def _call(self, host: KnownHost) -> Iterator[Wire]:
@@ -214,9 +216,9 @@ class OtherHosts:
                 self._check(greet(wire, settings.secret))
                 yield wire
             except (KeyError, TypeError, ValueError) as exc:
-                raise MigrationError(f"it says what is no answer: {exc!r}") from exc
+                raise MigrationError(f"malformed response: {exc!r}") from exc
             except OSError as exc:
-                raise MigrationError(f"the connection broke: {exc}") from exc
+                raise MigrationError(f"connection failed: {exc}") from exc
             finally:
                 with self._lock:
                     self._open.discard(end)
@@ -230,7 +232,7 @@ class OtherHosts:
         """
         found = field(hello, "origin", dict)
         if not found.get("checkpoint"):
-            raise RefusedError("it knows no checkpoint yet")
+            raise RefusedError("it has no checkpoint yet")
         version, own = hello["weights_version"], self._weights_version()
         if version != own:
             raise RefusedError(f"it serves weights version {version}, expected {own}")
@@ -239,7 +241,7 @@ class OtherHosts:
             if not whole.checkpoint:
                 whole = replace(whole, checkpoint=str(found["checkpoint"]))
             if asdict(whole) != found:
-                raise MigrationError(f"it has other records: {whole.difference(found)}")
+                raise MigrationError(f"record origin differs: {whole.difference(found)}")
             self.origin = whole
 
     def close(self) -> None:
@@ -250,4 +252,4 @@ class OtherHosts:
                 try:
                     end.shutdown(socket.SHUT_RDWR)
                 except OSError as exc:
-                    log.debug("a host had hung up already: %s", exc)
+                    log.debug("connection of a host already closed: %s", exc)

@@ -41,7 +41,9 @@ class HostLinkServer:
         origin: Callable[[], RecordOrigin],
         holders: Iterator[int],
     ) -> None:
-        assert settings.listen is not None, "a slab that gives nothing has no door"
+        assert settings.listen is not None, (
+            "only a host cache with a listen address serves other hosts"
+        )
         self._settings, self._parts = settings, parts
         self._origin, self._holders = origin, holders
         plate = DoorPlate("host", settings.listen, PROTOCOL, settings.secret, settings.silence_s)
@@ -107,7 +109,7 @@ class HostLinkServer:
         found, place = self._lease(holder, (int(layer), int(expert)), ask, answer_s)
         if not self._turns.acquire(timeout=answer_s):
             num = self._settings.max_transfers
-            raise RefusedError(f"{num} records are being sent, expected a turn in time")
+            raise RefusedError(f"transfer limit reached: {num} records are being sent")
         try:
             size = self._parts.origin.record_bytes
             wire.send({"digest": found, "num_bytes": size})
@@ -140,7 +142,9 @@ class HostLinkServer:
         size = self._parts.origin.record_bytes
         if digest(self._parts.arena.bytes[place * size : (place + 1) * size]) == found:
             return found, place
-        log.error("layer %d expert %d has rotted in memory and is read again", *record)
+        log.error(
+            "layer %d expert %d: checksum mismatch in the host cache; reloading from disk", *record
+        )
         return self._wait(cache.reload, holder, record, version, answer_s)
 
     def _wait(

@@ -93,7 +93,7 @@ class DirectFile:
             raise exc
         # Another thread may be inside a call on the descriptor: it stays open until close.
         self._direct = None
-        log.warning("%s: no O_DIRECT here, reading through the page cache", self._path)
+        log.warning("%s: O_DIRECT is not supported, reading through the page cache", self._path)
 
     def close(self) -> None:
         """Close the file; no other thread may be using it."""

@@ -99,7 +99,7 @@ class PartReader:
             # No deadline ends it, as none would end a plain read: the memory is still written to.
             while not whole.changed.wait_for(lambda: not whole.num_left, WARN_S):
                 log.warning(
-                    "%s: %d parts of %d bytes at %d were not read in another %g s",
+                    "%s: still reading %d parts of %d bytes at offset %d after another %g s",
                     *(self._name, whole.num_left, len(into), offset, WARN_S),
                 )
         if whole.error is not None:
@@ -134,4 +134,4 @@ class PartReader:
         for thread in self._threads:
             thread.join(CLOSE_DEADLINE_S)
         if any(thread.is_alive() for thread in self._threads):
-            log.error("%s: its disk does not answer: a thread is left behind", self._name)
+            log.error("%s: the disk does not respond: a reader thread is still running", self._name)

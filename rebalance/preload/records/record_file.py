@@ -68,13 +68,13 @@ class RecordFile:
             try:
                 return RecordFile(path, origin)
             except CheckpointError as exc:
-                log.warning("%s; it is made anew", exc)
+                log.warning("%s; creating a new record file", exc)
         try:
             if path.exists():
                 _remove(path)
             _make(path, origin)
         except OSError as exc:
-            raise CheckpointError(f"record file {path} cannot be made: {exc}") from exc
+            raise CheckpointError(f"record file {path} cannot be created: {exc}") from exc
         return RecordFile(path, origin)
 
     def _check(self) -> None:
@@ -82,7 +82,7 @@ class RecordFile:
         layout.check_header(os.pread(descriptor, PAGE_BYTES, 0))
         size = os.fstat(descriptor).st_size
         if size != layout.num_bytes:
-            raise CheckpointError(f"it is truncated: {size} bytes, expected {layout.num_bytes}")
+            raise CheckpointError(f"truncated: {size} bytes, expected {layout.num_bytes}")
         self._read_marks()
 
     def _read_marks(self) -> None:
@@ -99,7 +99,9 @@ class RecordFile:
             self._complete[record] = digest
         else:
             layer, expert = record
-            log.warning("%s: layer %d expert %d has a damaged mark", self.path, layer, expert)
+            log.warning(
+                "%s: layer %d expert %d has a corrupted completion mark", self.path, layer, expert
+            )
 
     @property
     def num_complete(self) -> int:
@@ -201,7 +203,7 @@ def _make(path: Path, origin: RecordOrigin) -> None:
             os.fsync(file.fileno())
         path.hardlink_to(unfinished)
     except FileExistsError:
-        log.info("%s: another process has just made it", path)
+        log.info("%s: created by another process", path)
     finally:
         unfinished.unlink(missing_ok=True)
 

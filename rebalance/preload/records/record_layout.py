@@ -61,7 +61,7 @@ class RecordLayout:
         different = f"version {version}, expected {VERSION}"
         if version == VERSION:
             different = self.origin.difference(found)
-        raise CheckpointError(f"it holds records of something else: {different}")
+        raise CheckpointError(f"record origin differs: {different}")
 
     def mark(self, record: Record, digest: Digest) -> bytes:
         """The mark of a complete record."""
@@ -85,17 +85,17 @@ class RecordLayout:
 
 def _read_header(page: bytes) -> Mapping[str, object]:
     if len(page) < PAGE_BYTES:
-        raise CheckpointError(f"it is truncated: {len(page)} bytes, expected a header")
+        raise CheckpointError(f"truncated: {len(page)} bytes, expected a header")
     magic, length, digest = _PREFIX.unpack_from(page)
     text = page[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or digest != hashlib.blake2b(text, digest_size=16).digest():
-        raise CheckpointError("its header is damaged")
+        raise CheckpointError("corrupted header")
     try:
         header: dict[str, object] = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise CheckpointError("its header is damaged") from exc
+        raise CheckpointError("corrupted header") from exc
     if not isinstance(header, dict):
-        raise CheckpointError("its header is damaged")
+        raise CheckpointError("corrupted header")
     return header
 
 

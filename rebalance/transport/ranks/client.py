@@ -86,7 +86,7 @@ class OtherRanks:
             raise RefusedError(f"{other}: {exc}") from exc
         except (MigrationError, OSError, KeyError, TypeError, ValueError) as exc:
             self._hang_up(other)
-            words = str(exc) if isinstance(exc, MigrationError) else f"it is no answer: {exc!r}"
+            words = str(exc) if isinstance(exc, MigrationError) else f"malformed response: {exc!r}"
             other.back_off.fails(words)
             raise MigrationError(f"{other}: {words}") from exc
         other.back_off.is_well()
@@ -99,13 +99,13 @@ class OtherRanks:
         if "refused" in answer:
             raise RefusedError(str(answer["refused"]))
         if answer["num_bytes"] != len(into):
-            raise MigrationError(f"it gives {answer['num_bytes']} bytes, expected {len(into)}")
+            raise MigrationError(f"it announced {answer['num_bytes']} bytes, expected {len(into)}")
         wire.receive_bytes(into)
         verdict = wire.receive()
         if "refused" in verdict:
-            raise RefusedError(f"its bytes are void: {verdict['refused']}")
+            raise RefusedError(f"received bytes are invalid: {verdict['refused']}")
         if verdict.get("is_whole") is not True:
-            raise MigrationError(f"it ends with {verdict}, expected that its bytes are whole")
+            raise MigrationError(f"end of transfer {verdict}, expected is_whole true")
 
     def _connect(self, other: _OtherRank) -> Wire:
         """The connection that was kept, or a new one to a rank that proves to be the right one."""
@@ -130,7 +130,7 @@ class OtherRanks:
         found = field(hello, "rank", int), field(hello, "record_bytes", int)
         if found != (other.rank, self._record_bytes):
             raise MigrationError(
-                f"it is rank {found[0]} with records of {found[1]} bytes, "
+                f"found rank {found[0]} with records of {found[1]} bytes, "
                 f"expected rank {other.rank} with records of {self._record_bytes} bytes"
             )
         other.wire = wire

@@ -67,5 +67,5 @@ class Bounce:
     def _wait(self, deadline: float) -> None:
         while not self._last.is_complete():
             if time.monotonic() >= deadline:
-                raise MigrationError(f"a copy between {self._device} and the network is late")
+                raise MigrationError(f"a copy between {self._device} and the network timed out")
             time.sleep(POLL_S)

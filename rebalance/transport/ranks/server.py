@@ -119,7 +119,7 @@ class RankLinkServer:
             return self._turns.get(timeout=max(0.0, answer_at - time.monotonic()))
         except queue.Empty:
             num = self._settings.max_transfers
-            raise RefusedError(f"{num} parts are being sent, expected a turn in time") from None
+            raise RefusedError(f"transfer limit reached: {num} parts are being sent") from None
 
     def _pay_first(self, num_bytes: int, answer_at: float) -> None:
         try:
@@ -135,29 +135,27 @@ class RankLinkServer:
         """
         served, part = self._served(), ask.part
         if ask.group != self._group:
-            raise RefusedError(f"it is of {self._group}, found a caller of {ask.group}")
+            raise RefusedError(f"request of {ask.group}, expected {self._group}")
         if not served.is_open:
-            raise RefusedError("its weights are being replaced")
+            raise RefusedError("the weights are being replaced")
         if part.weights_version != served.weights_version:
             version = served.weights_version
-            raise RefusedError(
-                f"it serves weights version {version}, expected {part.weights_version}"
-            )
+            raise RefusedError(f"weights version {version}, expected {part.weights_version}")
         num_layers, num_slots = served.slot_to_expert.shape
         if not (0 <= part.layer < num_layers and 0 <= part.slot < num_slots):
             raise RefusedError(
-                f"it has {num_layers} layers of {num_slots} slots, "
-                f"found a question for layer {part.layer} slot {part.slot}"
+                f"{num_layers} layers of {num_slots} slots, "
+                f"found a request for layer {part.layer} slot {part.slot}"
             )
         held, size = int(served.slot_to_expert[part.layer, part.slot]), self._record_bytes
         if held != part.expert or held < 0:
             raise RefusedError(
-                f"its layer {part.layer} slot {part.slot} holds "
+                f"layer {part.layer} slot {part.slot} holds "
                 f"{f'expert {held}' if held >= 0 else 'nothing'}, expected expert {part.expert}"
             )
         if not (0 <= part.offset < part.offset + part.num_bytes <= size):
             raise RefusedError(
-                f"a record has {size} bytes, found a question for {part.num_bytes} bytes from byte "
+                f"a record has {size} bytes, found a request for {part.num_bytes} bytes from byte "
                 f"{part.offset} on"
             )
 

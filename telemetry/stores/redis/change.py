@@ -141,8 +141,8 @@ class Changes:
                 return result
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"Redis store {self._link.address}: {what} came second to other changes for "
-                    f"{limit_s:g} s, expected its turn"
+                    f"Redis store {self._link.address}: {what} lost to concurrent changes for "
+                    f"{limit_s:g} s, expected to be applied"
                 )
 
     def make(self, what: str, change: Change) -> list[int]:

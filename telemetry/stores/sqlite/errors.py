@@ -46,7 +46,7 @@ def _in_words(exc: sqlite3.Error, path: Path, busy_timeout_s: float) -> str:
         return f"cannot be opened: {_why_not_opened(path)}"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return (
-            f"is damaged or no store at all: found {_size(path)} bytes ({exc}), "
+            f"is corrupted or not a SQLite file: found {_size(path)} bytes ({exc}), "
             "expected a whole SQLite file"
         )
     return f"failed: found {exc}, expected SQLite to take the statement"

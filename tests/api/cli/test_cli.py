@@ -243,7 +243,7 @@ def test_a_store_of_another_program_is_refused_in_words(tmp_path: Path) -> None:
     status, _, errors = run("pause", "--store", str(tmp_path / "notes.txt"))
 
     assert status == 2
-    assert "notes.txt is damaged or no store at all" in errors
+    assert "notes.txt is corrupted or not a SQLite file" in errors
     assert errors.count("\n") == 1
 
 

@@ -232,7 +232,9 @@ def test_a_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store.sqlite").write_text("a shopping list\n" * 100)
 
     sentence = refusal(tmp_path)
-    assert sentence.startswith(f"store {tmp_path / 'store.sqlite'} is damaged or no store at all")
+    assert sentence.startswith(
+        f"store {tmp_path / 'store.sqlite'} is corrupted or not a SQLite file"
+    )
     assert sentence.endswith("expected a whole SQLite file")
 
 
@@ -271,7 +273,7 @@ def demo_on_a_full_disk(start_demo: StartDemo, folder: Path) -> Any:
     """Start a demo whose store soon has no room, and wait until its ranks say so."""
     tiny = {"hidden": 8, "intermediate": 8}
     demo = start_demo(folder, "--serve", *TEXT, before_exec=limit_files, **tiny)
-    demo.sees("a full store", lambda _: "the load store failed, trying again" in demo.errors)
+    demo.sees("a full store", lambda _: "load store failed, retrying" in demo.errors)
     return demo
 
 

@@ -450,7 +450,9 @@ def test_a_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> No
 
     assert deployment.store.published() is None
     (event,) = events(deployment.store, "reject")
-    assert event.detail["reason"] == "it was made for weights version 2, 3 serves"
+    assert (
+        event.detail["reason"] == "the plan is for weights version 2, found version 3 on all ranks"
+    )
 
 
 def test_nothing_is_published_while_ranks_serve_different_weights(deployment: Deployment) -> None:
@@ -744,7 +746,7 @@ def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment)
     ended = deployment.store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result["error"].startswith("the controller ended while it worked on this")
+    assert ended.result["error"].startswith("the controller exited during this task")
 
 
 def test_it_runs_until_told_to_stop(deployment: Deployment) -> None:

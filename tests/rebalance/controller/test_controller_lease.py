@@ -179,14 +179,14 @@ def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
         clock.now += seconds
         with pytest.raises(StoreError, match="the store is down"):
             lease.is_held()
-    assert f"token={token} the lease is lost: it was not renewed within 9 s" in caplog.text
+    assert f"token={token} lease lost: not renewed within 9 s" in caplog.text
     store.is_down = False
 
     assert lease.is_held()
 
     assert lease.token == token  # nobody had it meanwhile
     assert lease_states(store) == [("one", "leads"), ("one", "lost"), ("one", "leads")]
-    assert details(store, "lease")[1]["reason"].startswith("it was not renewed within 9 s: ")
+    assert details(store, "lease")[1]["reason"].startswith("not renewed within 9 s: ")
 
 
 def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, clock: Clock) -> None:
@@ -197,7 +197,9 @@ def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, cloc
 
     clock.now += TTL_S
     assert two.is_held()
-    with pytest.raises(FencedOut, match="'one' held the lease, found that another holds it now"):
+    with pytest.raises(
+        FencedOut, match="the lease of 'one' was taken: found another holder, expected this one"
+    ):
         one.check()
 
 
@@ -253,7 +255,7 @@ def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
     assert store.published() is None
     token = details(store, "lease")[0]["token"]
     assert (
-        f"token={token} the lease is lost: a controller writes with fencing token {token}, found "
+        f"token={token} lease lost: a controller writes with fencing token {token}, found "
         f"{token + 1}" in caplog.text
     )
     sleeper.turn()  # stands by from now on
@@ -278,7 +280,7 @@ def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     ended = store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result["error"].startswith("the controller ended while it worked on this")
+    assert ended.result["error"].startswith("the controller exited during this task")
     assert len(details(store, "publish")) == 1  # the other's own, for the same load
 
 

@@ -232,7 +232,7 @@ def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -
     process = FORK.Process(target=squat, daemon=True)
     process.start()
     assert ours.poll(DEADLINE_S)
-    with pytest.raises(MigrationError, match=f"user {NOBODY} listens under its name"):
+    with pytest.raises(MigrationError, match=f"user {NOBODY} listens at its address"):
         SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)
     ours.send("end")
     process.join(DEADLINE_S)

@@ -103,7 +103,8 @@ def test_what_can_never_fit_is_refused_with_the_figures() -> None:
     refused = ask(cache, 1, (0, 1), (0, 2), (0, 3), (0, 4))
 
     assert refused.error == (
-        "4 records asked for beside 1 that this rank holds, expected at most 4, the slab's room"
+        "4 records asked for beside 1 that this rank holds, expected at most 4, the capacity of "
+        "the host cache"
     )
     assert ask(cache, 1, *[(0, 0)] * 9, (0, 1), (0, 2), (0, 3)).error is None
 
@@ -118,7 +119,7 @@ def test_two_ranks_that_wait_for_each_other_are_told_at_once() -> None:
     second = ask(cache, 2, (0, 5))
 
     assert second.error == (
-        "no room for 1 records: 4 of 4 entries are held, by 2 ranks, and all who hold them wait too"
+        "no room for 1 records: 4 of 4 entries are held, by 2 ranks, and all holders are waiting"
     )
     cache.release(2, [(0, 2)])
     load_one(cache, (0, 4))
@@ -142,7 +143,7 @@ def test_a_late_request_leaves_no_lease_behind() -> None:
     entry = cache.take()
     cache.expire(late)
 
-    assert late.error == "2 records are still being read"
+    assert late.error == "timed out: 2 records are still being read"
     assert entry is not None
     cache.loaded(entry, (0, 0), is_cooked=True)
     assert asked_and_loaded(cache, 2, (0, 0), (0, 1)).num_from_disk == 1
@@ -226,12 +227,11 @@ def test_a_record_of_older_weights_is_never_handed_out_again() -> None:
     cache.invalidate(1)
     cache.loaded(entry, (0, 1), is_cooked=True)
 
-    assert under_way.error == "weights version 0 is void since version 1"
-    assert ask(cache, 2, (0, 0)).error == "weights version 0 is void since version 1"
+    assert under_way.error == "weights version 0 was invalidated by version 1"
+    assert ask(cache, 2, (0, 0)).error == "weights version 0 was invalidated by version 1"
     unknown = ask(cache, 2, (0, 0), version=1)
     assert unknown.error == (
-        "weights version 1 is not in the host's slab, "
-        "which is filled from the checkpoint, version 0"
+        "weights version 1 is not in the host cache, which is filled from the checkpoint, version 0"
     )
     cache.hint([(0, 2)], 0)
     cache.drop(1)
@@ -262,7 +262,7 @@ def test_without_memory_for_more_the_slab_goes_on_with_what_it_has() -> None:
     assert entry is not None
     cache.out_of_memory(entry, "no memory")
 
-    assert refused.error == "no memory; the slab goes on with 3 records"
+    assert refused.error == "no memory; host cache reduced to 3 records"
     assert asked_and_loaded(cache, 1, (0, 5), (0, 6)).error is None
     assert cache.figures()["room"] == 3
 

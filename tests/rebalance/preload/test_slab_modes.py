@@ -118,7 +118,9 @@ def test_a_record_is_not_read_without_a_lease(start_slab: StartSlab) -> None:
     reader.release([(0, 1)])
 
     for record in ((0, 1), (1, 1)):
-        with pytest.raises(MigrationError, match="is read without a lease, expected a load before"):
+        with pytest.raises(
+            MigrationError, match=r"is read without a lease, expected a load\(\) first"
+        ):
             reader.read(record, into)
 
 
@@ -233,11 +235,11 @@ def test_no_rank_gets_a_record_of_void_weights(start_slab: StartSlab) -> None:
     first, second = new_reader(), new_reader()
     first.load([(0, 0)], deadline_s=DEADLINE_S)
 
-    with pytest.raises(MigrationError, match="weights version 1 is not in the host's slab"):
+    with pytest.raises(MigrationError, match="weights version 1 is not in the host cache"):
         second.load([(0, 0)], deadline_s=DEADLINE_S, weights_version=1)
     first.invalidate(1, deadline_s=DEADLINE_S)
 
-    with pytest.raises(MigrationError, match="weights version 0 is void since version 1"):
+    with pytest.raises(MigrationError, match="weights version 0 was invalidated by version 1"):
         second.load([(0, 0)], deadline_s=DEADLINE_S)
     with pytest.raises(MigrationError, match="without a lease"):
         first.read((0, 0), torch.zeros(4096, dtype=torch.uint8))
@@ -309,7 +311,7 @@ def test_without_room_on_disk_the_slab_goes_on_and_says_so(
 
     assert ours.poll(DEADLINE_S)
     assert ours.recv() == 16
-    assert "no more records are added, cooking goes on without: " in log_file.read_text()
+    assert "write failed, no more records are appended: " in log_file.read_text()
 
 
 def test_a_record_file_that_cannot_be_made_is_done_without(
@@ -319,7 +321,7 @@ def test_a_record_file_that_cannot_be_made_is_done_without(
     _, new_reader = start_slab(ring(4, tmp_path / "no-folder" / "records"))
 
     assert len(new_reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
-    assert "preload goes on without a record file" in caplog.text
+    assert "preload continues without a record file" in caplog.text
 
 
 # -- damage
@@ -422,7 +424,7 @@ except MigrationError as exc:
     print(held, exc)
 reader.release([(0, e) for e in range(8)])
 reader.load([(1, 6), (1, 7)], deadline_s=30)
-print("goes on with", reader.stats(deadline_s=30).room_bytes // schema.record_bytes)
+print("reduced to", reader.stats(deadline_s=30).room_bytes // schema.record_bytes)
 reader.close()
 slab.close()  # its threads end before the interpreter does, which would break them off in C++
 """
@@ -453,8 +455,8 @@ def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
     assert ended.returncode == 0, ended.stderr
     refusal, room = ended.stdout.splitlines()
     assert refusal.startswith("4 preload on host small-"), refusal
-    assert "No space left on device; the slab goes on with" in refusal
-    assert room == "goes on with 4"
+    assert "No space left on device; host cache reduced to" in refusal
+    assert room == "reduced to 4"
 
 
 def test_a_slab_killed_while_it_cooks_and_writes_leaves_a_file_of_whole_records(
@@ -480,7 +482,7 @@ def test_a_slab_killed_while_it_cooks_and_writes_leaves_a_file_of_whole_records(
                 reader.release([record])
             process.kill()
             process.join()
-            with pytest.raises(MigrationError, match="is gone"):
+            with pytest.raises(MigrationError, match="disconnected"):
                 reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
     assert make_all(checkpoint, small_model, small_schema, path) < 16

@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_counted(
         journal.close()
 
     assert journal.num_dropped == 1
-    assert "1 notes are lost" in caplog.text
+    assert "1 journal entries lost" in caplog.text
 
 
 def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
@@ -129,7 +129,7 @@ def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
     journal.close()
 
     assert [entry.what for entry in read_journals(tmp_path)[0]] == ["sound"]
-    assert "1 notes are lost: keys must be str" in caplog.text
+    assert "1 journal entries lost: keys must be str" in caplog.text
 
 
 def test_when_nobody_writes_the_oldest_notes_give_way(tmp_path: Path) -> None:

@@ -298,7 +298,10 @@ def test_a_close_waits_no_longer_than_its_deadline(caplog: pytest.LogCaptureFixt
 
         lines.close(deadline_s=0.05)
 
-        assert "rank 0: its lifelines' thread does not end within 0.05 s" in caplog.text
+        assert (
+            "rank 0: the thread of the liveness connections did not stop within 0.05 s"
+            in caplog.text
+        )
         may_go.set()
         lines._thread.join(DEADLINE_S)
         assert not open_files() - before  # late, the thread has cleared up all the same

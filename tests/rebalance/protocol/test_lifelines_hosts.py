@@ -197,7 +197,9 @@ def test_the_address_towards_this_machine_is_the_one_that_was_asked_for() -> Non
 
 
 def test_a_host_that_no_way_leads_to_is_named() -> None:
-    with pytest.raises(RankError, match=r"no way from here to 255\.255\.255\.255 port 9: .+"):
+    with pytest.raises(
+        RankError, match=r"no route from this host to 255\.255\.255\.255 port 9: .+"
+    ):
         address_towards("255.255.255.255", 9)
 
 
@@ -214,7 +216,7 @@ def test_a_rank_at_a_loopback_address_of_another_machine_is_told_what_to_set(
     with pytest.raises(RankError, match=r"^rank 1 cannot reach rank 0 at 127") as refusal:
         Lifelines(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
 
-    assert ("name that rank's host" in str(refusal.value)) == is_advised
+    assert ("configure that rank's host" in str(refusal.value)) == is_advised
 
 
 def test_only_numeric_loopback_addresses_are_known_as_such() -> None:

@@ -86,7 +86,7 @@ def test_a_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clo
     assert watchdog.objection(PLAN) == ""
     clock.now += 31
 
-    assert watchdog.objection(PLAN) == "plan 3 is not worked on by every rank after 30 s"
+    assert watchdog.objection(PLAN) == "plan 3 was not adopted by every rank within 30 s"
     assert watchdog.objection(replace(PLAN, is_adopted=True)) == ""
 
 
@@ -294,7 +294,7 @@ def test_the_end_of_a_plan_is_told_even_if_the_rank_that_knows_why_is_gone(
     clock.now += DEFERS_S
     assert watcher.is_written(another) is True
 
-    assert reasons(store) == ["another rank asked for it"]
+    assert reasons(store) == ["requested by another rank"]
 
 
 def test_what_the_store_does_not_take_is_no_progress(
@@ -307,7 +307,7 @@ def test_what_the_store_does_not_take_is_no_progress(
 
     standing = watchdog.scribe.standing()
 
-    assert (standing.age_s, standing.doing) == (40, "writing down an event of kind 'scrub'")
+    assert (standing.age_s, standing.doing) == (40, "writing an event of kind 'scrub'")
 
 
 def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
@@ -322,4 +322,4 @@ def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
 
     watcher.close()
 
-    assert "writing down an event of kind 'scrub' is given up: the rank ends" in caplog.messages
+    assert "writing an event of kind 'scrub' cancelled: the rank is stopping" in caplog.messages

@@ -81,7 +81,7 @@ class Simulated:
 
     def release(self, records: Sequence[Record]) -> None:
         if self.is_host_gone:
-            raise MigrationError("the preload process of host 0 is gone")
+            raise MigrationError("the preload process of host 0 disconnected")
         self.released.append(list(records))
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
@@ -227,7 +227,7 @@ def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_
     made.drop()
 
     pulled = len(made.transport.landings)
-    assert next(work).what == "copies that were given up"
+    assert next(work).what == "cancelled copies"
     assert made.box.state.phase is Phase.ABORTED
     assert made.mover.ring.num_free == 0
     made.end(work)
@@ -259,13 +259,13 @@ def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
     made.run(work, lambda: made.box.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: bool(made.box.state.abort_reason))
-    assert "have not landed in 30 s" in made.box.state.abort_reason
+    assert "did not arrive within 30 s" in made.box.state.abort_reason
     made.run(work, lambda: bool(made.box.state.frozen_reason))
     made.drop()
     made.end(work)
 
     assert made.box.state.phase is Phase.IDLE
-    assert "copies cannot be ended" in made.box.state.frozen_reason
+    assert "staging copies did not end" in made.box.state.frozen_reason
     assert made.mover.ring.num_free == 0  # what is still being written is never used again
 
 
@@ -298,7 +298,7 @@ def test_a_swap_whose_copies_never_end_is_named() -> None:
 
     made.run(work, lambda: bool(made.box.state.abort_reason))
 
-    assert "a swap's copies have not ended 30 s after" in made.box.state.abort_reason
+    assert "copies of a swap did not end within 30 s" in made.box.state.abort_reason
 
 
 def reason_to_drop(made: Bench, migration: Migration) -> str:
@@ -366,7 +366,7 @@ def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own()
         assert is_wanted()
         made.drop()
         assert not is_wanted()
-        raise CalledOff("the host was to send a record")
+        raise CalledOff("host 0: the wait for a record was cancelled")
 
     made.transport.preload = is_dropped  # type: ignore[method-assign]
     made.end(made.mover.work(made.migration, made.box))
@@ -390,7 +390,7 @@ def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
     work = made.mover.work(made.migration, made.box)
     made.run(work, lambda: made.box.state.is_preloaded)
     assert said == [
-        ("working out what serves in plan 1", True),
+        ("computing the placements of plan 1", True),
         ("preloading layer 0 expert 2 into the host", True),
         ("preloading layer 1 expert 2 into the host", True),
         ("waiting for votes on plan 1", False),
@@ -480,7 +480,7 @@ def test_nothing_is_fetched_any_more_once_copies_could_not_be_ended() -> None:
     made.run(work, lambda: bool(made.box.state.frozen_reason))
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
-    with pytest.raises(MigrationError, match="earlier may still be writing"):
+    with pytest.raises(MigrationError, match="cancelled copies may still be writing to staging"):
         made.mover.fetcher.fetch(pull, made.box, lambda: True)
 
 

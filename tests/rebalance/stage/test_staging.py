@@ -93,7 +93,7 @@ class Simulated:
         """The host needs so long that somebody may have called it off when it answers."""
         self.clock.now += self.host_answers_s
         if not is_wanted():
-            raise CalledOff("the host was to send a record")
+            raise CalledOff("host 0: the wait for a record was cancelled")
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
@@ -298,7 +298,7 @@ def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
     made = bench(0, readable=frozenset([0]), rotten={HOST})
     made.transport.is_beyond_repair = True
 
-    with pytest.raises(MigrationError, match=r"no source is left \(the host: wrong digest\)"):
+    with pytest.raises(MigrationError, match=r"no source is left \(the host: digest mismatch\)"):
         made.stage(FROM_3)
 
     assert made.figures().num_quarantined == 1
@@ -307,7 +307,7 @@ def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
 def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_quarantine() -> None:
     made = bench(0, readable=frozenset([0]), rotten={HOST})
     made.transport.is_beyond_repair = True
-    with pytest.raises(MigrationError, match="wrong digest"):
+    with pytest.raises(MigrationError, match="digest mismatch"):
         made.stage(FROM_3)
     made.clock.now += HOST_RETRY_S - 1  # its disk is well again, but nobody knows yet
     made.transport.rotten.clear()
@@ -324,7 +324,7 @@ def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None
     made = bench(0, readable=frozenset([0]), rotten={HOST})
     made.transport.is_beyond_repair = True
     for _ in range(2):
-        with pytest.raises(MigrationError, match="wrong digest"):
+        with pytest.raises(MigrationError, match="digest mismatch"):
             made.stage(FROM_3)
         with pytest.raises(MigrationError, match="none known"):
             made.stage(FROM_3)
@@ -384,7 +384,7 @@ def test_when_every_source_is_bad_each_is_named() -> None:
         made.stage(FROM_3)
 
     assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (slot 0 of rank 3: wrong digest; "
+        "layer 0 expert 1: no source is left (slot 0 of rank 3: digest mismatch; "
         "the host: the host is out of reach)"
     )
 
@@ -458,9 +458,11 @@ def test_the_stager_works_on_after_it_was_drained() -> None:
 def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
     made = bench(0, latency_s=math.inf)
 
-    with pytest.raises(MigrationError, match=r"20 bytes from slot 0 of rank 3 .* landed in 5 s"):
+    with pytest.raises(
+        MigrationError, match=r"20 bytes from slot 0 of rank 3 .* did not arrive within 5 s"
+    ):
         made.stage(FROM_3)
-    with pytest.raises(MigrationError, match="2 copies into staging have not ended 5 s after"):
+    with pytest.raises(MigrationError, match="2 copies into staging did not end within 5 s after"):
         made.run(made.stager.drain())
 
 

@@ -85,7 +85,7 @@ def test_a_forgotten_hold_ends_by_itself_and_is_logged_once(
         assert [hold.ready_at() <= clock.now for _ in range(2)] == [True, True]
 
     assert [record.message for record in caplog.records] == [
-        "staging was paused and not resumed before its deadline: it goes on"
+        "staging resumed: the pause reached its deadline without resume_staging"
     ]
 
 

@@ -221,7 +221,7 @@ def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -
     assert damaged.detail == {
         "rank": 0,
         "result": "damaged",
-        "reason": "holds wrong bytes",
+        "reason": "digest mismatch",
         "layer": 1,
         "slot": 2,
         "expert": 1,
@@ -247,8 +247,9 @@ def test_bytes_that_nobody_has_freeze_the_rank_in_words_and_serving_goes_on(grou
     group.step()
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
-        "(the host: wrong digest)"
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: layer 0 expert 2: no "
+        "source is left "
+        "(the host: digest mismatch)"
     )
     assert group.detail(1)["frozen"] == words
     assert group.detail(0)["frozen"] == ""
@@ -261,7 +262,7 @@ def test_memory_that_loses_its_bytes_again_and_again_is_given_up(group: Group) -
 
     group.step_until(lambda: bool(group.detail(0)["frozen"]))
 
-    words = "rank 0: layer 0 slot 0 expert 0 does not keep what was written into it 2 times"
+    words = "rank 0: layer 0 slot 0 expert 0: digest mismatch after 2 repairs"
     assert group.detail(0)["frozen"] == words
 
 
@@ -273,7 +274,7 @@ def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
     (damaged,), (repaired,) = group.journal.of("scrub damaged"), group.journal.of("scrub repaired")
     assert (damaged["rank"], damaged["layer"], damaged["slot"], damaged["expert"]) == (1, 0, 1, 2)
     assert damaged["expected"] == in_hex(digest(RECORDS[0, 2]))
-    assert repaired["reason"] == "holds the right bytes again"
+    assert repaired["reason"] == "digest correct after the repair"
 
 
 @pytest.mark.parametrize("group", [Setting(num_staging=0)], indirect=True)
@@ -296,7 +297,8 @@ def test_a_layer_without_room_for_right_bytes_freezes_its_rank_in_words(group: G
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: right ones can be brought nowhere, "
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: no memory for the "
+        "repair: "
         "found 0 staging entries and no EMPTY slot in layer 0"
     )
     assert group.detail(1)["frozen"] == words
@@ -385,8 +387,9 @@ def test_after_an_update_bytes_that_no_peer_has_are_lost_in_words(group: Group) 
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
     words = (
-        "rank 1: layer 0 slot 1 expert 2 holds wrong bytes: layer 0 expert 2: no source is left "
-        "(the host: weights version 1 is not in the host's slab)"
+        "rank 1: layer 0 slot 1 expert 2: digest mismatch, repair failed: layer 0 expert 2: no "
+        "source is left "
+        "(the host: weights version 1 is not in the host cache)"
     )
     assert group.detail(1)["frozen"] == words
 
@@ -445,7 +448,7 @@ def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group:
     reasons = [event.detail["reason"] for event in group.store.events() if event.kind == "abort"]
     pulling = "rank 0: mover: pulling layer 0 expert 2 from slot 1 of rank 1 for 0."
     assert any(reason.startswith(pulling) for reason in reasons) or reasons == [
-        "another rank asked for it"
+        "requested by another rank"
     ]
     detail = group.detail(0)
     assert detail["progress_of"] == "mover: pulling layer 0 expert 2 from slot 1 of rank 1"
@@ -493,7 +496,7 @@ def test_a_thread_that_ends_without_a_word_is_said_and_weights_can_still_be_upda
     watcher.do(lambda: (_ for _ in ()).throw(SystemExit))  # the only way to end a thread unheard
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
 
-    assert group.detail(1)["frozen"] == "rank 1: thread eplb-mover ended without a word"
+    assert group.detail(1)["frozen"] == "rank 1: thread eplb-mover exited unexpectedly"
     with ThreadPoolExecutor(2) as pool:
         for call in ("begin_update", "end_update"):
             args = (1,) if call == "begin_update" else ()

@@ -83,7 +83,7 @@ def test_ranks_that_read_right_bytes_everywhere_use_their_peers(
 ) -> None:
     said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, nothing))
 
-    why = "peers' slots and the host's slab give right bytes on 3 ranks"
+    why = "peers' slots and the host cache passed the start-up check on 3 ranks"
     assert said == [(why, [0, 1]), (why, [0, 1]), (why, [2])]
 
 
@@ -99,7 +99,7 @@ def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
     assert [readable for _, readable in said] == [[0], [1], [2]]
     assert len({why for why, _ in said}) == 1
     assert said[0][0] == (
-        "all weights come through the host, because peers cannot be read: rank 1: arena "
+        "weights are read from the host, not from peers: rank 1: arena "
         "/proc/1/fd/none cannot be attached, is its owner alive?"
     )
 
@@ -116,7 +116,7 @@ def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
     said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, spoil))
 
     assert [readable for _, readable in said] == [[0], [1], [2]]
-    assert "layer 0 expert 0 from slot 0 of rank 0 has another digest" in said[2][0]
+    assert "layer 0 expert 0 from slot 0 of rank 0: digest mismatch" in said[2][0]
 
 
 def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
@@ -129,7 +129,8 @@ def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
     said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, rot))
 
     refusal = (
-        "a rank reads wrong bytes from its own slots or its host: rank 2: layer 1 expert 7 from"
+        "start-up check failed for a rank's own slots or its host cache: rank 2: layer 1 expert 7 "
+        "from"
     )
     assert all(why.startswith(refusal) for why, _ in said)
 

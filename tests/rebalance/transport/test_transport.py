@@ -453,4 +453,4 @@ def test_a_rank_that_dies_before_it_agrees_is_told_in_words(run_ranks: RunRanks)
 
     told, _ = run_ranks(2, agree)
 
-    assert told.startswith("a rank died or was late while")
+    assert told.startswith("a rank died or timed out during the agreement on digests")

@@ -119,7 +119,7 @@ def test_more_domains_than_windows_are_refused(num_domains: int) -> None:
 
 
 def test_a_mix_is_not_fitted_to_another_model() -> None:
-    with pytest.raises(HistoryError, match=r"expected \(2, 4\), of which the domains were learnt"):
+    with pytest.raises(HistoryError, match=r"expected \(2, 4\), the shape of the domains"):
         DomainMix(DOMAINS).predict(load([1, 1]))
 
 

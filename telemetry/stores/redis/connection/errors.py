@@ -24,9 +24,9 @@ class Trouble(Enum):
 
     UNREACHABLE = Trait("cannot be reached, expected a server that answers", True, True)
     SLOW = Trait("does not answer, expected an answer within the timeout", True, True)
-    LOADING = Trait("is loading its data set, expected it to be through", True, True)
+    LOADING = Trait("is loading its data set, expected it to be loaded", True, True)
     CLUSTER_DOWN = Trait("is down as a cluster, expected a primary for every slot", True, True)
-    BUSY = Trait("is busy with another script, expected its turn", True)
+    BUSY = Trait("is busy with another script, expected it to end within the timeout", True)
     READ_ONLY = Trait("is a read-only replica, expected a primary", True)
     FULL = Trait(f"is full, expected room below its maxmemory; {_KEPT}")
     NOT_SAVING = Trait(f"cannot write its files, expected a disk with room; {_KEPT}")
@@ -36,7 +36,7 @@ class Trouble(Enum):
     NO_SOCKET = Trait("has no socket file, expected a server that listens on it", True, True)
     SOCKET_FORBIDDEN = Trait("forbids this user its socket file, expected the right to write to it")
     NODE_OF_CLUSTER = Trait("is a node of a cluster, expected a URL redis+cluster:// for it")
-    NO_CLUSTER = Trait("is no cluster, expected a URL redis:// for it")
+    NO_CLUSTER = Trait("is not a cluster, expected a URL redis:// for it")
     OTHER = Trait("failed, expected it to take the command")
 
 

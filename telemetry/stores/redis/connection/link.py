@@ -94,7 +94,7 @@ class RedisLink:
         except self._driver.errors as exc:
             subscription.close()
             self._check_open(exc)
-            raise self._failed("hearing of changes", exc, 1, 0.0) from exc
+            raise self._failed("receiving change notifications", exc, 1, 0.0) from exc
 
     def close(self) -> None:
         """Close the connections and end every wait between attempts."""
@@ -156,7 +156,7 @@ class RedisLink:
             return LinkError(words, trouble)
         self._last_failure = words
         self.breaker.fail()
-        told = f"{words}; it may or may not have been done" if is_write else words
+        told = f"{words}; it may or may not have taken effect" if is_write else words
         return LinkError(told, trouble)
 
     def _check_open(self, exc: BaseException | None = None) -> None:

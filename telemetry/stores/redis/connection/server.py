@@ -78,7 +78,7 @@ def _durability(link: RedisLink, keys: Keys, info: Mapping[str, Any]) -> Durabil
 
 def _told(link: RedisLink, info: Mapping[str, Any], name: str) -> Any:
     if name not in info:
-        raise _refused(link, f"tells no {name} of itself, expected a Redis server")
+        raise _refused(link, f"reports no {name}, expected a Redis server")
     return info[name]
 
 

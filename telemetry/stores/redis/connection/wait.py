@@ -89,7 +89,10 @@ class Waiter:
             self._deaf_until = time.monotonic() + _DEAF_S
         if not self._link.is_closed:
             log.warning(
-                "no hints of changes for %g s, looking every %g s: %s", _DEAF_S, _DEAF_LOOK_S, exc
+                "no change notifications for %g s, polling every %g s: %s",
+                _DEAF_S,
+                _DEAF_LOOK_S,
+                exc,
             )
 
     def _give_back(self, subscription: Subscription | None) -> None:

@@ -117,7 +117,7 @@ def answering(info: str) -> Iterator[int]:
     ("info", "words"),
     [
         ("redis_version:6.0.16\r\nrole:master\r\n", r"is version 6\.0\.16, expected 6\.2 or later"),
-        ("motto:fast\r\n", "tells no redis_version of itself, expected a Redis server"),
+        ("motto:fast\r\n", "reports no redis_version, expected a Redis server"),
     ],
 )
 def test_a_server_that_is_too_old_or_no_redis_is_refused(info: str, words: str) -> None:
@@ -351,7 +351,7 @@ def test_a_node_of_a_cluster_is_told_from_a_server(redis_cluster: RedisClusterPr
 
 
 def test_a_server_is_told_from_a_cluster(redis_server: RedisProcess) -> None:
-    with pytest.raises(StoreError, match="is no cluster, expected a URL redis:// for it"):
+    with pytest.raises(StoreError, match="is not a cluster, expected a URL redis:// for it"):
         RedisStore(redis_server.url.replace("redis:", "redis+cluster:"), "demo")
 
 

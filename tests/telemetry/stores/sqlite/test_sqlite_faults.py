@@ -171,7 +171,7 @@ def test_a_truncated_store_is_refused(path: Path, kept: float) -> None:
         store.append([make_sample(n) for n in range(200)])
     os.truncate(path, int(path.stat().st_size * kept))
 
-    with pytest.raises(StoreError, match=r"damaged or no store at all: found [\d,]+ bytes"):
+    with pytest.raises(StoreError, match=r"corrupted or not a SQLite file: found [\d,]+ bytes"):
         SqliteStore(path, "demo")
 
 
