@@ -35,7 +35,7 @@ from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.weight_update import WeightUpdate
-from rebalance.transport.ranks.served import open_door
+from rebalance.transport.ranks.served import start_link_server
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.store import Control, RankState
@@ -58,7 +58,7 @@ class RankAgent:
         self._update = WeightUpdate(core, self._swapper, self._voting, self._scrub_turns)
         self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
         self._read_ahead = ReadAhead(core)
-        self._door: RankLinkServer | None = None
+        self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._watchdog.step.busy("before the first step")
 
@@ -70,7 +70,7 @@ class RankAgent:
         Raises:
             MigrationError: the address at which they ask cannot be listened on.
         """
-        self._door = open_door(self._core, self._swapper)
+        self._link_server = start_link_server(self._core, self._swapper)
         self._core.watcher.start()
 
     def step(self) -> bool:
@@ -228,8 +228,8 @@ class RankAgent:
         """Stop the threads and leave the group. The last samples are the reporter's to flush."""
         self._core.watcher.close()
         self._core.links.transport.close()
-        if self._door is not None:
-            self._door.close()
+        if self._link_server is not None:
+            self._link_server.close()
         self._core.links.votes.close()
 
     # -- after a death (rebalance.recovery.survivors)

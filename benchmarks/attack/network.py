@@ -30,9 +30,9 @@ from benchmarks.attack.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import PROTOCOL as HOSTS
-from rebalance.network.wire import Wire, greet, reach
+from rebalance.network.wire import Wire, client_handshake, connect
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
 from rebalance.preload.cache.settings import SlabSettings
 from rebalance.preload.hosts.settings import HostLinkSettings
@@ -299,18 +299,20 @@ def _deep_frames(folder: Path) -> Outcome:
         host = _free_address()
         stack.enter_context(closing(_host_cache(folder, HostLinkSettings((host,), secret, host))))
         rank = _free_address()
-        plate = DoorPlate("rank", rank, RANKS, secret, 2.0)
-        stack.enter_context(closing(Door(plate, dict, lambda wire: None, is_closing)))
+        listener_settings = ListenerSettings("rank", rank, RANKS, secret, 2.0)
+        stack.enter_context(
+            closing(ConnectionListener(listener_settings, dict, lambda wire: None, is_closing))
+        )
         for address in (host, rank):
             for frame in FRAMES:
-                with suppress(OSError), closing(reach(address, DEADLINE_S)) as stranger:
+                with suppress(OSError), closing(connect(address, DEADLINE_S)) as stranger:
                     stranger.sendall(frame)
                     stranger.recv(4096)
                     stranger.recv(1)
         asked = sum(_asks_a_false_listener(frame) for frame in FRAMES)
         for address, protocol in ((host, HOSTS), (rank, RANKS)):
-            with closing(reach(address, DEADLINE_S)) as end:
-                greet(
+            with closing(connect(address, DEADLINE_S)) as end:
+                client_handshake(
                     Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S), secret, protocol=protocol
                 )
     held = not uncaught and asked == len(FRAMES)
@@ -321,12 +323,12 @@ def _deep_frames(folder: Path) -> Outcome:
 def _asks_a_false_listener(frame: bytes) -> bool:
     """Say whether a client reports such an answer as any other failure."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = reach(listening.getsockname()[:2], DEADLINE_S)
+        client = connect(listening.getsockname()[:2], DEADLINE_S)
         false, _ = listening.accept()
         with false, client:
             threading.Thread(target=_send, args=(false, frame), daemon=True).start()
             try:
-                greet(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
+                client_handshake(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
             except EplbError:
                 return True
             except RecursionError:

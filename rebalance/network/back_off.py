@@ -29,13 +29,13 @@ class BackOff:
         self._lock = threading.Lock()
         self._rest_s, self._until, self._why = 0.0, -math.inf, ""
 
-    def left_alone(self) -> str:
+    def reason(self) -> str:
         """Say why it is not asked now; "" if it may be."""
         with self._lock:
             left_s = self._until - self._clock()
             return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""
 
-    def fails(self, why: str) -> None:
+    def record_failure(self, why: str) -> None:
         """Leave it alone for a while, and longer after every failure that follows another."""
         with self._lock:
             now = self._clock()
@@ -45,7 +45,7 @@ class BackOff:
             self._until, self._why = now + self._rest_s, why
         log.warning("%s: in back-off for %.3g s after: %s", self._name, self._rest_s, why)
 
-    def is_well(self) -> None:
+    def record_success(self) -> None:
         """Note that it gave what it was asked for."""
         with self._lock:
             self._rest_s = 0.0

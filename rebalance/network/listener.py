@@ -1,4 +1,4 @@
-"""A door at which others knock: one thread listens, and each caller gets a thread of its own.
+"""A door at which others knock: one thread listens, and each client gets a thread of its own.
 
 Whoever calls proves that it knows the deployment's secret before anything is said to it but a
 nonce. What is said after that is the owner's: a slab's for other hosts, a rank's for other ranks.
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
-from rebalance.network.wire import Message, Wire, welcome
+from rebalance.network.wire import Message, Wire, server_handshake
 
-MOST_CALLERS = 64  # connections that a door holds open; a further caller is turned away in words
+MAX_CLIENTS = 64  # connections that a door holds open; a further client is turned away in words
 HANDSHAKE_DEADLINE_S = 5.0
-TURN_AWAY_S = 0.1
+REFUSAL_TIMEOUT_S = 0.1
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
 
@@ -26,23 +26,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DoorPlate:
+class ListenerSettings:
     """Where a door is, and for whom."""
 
-    callers: str  # "host" or "rank", for messages and for the names of threads
+    peer_kind: str  # "host" or "rank", for messages and for the names of threads
     address: tuple[str, int]
     protocol: str
     secret: bytes = field(repr=False)
-    silence_s: float  # without a byte, after which a caller is hung up on
+    silence_s: float  # without a byte, after which a client is hung up on
 
 
-class Door:
+class ConnectionListener:
     """Open until ``close``.
 
     Args:
-        plate: where, and for whom.
-        hello: what a caller that knows the secret is told of the owner.
-        serve: answers one caller, on that caller's thread, with a deadline that it sets itself.
+        settings: where, and for whom.
+        hello: what a client that knows the secret is told of the owner.
+        serve: answers one client, on that client's thread, with a deadline that it sets itself.
         is_closing: set when it closes, so that what ``serve`` waits for can end too.
 
     Raises:
@@ -51,72 +51,73 @@ class Door:
 
     def __init__(
         self,
-        plate: DoorPlate,
+        settings: ListenerSettings,
         hello: Callable[[], Message],
         serve: Callable[[Wire], None],
         is_closing: threading.Event,
     ) -> None:
-        self._plate, self._hello, self._serve = plate, hello, serve
+        self._settings, self._hello, self._serve = settings, hello, serve
         self._is_closing = is_closing
         self._lock = threading.Lock()
-        self._callers: dict[socket.socket, threading.Thread] = {}
-        self._listening = _listen(plate)
-        name = f"{plate.callers}-accept"
+        self._clients: dict[socket.socket, threading.Thread] = {}
+        self._listening = _listen(settings)
+        name = f"{settings.peer_kind}-accept"
         self._accepting = threading.Thread(target=self._accept, name=name, daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
-        name = f"{self._plate.callers}-caller"
+        name = f"{self._settings.peer_kind}-client"
         while not self._is_closing.is_set():
             try:
-                caller, (host, *_) = self._listening.accept()
+                client, (host, *_) = self._listening.accept()
             except OSError as exc:
                 if not self._is_closing.is_set():
                     log.warning(
-                        "cannot accept the connection of a %s: %s", self._plate.callers, exc
+                        "cannot accept the connection of a %s: %s", self._settings.peer_kind, exc
                     )
                     self._is_closing.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
                 continue
-            args = caller, str(host)
-            thread = threading.Thread(target=self._meet, args=args, name=name, daemon=True)
+            args = client, str(host)
+            thread = threading.Thread(target=self._serve_client, args=args, name=name, daemon=True)
             with self._lock:
-                has_room = len(self._callers) < MOST_CALLERS
+                has_room = len(self._clients) < MAX_CLIENTS
                 if has_room:
-                    self._callers[caller] = thread
+                    self._clients[client] = thread
             if has_room:
                 thread.start()
             else:
-                self._turn_away(caller)
+                self._refuse_client(client)
 
-    def _turn_away(self, caller: socket.socket) -> None:
-        with caller:
+    def _refuse_client(self, client: socket.socket) -> None:
+        with client:
             try:
                 # Nothing was sent before, so there is room for this: it never waits.
-                wire = Wire(caller, time.monotonic() + self._plate.silence_s, TURN_AWAY_S)
-                wire.send(
-                    {"refused": f"connection limit reached: {MOST_CALLERS} clients connected"}
-                )
+                wire = Wire(client, time.monotonic() + self._settings.silence_s, REFUSAL_TIMEOUT_S)
+                wire.send({"refused": f"connection limit reached: {MAX_CLIENTS} clients connected"})
             except (MigrationError, OSError) as exc:
                 log.warning("connection limit reached, refusal not sent: %s", exc)
 
-    def _meet(self, caller: socket.socket, name: str) -> None:
-        """Serve one caller, on a thread of its own."""
-        plate = self._plate
+    def _serve_client(self, client: socket.socket, name: str) -> None:
+        """Serve one client, on a thread of its own."""
+        settings = self._settings
         try:
-            with caller:
-                wire = Wire(caller, time.monotonic() + HANDSHAKE_DEADLINE_S, plate.silence_s)
-                welcome(wire, plate.secret, self._hello(), protocol=plate.protocol)
+            with client:
+                wire = Wire(client, time.monotonic() + HANDSHAKE_DEADLINE_S, settings.silence_s)
+                server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
                 self._serve(wire)
         except (MigrationError, OSError) as exc:
             if not self._is_closing.is_set():
-                log.warning("%s %s: connection failed: %s", plate.callers, name, exc)
+                log.warning("%s %s: connection failed: %s", settings.peer_kind, name, exc)
         except (KeyError, TypeError, ValueError) as exc:
             log.error(
-                "%s %s: malformed request; closing the connection: %r", plate.callers, name, exc
+                "%s %s: malformed request; closing the connection: %r",
+                settings.peer_kind,
+                name,
+                exc,
             )
         finally:
             with self._lock:
-                self._callers.pop(caller, None)
+                self._clients.pop(client, None)
 
     def stop(self) -> None:
         """Let nobody in any more."""
@@ -130,21 +131,21 @@ class Door:
         if not self._is_closing.is_set():
             self.stop()
         with self._lock:
-            callers = dict(self._callers)
-        for caller, thread in callers.items():
+            clients = dict(self._clients)
+        for client, thread in clients.items():
             try:
-                caller.shutdown(socket.SHUT_RDWR)
+                client.shutdown(socket.SHUT_RDWR)
             except OSError as exc:
                 log.debug("client connection already closed: %s", exc)
             thread.join(CLOSE_DEADLINE_S)
 
 
-def _listen(plate: DoorPlate) -> socket.socket:
-    host, port = plate.address
+def _listen(settings: ListenerSettings) -> socket.socket:
+    host, port = settings.address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=MOST_CALLERS)
+        return socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
     except OSError as exc:
         raise MigrationError(
-            f"cannot listen for other {plate.callers}s on {host} port {port}: {exc}"
+            f"cannot listen for other {settings.peer_kind}s on {host} port {port}: {exc}"
         ) from exc

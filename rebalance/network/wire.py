@@ -1,7 +1,7 @@
 """What two ends of a connection say to each other, and for how long either waits for the other.
 
     asker                                    who is asked
-      | <------ protocol, nonce ---------------- |   or why it takes no more callers
+      | <------ protocol, nonce ---------------- |   or why it takes no more clients
       | ------- nonce, proof of the secret ----> |
       | <------ proof, origin, version --------- |   or that the secret is another
       | ------- what is asked -----------------> |
@@ -62,14 +62,14 @@ class Wire:
         """Time until the deadline; none is 0."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def hears(self, patience_s: float) -> bool:
+    def wait_for_data(self, timeout_s: float) -> bool:
         """Wait until the other side says something; False if it hangs up first, or is silent.
 
         None of it is taken in. Nothing is wrong with a connection that has ended between two
         questions.
         """
         try:
-            self._end.settimeout(patience_s)
+            self._end.settimeout(timeout_s)
             return bool(self._end.recv(1, socket.MSG_PEEK))
         except OSError:  # too late, or a connection that broke: either way there is no question
             return False
@@ -83,13 +83,15 @@ class Wire:
         text = json.dumps(message).encode()
         self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
 
-    def receive(self, *, max_bytes: int = MAX_MESSAGE_BYTES, is_patient: bool = False) -> Message:
+    def receive(
+        self, *, max_bytes: int = MAX_MESSAGE_BYTES, until_deadline: bool = False
+    ) -> Message:
         """Hear something; patient: up to the deadline, because the other side may be reading.
 
         Raises:
             MigrationError: the other side is gone, or silent, or does not speak as we do.
         """
-        silence_s = self.left_s if is_patient else self._silence_s
+        silence_s = self.left_s if until_deadline else self._silence_s
         head = self._read(_LENGTH.size, silence_s)
         (length,) = _LENGTH.unpack(head)
         if length > max_bytes:
@@ -150,7 +152,7 @@ class Wire:
             raise MigrationError(f"connection failed: {exc}") from exc
 
 
-def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
+def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
     """Connect.
 
     Raises:
@@ -162,14 +164,14 @@ def reach(address: tuple[str, int], deadline_s: float) -> socket.socket:
         raise MigrationError(f"cannot connect: {exc}") from exc
 
 
-def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
+def client_handshake(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
     """Prove to the side that is asked that this one knows the secret, and have it prove the same.
 
     Returns:
         What it says of itself.
 
     Raises:
-        RefusedError: it takes no more callers.
+        RefusedError: it takes no more clients.
         MigrationError: it knows another secret, or is not of this kind.
     """
     theirs = wire.receive(max_bytes=MAX_PROOF_BYTES)
@@ -190,8 +192,10 @@ def greet(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
     return found
 
 
-def welcome(wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL) -> None:
-    """Have a caller prove that it knows the secret; only then say who we are.
+def server_handshake(
+    wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL
+) -> None:
+    """Have a client prove that it knows the secret; only then say who we are.
 
     Raises:
         MigrationError: it does not know it.

@@ -182,12 +182,12 @@ class Lifelines:
                 for ready, _ in self._selector.select():
                     if ready.data >= 0:
                         assert isinstance(ready.fileobj, socket.socket), "ranks are sockets"
-                        self._hear(ready.data, ready.fileobj)
+                        self._read(ready.data, ready.fileobj)
             for registered in self._selector.get_map().values():
                 if registered.data >= 0:
                     self._take_leave(registered.fileobj)
 
-    def _hear(self, rank: int, line: socket.socket) -> None:
+    def _read(self, rank: int, line: socket.socket) -> None:
         try:
             said = line.recv(1)
         except BlockingIOError:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_SESSIONS = 1024
-MAX_UNPROVEN = 64  # clients that have not proved yet that they know the key
-MAX_UNPROVEN_OF_PROCESS = 8
+MAX_UNAUTHENTICATED = 64  # clients that have not proved yet that they know the key
+MAX_UNAUTHENTICATED_OF_PROCESS = 8
 HANDSHAKE_DEADLINE_S = 10.0  # for all of it, however slowly bytes come
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -49,7 +49,7 @@ def peer_of(end: socket.socket) -> Peer:
 
 
 @dataclass(frozen=True)
-class _Unproven:
+class _Unauthenticated:
     peer: Peer
     end: socket.socket  # a duplicate, open until the client has proved itself or is gone
     deadline: float
@@ -61,7 +61,7 @@ class Admission:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._unproven: dict[int, _Unproven] = {}  # by holder, oldest first
+        self._unauthenticated: dict[int, _Unauthenticated] = {}  # by holder, oldest first
         self._num_sessions = 0
         self._num_refused = 0
 
@@ -69,23 +69,24 @@ class Admission:
         """Say whether a client gets a session; ``leave`` ends it."""
         peer = peer_of(client)
         with self._lock:
-            of_process = Counter(one.peer.pid for one in self._unproven.values())
+            of_process = Counter(one.peer.pid for one in self._unauthenticated.values())
             refusal = ""
             if not peer.is_trusted:
                 refusal = f"process of user {peer.uid}, expected user {os.geteuid()} or root"
             elif self._num_sessions >= MAX_SESSIONS:
                 refusal = f"connection limit reached: {MAX_SESSIONS} clients connected"
-            elif of_process[peer.pid] >= MAX_UNPROVEN_OF_PROCESS:
+            elif of_process[peer.pid] >= MAX_UNAUTHENTICATED_OF_PROCESS:
                 refusal = (
-                    f"{MAX_UNPROVEN_OF_PROCESS} connections of this process are not authenticated"
+                    f"{MAX_UNAUTHENTICATED_OF_PROCESS} connections of this process are not "
+                    "authenticated"
                 )
             if refusal:
                 self._refused(peer, refusal)
                 return False
-            if len(self._unproven) >= MAX_UNPROVEN:
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._evict(of_process)
             deadline = self._clock() + HANDSHAKE_DEADLINE_S
-            self._unproven[holder] = _Unproven(peer, client.dup(), deadline)
+            self._unauthenticated[holder] = _Unauthenticated(peer, client.dup(), deadline)
             self._num_sessions += 1
             return True
 
@@ -102,18 +103,22 @@ class Admission:
     def _evict(self, of_process: Counter[int]) -> None:
         """Close the oldest connection of the process that has most; a rank has one, briefly."""
         ((pid, _),) = of_process.most_common(1)
-        oldest = next(holder for holder, one in self._unproven.items() if one.peer.pid == pid)
-        self._refused(self._hang_up(oldest), f"{MAX_UNPROVEN} connections are not authenticated")
+        oldest = next(
+            holder for holder, one in self._unauthenticated.items() if one.peer.pid == pid
+        )
+        self._refused(
+            self._disconnect(oldest), f"{MAX_UNAUTHENTICATED} connections are not authenticated"
+        )
 
-    def proved(self, holder: int) -> None:
+    def authenticated(self, holder: int) -> None:
         """Note that a client knows the key: it may be silent from now on."""
         with self._lock:
-            if one := self._unproven.pop(holder, None):
+            if one := self._unauthenticated.pop(holder, None):
                 one.end.close()
 
     def leave(self, holder: int) -> None:
         """Note that a client's session is over."""
-        self.proved(holder)
+        self.authenticated(holder)
         with self._lock:
             self._num_sessions -= 1
 
@@ -121,19 +126,19 @@ class Admission:
         """Close clients past their deadline; return the milliseconds to the next one, if any."""
         with self._lock:
             now = self._clock()
-            late = [holder for holder, one in self._unproven.items() if one.deadline <= now]
+            late = [holder for holder, one in self._unauthenticated.items() if one.deadline <= now]
             for holder in late:
                 self._refused(
-                    self._hang_up(holder), f"not authenticated within {HANDSHAKE_DEADLINE_S:g} s"
+                    self._disconnect(holder), f"not authenticated within {HANDSHAKE_DEADLINE_S:g} s"
                 )
-            if not self._unproven:
+            if not self._unauthenticated:
                 return None
-            soonest = min(one.deadline for one in self._unproven.values())
+            soonest = min(one.deadline for one in self._unauthenticated.values())
             return math.ceil(1e3 * (soonest - now))  # up: never early
 
-    def _hang_up(self, holder: int) -> Peer:
+    def _disconnect(self, holder: int) -> Peer:
         """End the reads of a session, whose own thread leaves then."""
-        one = self._unproven.pop(holder)
+        one = self._unauthenticated.pop(holder)
         with one.end, suppress(OSError):  # the client may be gone already
             one.end.shutdown(socket.SHUT_RDWR)
         return one.peer

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
 from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import Digest, SlabAddress, call
+from rebalance.preload.cache.wire import Digest, SlabAddress, connect
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
 from rebalance.transport.interface import Record
 from runtime.memory.shared import attach
@@ -60,7 +60,7 @@ class SlabReader:
 
     def _connect(self, deadline_s: float) -> None:
         try:
-            self._connection = call(self._address, deadline_s)
+            self._connection = connect(self._address, deadline_s)
         except (AuthenticationError, EOFError, OSError) as exc:
             raise MigrationError(
                 f"the preload process of host {self._name} does not answer: "
@@ -103,12 +103,12 @@ class SlabReader:
         """Do what needs no lease; once more, where another process has taken the place of one."""
         try:
             return act()
-        except _Gone as gone:
+        except _Disconnected as lost:
             try:
                 self._connect_again()
             except MigrationError as exc:
                 log.debug("%s", exc)
-                raise gone from exc
+                raise lost from exc
             return act()
 
     def _unregister(self, slab: NDArray[np.uint8]) -> None:
@@ -299,7 +299,7 @@ class SlabReader:
         deadline = time.monotonic() + deadline_s
         while is_wanted():
             left_s = max(0.0, deadline - time.monotonic())
-            if self._hears(min(left_s, LOOK_S)):
+            if self._poll(min(left_s, LOOK_S)):
                 answer: dict[str, Any] = decode_json(self._take())
                 if answer["number"] == number:  # else to a request that was given up
                     return answer
@@ -317,27 +317,27 @@ class SlabReader:
                     )
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
     def _receive(self, what: str, deadline_s: float) -> bytes:
-        if self._hears(deadline_s):
+        if self._poll(deadline_s):
             return self._take()
         raise self._late(what, deadline_s)
 
-    def _hears(self, timeout_s: float) -> bool:
+    def _poll(self, timeout_s: float) -> bool:
         try:
             return self._connection.poll(timeout_s)
         except (EOFError, OSError) as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
     def _take(self) -> bytes:
         try:
             return self._connection.recv_bytes(MAX_JSON_BYTES)
         except (EOFError, OSError) as exc:
-            raise self._gone() from exc
+            raise self._disconnected() from exc
 
-    def _gone(self) -> _Gone:
-        return _Gone(f"the preload process of host {self._name} disconnected")
+    def _disconnected(self) -> _Disconnected:
+        return _Disconnected(f"the preload process of host {self._name} disconnected")
 
     def _late(self, what: str, deadline_s: float) -> _Late:
         return _Late(
@@ -350,7 +350,7 @@ class SlabReader:
         self._connection.close()
 
 
-class _Gone(MigrationError):
+class _Disconnected(MigrationError):
     """The process has ended; another may take its place."""
 
 

@@ -72,7 +72,7 @@ class HostSlab:
         self._key, self._record_bytes = address.key, schema.record_bytes
         num_records = model.num_layers * model.num_experts
         self._num_entries = settings.num_entries(num_records, schema.record_bytes)
-        self._door: HostLinkServer | None = None
+        self._link_server: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
         self._admission = Admission(time.monotonic)
@@ -96,8 +96,8 @@ class HostSlab:
                 undo.callback(self._writer.close)
             undo.callback(self._end_readers)
             if links is not None and links.listen is not None:
-                self._door = HostLinkServer(links, self._parts, origin, self._holders)
-                undo.callback(self._door.close)
+                self._link_server = HostLinkServer(links, self._parts, origin, self._holders)
+                undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
             self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
             self._accepting.start()
@@ -157,7 +157,7 @@ class HostSlab:
 
         def run() -> None:
             # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
-            session.run(self._key, partial(self._admission.proved, holder))
+            session.run(self._key, partial(self._admission.authenticated, holder))
             self._sessions.pop(session, None)
             self._admission.leave(holder)
 
@@ -221,7 +221,7 @@ class HostSlab:
             bytes_from_checkpoint=found.get("cooked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
             bytes_from_other_hosts=found.get("from_hosts", 0) * size,
-            bytes_to_other_hosts=(self._door.num_sent if self._door else 0) * size,
+            bytes_to_other_hosts=(self._link_server.num_sent if self._link_server else 0) * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
             not_written=self._writer.num_left_out if self._writer else 0,
@@ -243,8 +243,8 @@ class HostSlab:
         self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
         self._listening.close()
         self._cache.close()
-        if self._door is not None:
-            self._door.close()
+        if self._link_server is not None:
+            self._link_server.close()
         if self._sources.hosts is not None:
             self._sources.hosts.close()
         for session, thread in list(self._sessions.items()):

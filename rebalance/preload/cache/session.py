@@ -22,7 +22,7 @@ from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
 from rebalance.preload.cache.cache import SlabCache
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.wire import Digest, welcome
+from rebalance.preload.cache.wire import Digest, server_handshake
 from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.transport.interface import Record
 from runtime.memory.shared import SharedArena, digest
@@ -52,12 +52,12 @@ class SlabSession:
         self._is_stopping = self._is_over = False
         self._ending = threading.Lock()  # nobody writes to a descriptor that was given away
 
-    def run(self, key: bytes, on_proved: Callable[[], None]) -> None:
-        """Serve until either side hangs up; ``on_proved`` once the other knows the key."""
+    def run(self, key: bytes, on_authenticated: Callable[[], None]) -> None:
+        """Serve until either side hangs up; ``on_authenticated`` once the other knows the key."""
         with self._connection:
             try:
-                welcome(self._connection, key)
-                on_proved()
+                server_handshake(self._connection, key)
+                on_authenticated()
                 self._send(self._hello())
                 while not self._is_stopping:
                     self._turn()
@@ -96,7 +96,7 @@ class SlabSession:
         if self._wake in happened:
             os.eventfd_read(self._wake)
         if self._connection in happened:
-            self._hear(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
+            self._handle(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
         now = time.monotonic()
         for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
             self._parts.cache.expire(request)
@@ -105,7 +105,7 @@ class SlabSession:
             del self._deadlines[request]
             self._send({"number": request.number} | self._answer(request))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         what, cache = message["ask"], self._parts.cache
         if what in ("load", "reload"):
             self._load(message)

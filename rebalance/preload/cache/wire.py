@@ -47,20 +47,20 @@ def listen(address: SlabAddress) -> socket.socket:
     return listening
 
 
-def call(address: SlabAddress, deadline_s: float) -> Connection:
+def connect(address: SlabAddress, deadline_s: float) -> Connection:
     """Reach the preload process, which proves that it knows the key, as does the caller."""
-    with socket.socket(socket.AF_UNIX) as calling:
-        _limit_waits(calling, deadline_s)
-        calling.connect(address.socket)
-        if not (peer := peer_of(calling)).is_trusted:
+    with socket.socket(socket.AF_UNIX) as end:
+        _limit_waits(end, deadline_s)
+        end.connect(address.socket)
+        if not (peer := peer_of(end)).is_trusted:
             raise AuthenticationError(f"a process of user {peer.uid} listens at its address")
-        connection = Connection(calling.detach())
+        connection = Connection(end.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)
     return connection
 
 
-def welcome(connection: Connection, key: bytes) -> None:
+def server_handshake(connection: Connection, key: bytes) -> None:
     """Let the caller prove that it knows the key, and prove the same to it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         _limit_waits(end, MESSAGE_DEADLINE_S)

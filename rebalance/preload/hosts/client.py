@@ -28,9 +28,9 @@ from rebalance.network.wire import (
     Message,
     RefusedError,
     Wire,
+    client_handshake,
+    connect,
     field,
-    greet,
-    reach,
 )
 from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.known_host import KnownHost
@@ -89,7 +89,7 @@ class OtherHosts:
         reasons = []
         for host in self._in_turn(record):
             try:
-                if why := self._not_asked(host, record, from_disk=from_disk):
+                if why := self._reason_to_skip(host, record, from_disk=from_disk):
                     reasons.append(f"{host}: {why}")
                     continue
                 brought = self._fetch(host, record, into, expected, from_disk=from_disk)
@@ -99,7 +99,7 @@ class OtherHosts:
                 self._note_failure(host, record, exc)
                 reasons.append(f"{host}: {exc}")
             else:
-                host.back_off.is_well()
+                host.back_off.record_success()
                 host.wrong.discard(record)
                 return brought
         name = "layer {} expert {}".format(*record)
@@ -110,15 +110,15 @@ class OtherHosts:
         first = self.origin.number_of(record) % max(1, len(self._hosts))
         return self._hosts[first:] + self._hosts[:first]
 
-    def _not_asked(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
+    def _reason_to_skip(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
         """Why a host is not asked for a record; "" if it is."""
-        if why := host.back_off.left_alone():
+        if why := host.back_off.reason():
             return why
         if from_disk:
             return ""
         if record in host.wrong:
             return "digest mismatch in an earlier transfer"
-        self._renew_book(host)
+        self._refresh_inventory(host)
         return "" if host.holds(self.origin.number_of(record)) else "record not in its memory"
 
     def _note_failure(self, host: KnownHost, record: Record, failure: MigrationError) -> None:
@@ -130,26 +130,26 @@ class OtherHosts:
             host.wrong.add(record)
             log.warning("%s: %s", host, failure)
             return
-        host.back_off.fails(str(failure))
+        host.back_off.record_failure(str(failure))
 
     # -- one question
 
-    def _renew_book(self, host: KnownHost) -> None:
+    def _refresh_inventory(self, host: KnownHost) -> None:
         """Ask a host what it holds, if that is not known; one thread asks."""
         # Another thread waits for its answer only where there is no older one to go by.
-        patience_s = 0.0 if host.has_book else self._settings.silence_s
-        if not host.is_book_old() or not host.asking_book.acquire(timeout=patience_s):
+        patience_s = 0.0 if host.has_inventory else self._settings.silence_s
+        if not host.is_inventory_old() or not host.requesting_inventory.acquire(timeout=patience_s):
             return
         try:
-            if host.is_book_old():
-                host.note_book(self._ask_book(host))
+            if host.is_inventory_old():
+                host.note_inventory(self._request_inventory(host))
         except MigrationError:
-            host.note_book(0)  # not again for a while
+            host.note_inventory(0)  # not again for a while
             raise
         finally:
-            host.asking_book.release()
+            host.requesting_inventory.release()
 
-    def _ask_book(self, host: KnownHost) -> int:
+    def _request_inventory(self, host: KnownHost) -> int:
         with self._call(host) as wire:
             wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
             return int.from_bytes(bytes.fromhex(field(wire.receive(), "held", str)), "little")
@@ -177,7 +177,7 @@ class OtherHosts:
                 "deadline_s": settings.deadline_s,
             }
             wire.send(ask)
-            answer = wire.receive(is_patient=from_disk)
+            answer = wire.receive(until_deadline=from_disk)
             if "refused" in answer:
                 raise RefusedError(str(answer["refused"]))
             plain, weighted = field(answer, "digest", list)
@@ -208,12 +208,12 @@ class OtherHosts:
     def _call(self, host: KnownHost) -> Iterator[Wire]:
         """Reach a host that proves to be of this deployment, and to have the same records."""
         settings = self._settings
-        with reach(host.address, settings.silence_s) as end:
+        with connect(host.address, settings.silence_s) as end:
             with self._lock:
                 self._open.add(end)
             try:
                 wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
-                self._check(greet(wire, settings.secret))
+                self._check(client_handshake(wire, settings.secret))
                 yield wire
             except (KeyError, TypeError, ValueError) as exc:
                 raise MigrationError(f"malformed response: {exc!r}") from exc

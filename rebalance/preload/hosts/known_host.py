@@ -11,7 +11,7 @@ from rebalance.network.back_off import BackOff
 from rebalance.preload.hosts.settings import HostAddress
 from rebalance.transport.interface import Record
 
-BOOK_AGE_S = 1.0  # a host's list of what it holds is asked for anew when it is as old as this
+INVENTORY_AGE_S = 1.0  # a host's list of what it holds is asked for anew when it is as old as this
 
 
 class KnownHost:
@@ -31,26 +31,26 @@ class KnownHost:
     ) -> None:
         self.address, self._clock = address, clock
         self.back_off = BackOff(str(self), back_off_s, clock)
-        self.asking_book = threading.Lock()  # by one thread at a time
+        self.requesting_inventory = threading.Lock()  # by one thread at a time
         self.wrong: set[Record] = set()  # that it gave with wrong bytes, once
-        self._book, self._book_until = 0, -math.inf
+        self._inventory, self._inventory_until = 0, -math.inf
 
     def __str__(self) -> str:
         return "host {} port {}".format(*self.address)
 
     @property
-    def has_book(self) -> bool:
+    def has_inventory(self) -> bool:
         """Say whether it was ever asked what it holds."""
-        return self._book_until > -math.inf
+        return self._inventory_until > -math.inf
 
-    def is_book_old(self) -> bool:
+    def is_inventory_old(self) -> bool:
         """Say whether it is to be asked what it holds."""
-        return self._clock() >= self._book_until
+        return self._clock() >= self._inventory_until
 
-    def note_book(self, book: int) -> None:
+    def note_inventory(self, inventory: int) -> None:
         """Note what it holds: a bit for each record, by number."""
-        self._book, self._book_until = book, self._clock() + BOOK_AGE_S
+        self._inventory, self._inventory_until = inventory, self._clock() + INVENTORY_AGE_S
 
     def holds(self, number: int) -> bool:
         """Say whether it held a record when it was asked last."""
-        return bool(self._book >> number & 1)
+        return bool(self._inventory >> number & 1)

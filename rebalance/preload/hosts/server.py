@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from eplb.errors import CheckpointError
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
 from rebalance.preload.cache.requests import Request
 from rebalance.preload.cache.session import SlabParts
@@ -46,14 +46,18 @@ class HostLinkServer:
         )
         self._settings, self._parts = settings, parts
         self._origin, self._holders = origin, holders
-        plate = DoorPlate("host", settings.listen, PROTOCOL, settings.secret, settings.silence_s)
+        listener_settings = ListenerSettings(
+            "host", settings.listen, PROTOCOL, settings.secret, settings.silence_s
+        )
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
         self._lock = threading.Lock()
-        self._serving: set[int] = set()  # holders, one for each caller
+        self._serving: set[int] = set()  # holders, one for each client
         self.num_sent = 0  # records
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
-        self._door = Door(plate, self._hello, self._meet, is_closing)
+        self._listener = ConnectionListener(
+            listener_settings, self._hello, self._serve_client, is_closing
+        )
 
     def _hello(self) -> Message:
         return {
@@ -61,8 +65,8 @@ class HostLinkServer:
             "weights_version": self._parts.cache.weights_version,
         }
 
-    def _meet(self, wire: Wire) -> None:
-        """Serve one caller, on a thread of its own."""
+    def _serve_client(self, wire: Wire) -> None:
+        """Serve one client, on a thread of its own."""
         holder = next(self._holders)
         with self._lock:
             self._serving.add(holder)
@@ -77,7 +81,7 @@ class HostLinkServer:
         deadline_s = min(float(ask["deadline_s"]), self._settings.deadline_s)
         wire.deadline = time.monotonic() + deadline_s
         if ask["ask"] == "book":
-            wire.send({"held": self._book()})
+            wire.send({"held": self._inventory()})
         elif ask["ask"] == "record":
             try:
                 self._give(wire, ask, holder)
@@ -86,7 +90,7 @@ class HostLinkServer:
         else:
             raise ValueError(f"unknown request {ask['ask']!r}")
 
-    def _book(self) -> str:
+    def _inventory(self) -> str:
         """Which records are in memory: a bit each, in their order."""
         origin = self._parts.origin
         bits = bytearray(-(-origin.num_records // 8))
@@ -168,9 +172,9 @@ class HostLinkServer:
 
     def close(self) -> None:
         """Stop answering, and hang up on whoever is connected."""
-        self._door.stop()
+        self._listener.stop()
         with self._lock:
             serving = set(self._serving)
         for holder in serving:
             self._parts.cache.drop(holder)  # ends its wait for a record that is being read
-        self._door.close()
+        self._listener.close()

@@ -16,7 +16,7 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.network.back_off import BackOff
-from rebalance.network.wire import RefusedError, Wire, field, greet, reach
+from rebalance.network.wire import RefusedError, Wire, client_handshake, connect, field
 from rebalance.preload.hosts.settings import HostAddress
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -76,7 +76,7 @@ class OtherRanks:
         return self._bounces[0]
 
     def _read(self, other: _OtherRank, part: Part, into: memoryview, deadline: float) -> None:
-        if why := other.back_off.left_alone():
+        if why := other.back_off.reason():
             raise RefusedError(f"{other}: {why}")
         try:
             wire = self._connect(other)
@@ -85,11 +85,11 @@ class OtherRanks:
         except RefusedError as exc:
             raise RefusedError(f"{other}: {exc}") from exc
         except (MigrationError, OSError, KeyError, TypeError, ValueError) as exc:
-            self._hang_up(other)
+            self._disconnect(other)
             words = str(exc) if isinstance(exc, MigrationError) else f"malformed response: {exc!r}"
-            other.back_off.fails(words)
+            other.back_off.record_failure(words)
             raise MigrationError(f"{other}: {words}") from exc
-        other.back_off.is_well()
+        other.back_off.record_success()
 
     def _ask(self, wire: Wire, part: Part, into: memoryview) -> None:
         settings = self._settings
@@ -112,10 +112,10 @@ class OtherRanks:
         if other.wire is not None:
             if other.is_kept():
                 return other.wire
-            self._hang_up(other)
+            self._disconnect(other)
         if self._is_closed:
             raise RefusedError("this rank is closing")
-        end = reach(other.address, self._settings.silence_s)
+        end = connect(other.address, self._settings.silence_s)
         with self._lock:
             other.end = end
             if self._is_closed:  # since: whoever closed it has not seen this one
@@ -123,9 +123,9 @@ class OtherRanks:
         deadline = time.monotonic() + self._settings.deadline_s
         wire = Wire(end, deadline, self._settings.silence_s)
         try:
-            hello = greet(wire, self._settings.secret, protocol=PROTOCOL)
+            hello = client_handshake(wire, self._settings.secret, protocol=PROTOCOL)
         except RefusedError:
-            self._hang_up(other)  # turned away, not refused an answer
+            self._disconnect(other)  # turned away, not refused an answer
             raise
         found = field(hello, "rank", int), field(hello, "record_bytes", int)
         if found != (other.rank, self._record_bytes):
@@ -136,7 +136,7 @@ class OtherRanks:
         other.wire = wire
         return wire
 
-    def _hang_up(self, other: _OtherRank) -> None:
+    def _disconnect(self, other: _OtherRank) -> None:
         with self._lock:
             end, other.end, other.wire = other.end, None, None
         if end is not None:
@@ -153,7 +153,7 @@ class OtherRanks:
                 except OSError:
                     continue  # it had hung up already
         for other in self._others.values():
-            self._hang_up(other)
+            self._disconnect(other)
 
 
 class _OtherRank:

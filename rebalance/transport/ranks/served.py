@@ -8,7 +8,7 @@ from rebalance.transport.ranks.server import RankLinkServer, Served
 from rebalance.transport.ranks.wire import GroupName
 
 
-def open_door(core: RankCore, swapper: Swapper) -> RankLinkServer | None:
+def start_link_server(core: RankCore, swapper: Swapper) -> RankLinkServer | None:
     """Let other ranks ask this one, where the settings say so.
 
     Raises:

@@ -1,6 +1,6 @@
 """A rank's door for other ranks: gives them bytes of its live slots, and never waits for them.
 
-It reads what serves and changes nothing. Neither the step nor the mover knows of it: a caller that
+It reads what serves and changes nothing. Neither the step nor the mover knows of it: a client that
 dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
 read of a mapped peer, too (``rebalance.swap.serving.readable``); here it is refused, besides, where
 the slot does not hold the expert by what serves, and while the weights are being replaced.
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.network.listener import Door, DoorPlate
+from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import Budget, RefusedError, Wire
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -70,14 +70,16 @@ class RankLinkServer:
             self._turns.put(_Reading(bank.device))
         hello = {"rank": rank, "record_bytes": bank.schema.record_bytes}
         silence_s, address = settings.silence_s, settings.addresses[rank]
-        plate = DoorPlate("rank", address, PROTOCOL, settings.secret, silence_s)
-        self._door = Door(plate, lambda: hello, self._meet, is_closing)
+        listener_settings = ListenerSettings("rank", address, PROTOCOL, settings.secret, silence_s)
+        self._listener = ConnectionListener(
+            listener_settings, lambda: hello, self._serve_client, is_closing
+        )
 
-    def _meet(self, wire: Wire) -> None:
-        """Serve one caller, on a thread of its own."""
+    def _serve_client(self, wire: Wire) -> None:
+        """Serve one client, on a thread of its own."""
         if self._bank.device.type == "cuda":
             torch.cuda.set_device(self._bank.device)
-        while wire.hears(IDLE_S):
+        while wire.wait_for_data(IDLE_S):
             wire.deadline = time.monotonic() + self._settings.deadline_s
             ask = Ask.of(wire.receive())
             wire.deadline = min(wire.deadline, time.monotonic() + ask.deadline_s)
@@ -165,7 +167,7 @@ class RankLinkServer:
 
     def close(self) -> None:
         """Stop answering, and hang up on whoever is connected."""
-        self._door.close()
+        self._listener.close()
 
 
 class _Reading:

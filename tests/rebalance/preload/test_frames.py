@@ -13,8 +13,8 @@ from contextlib import closing, suppress
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.network.listener import Door, DoorPlate
-from rebalance.network.wire import MAX_PROOF_BYTES, Wire, greet, reach
+from rebalance.network.listener import ConnectionListener, ListenerSettings
+from rebalance.network.wire import MAX_PROOF_BYTES, Wire, client_handshake, connect
 
 SECRET, PROTOCOL, DEADLINE_S = b"secret", "test-1", 30.0
 DEEP = b"[" * MAX_PROOF_BYTES
@@ -29,24 +29,24 @@ def framed(text: bytes) -> bytes:
 def address() -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()[:2]
-    plate = DoorPlate("rank", address, PROTOCOL, SECRET, DEADLINE_S)
+    listener_settings = ListenerSettings("rank", address, PROTOCOL, SECRET, DEADLINE_S)
     is_closing = threading.Event()
-    door = Door(plate, lambda: {"rank": 7}, lambda wire: None, is_closing)
+    door = ConnectionListener(listener_settings, lambda: {"rank": 7}, lambda wire: None, is_closing)
     yield address
     door.close()
 
 
 def greeted(address: tuple[str, int]) -> object:
-    with closing(reach(address, DEADLINE_S)) as end:
+    with closing(connect(address, DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        return greet(wire, SECRET, protocol=PROTOCOL)["rank"]
+        return client_handshake(wire, SECRET, protocol=PROTOCOL)["rank"]
 
 
 @pytest.mark.parametrize("text", [DEEP, DEEPER, b'{"a":' * 90, b"1" * 5000, b"\xff\xfe[\0"])
 def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
     address: tuple[str, int], text: bytes
 ) -> None:
-    with closing(reach(address, DEADLINE_S)) as stranger:
+    with closing(connect(address, DEADLINE_S)) as stranger:
         stranger.sendall(framed(text))
         with suppress(OSError):  # the listener may have closed the connection by now
             stranger.shutdown(socket.SHUT_WR)
@@ -61,7 +61,7 @@ def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
 
 
 def test_listener_reads_no_frame_above_the_size_of_a_proof(address: tuple[str, int]) -> None:
-    with closing(reach(address, DEADLINE_S)) as stranger:
+    with closing(connect(address, DEADLINE_S)) as stranger:
         stranger.sendall(struct.pack("!I", MAX_PROOF_BYTES + 1))  # and none of its bytes
         stranger.settimeout(DEADLINE_S)
         with stranger.makefile("rb") as said:
@@ -76,10 +76,12 @@ def test_client_rejects_a_hostile_frame_of_a_false_listener(turn: str, text: byt
     hello = json.dumps({"protocol": PROTOCOL, "nonce": "0"}).encode()
     words = framed(text) if turn == "first" else framed(hello) + framed(text)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = reach(listening.getsockname()[:2], DEADLINE_S)
+        client = connect(listening.getsockname()[:2], DEADLINE_S)
         false, _ = listening.accept()
     with false, client:
         false.sendall(words)
         false.shutdown(socket.SHUT_WR)
         with pytest.raises(MigrationError):
-            greet(Wire(client, time.monotonic() + DEADLINE_S, 1.0), SECRET, protocol=PROTOCOL)
+            client_handshake(
+                Wire(client, time.monotonic() + DEADLINE_S, 1.0), SECRET, protocol=PROTOCOL
+            )

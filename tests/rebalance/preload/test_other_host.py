@@ -31,7 +31,7 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
-from rebalance.network.listener import MOST_CALLERS
+from rebalance.network.listener import MAX_CLIENTS
 from rebalance.network.wire import CHUNK_BYTES, Budget
 from rebalance.preload.cache.cache import SlabCache
 from rebalance.preload.cache.record_sources import RecordSources
@@ -568,19 +568,19 @@ def test_a_host_that_stands_still_costs_its_silence_once(
 def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
     now = 100.0
     host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
-    left_alone = []
+    back_offs_s = []
     for _ in range(3):
-        host.back_off.fails("it is dead")
-        host.back_off.fails("it is dead")  # the same, as another thread has seen it
+        host.back_off.record_failure("it is dead")
+        host.back_off.record_failure("it is dead")  # the same, as another thread has seen it
         began = now
-        while host.back_off.left_alone():
+        while host.back_off.reason():
             now += 0.5
-        left_alone.append(now - began)
-    host.back_off.is_well()
-    host.back_off.fails("it is dead again")
+        back_offs_s.append(now - began)
+    host.back_off.record_success()
+    host.back_off.record_failure("it is dead again")
 
-    assert left_alone == [1.0, 2.0, 3.0]
-    assert host.back_off.left_alone() == "in back-off for 1.0 s more after: it is dead again"
+    assert back_offs_s == [1.0, 2.0, 3.0]
+    assert host.back_off.reason() == "in back-off for 1.0 s more after: it is dead again"
 
 
 def test_a_host_that_comes_late_is_found(
@@ -651,12 +651,12 @@ def test_callers_beyond_the_most_are_turned_away_in_words(
     second = start_host(weights, links(door))
     without_disk = start_host(None, links(door))
     with ExitStack() as stack:
-        for _ in range(MOST_CALLERS):
+        for _ in range(MAX_CLIENTS):
             silent = stack.enter_context(socket.create_connection(door))
             assert receive(silent, 4), "it was not greeted"
 
         with pytest.raises(
-            MigrationError, match=f"connection limit reached: {MOST_CALLERS} clients connected"
+            MigrationError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
         ):
             without_disk.load((0, 0))
         assert torch.equal(second.load((0, 0))[0], cooked(0, 0))

@@ -41,7 +41,7 @@ Reads = Callable[[SlabReader], Any]
 
 @dataclass
 class Host:
-    """A slab in a process of its own, and how to reach it."""
+    """A slab in a process of its own, and how to connect it."""
 
     address: SlabAddress
     process: BaseProcess

@@ -16,8 +16,8 @@ from eplb.errors import MigrationError
 from rebalance.preload.cache import admission as slab_admission
 from rebalance.preload.cache.admission import (
     HANDSHAKE_DEADLINE_S,
-    MAX_UNPROVEN,
-    MAX_UNPROVEN_OF_PROCESS,
+    MAX_UNAUTHENTICATED,
+    MAX_UNAUTHENTICATED_OF_PROCESS,
     Admission,
     Peer,
 )
@@ -36,7 +36,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 @pytest.fixture
 def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
     with ExitStack() as stack:
-        made = [socket.socketpair() for _ in range(2 * MAX_UNPROVEN)]
+        made = [socket.socketpair() for _ in range(2 * MAX_UNAUTHENTICATED)]
         for pair in made:
             for end in pair:
                 stack.enter_context(end)
@@ -89,11 +89,11 @@ def test_process_with_unproven_connections_is_refused_until_it_proves_one(
     admission: Admission,
     pairs: list[tuple[socket.socket, socket.socket]],
 ) -> None:
-    for holder in range(MAX_UNPROVEN_OF_PROCESS):
+    for holder in range(MAX_UNAUTHENTICATED_OF_PROCESS):
         assert admission.admit(pairs[holder][0], holder)
 
     assert not admission.admit(pairs[-1][0], 100)
-    admission.proved(0)
+    admission.authenticated(0)
     assert admission.admit(pairs[-1][0], 100)
     admission.leave(1)
     assert admission.admit(pairs[-2][0], 101)
@@ -105,12 +105,12 @@ def test_full_of_unproven_evicts_the_oldest_of_the_process_with_most(
     own = os.geteuid()
     peers.append(Peer(1, own))  # a rank in the middle of its handshake
     assert admission.admit(pairs[0][0], 0)
-    for holder in range(1, 2 * MAX_UNPROVEN):
-        peers.append(Peer(2 + (holder - 1) // MAX_UNPROVEN_OF_PROCESS, own))
+    for holder in range(1, 2 * MAX_UNAUTHENTICATED):
+        peers.append(Peer(2 + (holder - 1) // MAX_UNAUTHENTICATED_OF_PROCESS, own))
         assert admission.admit(pairs[holder][0], holder)
 
     assert is_open(pairs[0][1])
-    assert sum(is_open(outer) for _, outer in pairs) == MAX_UNPROVEN
+    assert sum(is_open(outer) for _, outer in pairs) == MAX_UNAUTHENTICATED
     assert not is_open(pairs[1][1])
 
 
@@ -122,7 +122,7 @@ def test_client_that_proves_nothing_is_closed_at_the_deadline(
     assert admission.expire() is None
     for holder in range(2):
         admission.admit(pairs[holder][0], holder)
-    admission.proved(1)
+    admission.authenticated(1)
     clock.now = HANDSHAKE_DEADLINE_S - 0.5
     assert admission.expire() == 500
     clock.now = HANDSHAKE_DEADLINE_S
@@ -192,7 +192,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
             held.append(socket.socket(socket.AF_UNIX))
             held[-1].connect(address.socket)  # blocking: waits for room among those not accepted
             held[-1].settimeout(DEADLINE_S)
-        theirs.send(sum(not is_closed(end) for end in held[-FLOOD + MAX_UNPROVEN :]))
+        theirs.send(sum(not is_closed(end) for end in held[-FLOOD + MAX_UNAUTHENTICATED :]))
         theirs.recv()
         os._exit(0)
 
@@ -210,7 +210,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
     reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
     reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
-    assert num_descriptors() <= before + 8 * MAX_UNPROVEN_OF_PROCESS
+    assert num_descriptors() <= before + 8 * MAX_UNAUTHENTICATED_OF_PROCESS
     reader.close()
     ours.send("end")
     process.join(DEADLINE_S)

@@ -29,8 +29,8 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
-from rebalance.network.listener import MOST_CALLERS
-from rebalance.network.wire import RefusedError, Wire, greet, reach
+from rebalance.network.listener import MAX_CLIENTS
+from rebalance.network.wire import RefusedError, Wire, client_handshake, connect
 from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
@@ -166,7 +166,7 @@ def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_end
     rank, asks = start()
     for _ in range(3):
         taken(asks)
-    assert len(rank.server._door._callers) == 1
+    assert len(rank.server._listener._clients) == 1
 
     rank.server.close()
     rank.open()
@@ -257,10 +257,10 @@ def test_a_stranger_without_the_secret_gets_nothing(start: Start) -> None:
 
 def test_a_caller_that_takes_the_rank_for_a_slab_or_for_another_rank_is_told(start: Start) -> None:
     rank, _ = start()
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
         with pytest.raises(MigrationError, match="protocol 'eplb-ranks-1', expected 'eplb-hosts"):
-            greet(wire, SECRET)
+            client_handshake(wire, SECRET)
 
     astray = replace(rank.settings, addresses=rank.settings.addresses[::-1])
     with closing(OtherRanks(astray, 1, GROUP, SIZE)) as asks:
@@ -271,11 +271,11 @@ def test_a_caller_that_takes_the_rank_for_a_slab_or_for_another_rank_is_told(sta
 
 def test_a_caller_that_babbles_is_hung_up_on_and_harms_nobody(start: Start) -> None:
     rank, asks = start()
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        greet(wire, SECRET, protocol=PROTOCOL)
+        client_handshake(wire, SECRET, protocol=PROTOCOL)
         wire.send({"layer": "the first one"})
-        assert not wire.hears(DEADLINE_S)
+        assert not wire.wait_for_data(DEADLINE_S)
 
     assert torch.equal(taken(asks), record_of(5))
 
@@ -283,12 +283,12 @@ def test_a_caller_that_babbles_is_hung_up_on_and_harms_nobody(start: Start) -> N
 def test_callers_beyond_the_most_are_turned_away_in_words(start: Start) -> None:
     rank, asks = start()
     with ExitStack() as stack:
-        for _ in range(MOST_CALLERS):
-            silent = stack.enter_context(closing(reach(rank.settings.addresses[1], DEADLINE_S)))
+        for _ in range(MAX_CLIENTS):
+            silent = stack.enter_context(closing(connect(rank.settings.addresses[1], DEADLINE_S)))
             assert silent.recv(1), "it was not greeted"
 
         with pytest.raises(
-            RefusedError, match=f"connection limit reached: {MOST_CALLERS} clients connected"
+            RefusedError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
         ):
             taken(asks)
 
@@ -296,9 +296,9 @@ def test_callers_beyond_the_most_are_turned_away_in_words(start: Start) -> None:
 def test_a_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
     rank, _ = start(settings=links(2, max_transfers=1), schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
-    with closing(reach(rank.settings.addresses[1], DEADLINE_S)) as end:
+    with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         slow = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        greet(slow, SECRET, protocol=PROTOCOL)
+        client_handshake(slow, SECRET, protocol=PROTOCOL)
         part = replace(PART, num_bytes=size)
         slow.send(Ask(GROUP, part, DEADLINE_S, DEADLINE_S).message())
         assert slow.receive() == {"num_bytes": size}  # and takes none of it in
@@ -332,7 +332,7 @@ def test_a_rank_that_is_not_there_is_left_alone_and_found_when_it_comes() -> Non
             taken(asks)
         with closing(Rank(settings).server):
             until = time.monotonic() + DEADLINE_S
-            while why := asks._others[1].back_off.left_alone():
+            while why := asks._others[1].back_off.reason():
                 assert time.monotonic() < until, why
 
             assert torch.equal(taken(asks), record_of(5))
