@@ -68,7 +68,7 @@ class Crew:
         self._checker = self._supervised(CHECKER, "checker", self._new_checker)
         self._host_caches = [
             self._supervised(name_of_host(host), "host_cache", partial(self._new_host_cache, host))
-            for host in range(len(plan.slabs))
+            for host in range(len(plan.host_caches))
         ]
         self._service: HttpService | None = None
         self._http: Supervised | None = None
@@ -114,9 +114,9 @@ class Crew:
     # Imported there: torch takes seconds, and every refusal before a start needs none of it.
 
     def _new_host_cache(self, host: int) -> Kill:
-        from api.demo.workers.host_cache import run_slab
+        from api.demo.workers.host_cache import run_host_cache
 
-        return self._started(Child(name_of_host(host), run_slab, self._plan, host)).kill
+        return self._started(Child(name_of_host(host), run_host_cache, self._plan, host)).kill
 
     def _new_controller(self) -> Kill:
         from api.demo.workers.controller import run_controller

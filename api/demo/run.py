@@ -1,7 +1,7 @@
 """``eplb demo``: the whole journey on one machine, in real processes, measured.
 
 ranks ---- samples ----> store ----> controller          one checker recomputes sampled steps
-  ^                        |             |               one slab per host reads the weights
+  ^                        |             |               one host cache per host reads the weights
   +------- migrations -----+-------------+               this process watches, and serves HTTP
 """
 

@@ -76,11 +76,11 @@ class DemoSettings(BaseModel):
     spare_slots: Whole = Field(
         0, ge=0, le=4096, description="further slots of each rank, kept empty"
     )
-    slab_mode: Literal["full", "hot", "ring"] = Field(
+    host_cache_mode: Literal["full", "hot", "ring"] = Field(
         "full", description="records in host memory: all, those used last, or a small ring"
     )
-    slab_records: Whole = Field(
-        0, ge=0, le=100_000_000, description="records that a hot slab or a ring has room for"
+    host_cache_records: Whole = Field(
+        0, ge=0, le=100_000_000, description="records that a hot host cache or a ring has room for"
     )
     other_hosts: Literal["off", "before_disk", "after_disk"] = Field(
         "off", description="whether a host asks the others for records, and when; and ranks, ranks"
@@ -251,10 +251,10 @@ class DemoSettings(BaseModel):
             raise ValueError(f"expected at most {experts * ranks}, every expert on every rank")
         return slots
 
-    @field_validator("slab_records")
+    @field_validator("host_cache_records")
     @classmethod
-    def _slab_has_room(cls, records: int, info: ValidationInfo) -> int:
-        if (info.data.get("slab_mode") == "full") != (records == 0):
+    def _host_cache_has_room(cls, records: int, info: ValidationInfo) -> int:
+        if (info.data.get("host_cache_mode") == "full") != (records == 0):
             raise ValueError("expected a number of records with hot or ring, and none with full")
         return records
 

@@ -28,7 +28,7 @@ from eplb.planner import plan as make_plan
 from eplb.policies.table import policy_named
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheSettings
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_file import record_file_beside
 from rebalance.transport.ranks.settings import RankLinkSettings
@@ -40,7 +40,9 @@ from telemetry.retention.pruning import Retention
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = 23718  # of slabs; ranks have the next ones. Below those that systems give to callers
+HOSTS_PORT = (
+    23718  # of host caches; ranks have the next ones. Below those that systems give to callers
+)
 
 LOST_GENERATIONS = 1000  # left out where nobody knows how far they had come
 
@@ -74,8 +76,8 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
         trace=trace,
         model=model,
         topology=topology,
-        slabs=tuple(
-            SlabAddress(f"{run}-host{host}", secrets.token_bytes(16))
+        host_caches=tuple(
+            HostCacheAddress(f"{run}-host{host}", secrets.token_bytes(16))
             for host in range(settings.nodes)
         ),
         rendezvous="",  # another for each start of the ranks
@@ -105,7 +107,7 @@ def prepare(settings: DemoSettings, state: StateDir) -> WorkerPlan:
             lease_ttl_s=settings.lease_ttl_s,
         ),
         holder=new_holder(),
-        slab=_slab(settings, weights, model),
+        host_cache=_host_cache(settings, weights, model),
         rank_links=_rank_links(settings),
         reporting=Reporting(
             settings.spool_dir or state.path / "spool",
@@ -202,13 +204,13 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
     )
 
 
-def _slab(settings: DemoSettings, weights: Path, model: ModelShape) -> SlabSettings:
+def _host_cache(settings: DemoSettings, weights: Path, model: ModelShape) -> HostCacheSettings:
     """How every host keeps records; the file is shared, as the weights are."""
-    records = settings.slab_records
-    return SlabSettings(
-        mode=settings.slab_mode,
-        budget_bytes=records * model.expert_bytes if settings.slab_mode == "hot" else None,
-        ring_records=records if settings.slab_mode == "ring" else None,
+    records = settings.host_cache_records
+    return HostCacheSettings(
+        mode=settings.host_cache_mode,
+        budget_bytes=records * model.expert_bytes if settings.host_cache_mode == "hot" else None,
+        ring_records=records if settings.host_cache_mode == "ring" else None,
         record_file=record_file_beside(weights) if settings.record_file else None,
         links=_links(settings),
     )

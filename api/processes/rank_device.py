@@ -98,7 +98,7 @@ class CpuDevice:
         known: KnownRecords,
         group: dist.ProcessGroup,
     ) -> tuple[WeightTransport, str]:
-        """Peers' shared memory and the host's slab, or the slab alone."""
+        """Peers' shared memory and the host cache, or the host cache alone."""
 
         def attach() -> Peers:
             return SharedPeers(memory.rank, known.topology, memory.bank, handles)
@@ -185,7 +185,7 @@ class GpuDevice:
         known: KnownRecords,
         group: dist.ProcessGroup,
     ) -> tuple[WeightTransport, str]:
-        """Peers' GPU memory by copy engine and the host's slab by DMA, or the slab alone."""
+        """Peers' GPU memory by copy engine and the host cache by DMA, or the host cache alone."""
         return choose_transport(memory, lambda: self._peers(memory, known), known, group)
 
     def _peers(self, memory: RankMemory, known: KnownRecords) -> Peers:

@@ -33,8 +33,8 @@ from eplb.migration.recovery import Recovery
 from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import PROTOCOL as HOSTS
 from rebalance.network.wire import Wire, client_handshake, connect
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
-from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
+from rebalance.preload.cache.settings import HostCacheSettings
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
 from rebalance.transport.ranks.wire import PROTOCOL as RANKS
@@ -350,11 +350,13 @@ def _free_address() -> tuple[str, int]:
 # -- the host weight cache
 
 
-def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostSlab:
+def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostCacheServer:
     weights = folder / "weights"
     write_random_checkpoint(weights, MODEL, SCHEMA, vocabulary=64, seed=1)
-    address = SlabAddress(folder.name, b"key of 16 bytes.")
-    return HostSlab(address, Checkpoint(weights), MODEL, SCHEMA, SlabSettings(links=links))
+    address = HostCacheAddress(folder.name, b"key of 16 bytes.")
+    return HostCacheServer(
+        address, Checkpoint(weights), MODEL, SCHEMA, HostCacheSettings(links=links)
+    )
 
 
 def _flood(name: str, folder: str) -> None:
@@ -371,7 +373,7 @@ def _flood(name: str, folder: str) -> None:
 
 
 def _host_cache_connects(folder: Path) -> Outcome:
-    address = SlabAddress(folder.name, b"key of 16 bytes.")
+    address = HostCacheAddress(folder.name, b"key of 16 bytes.")
     took = []
     _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
@@ -387,7 +389,7 @@ def _host_cache_connects(folder: Path) -> Outcome:
                 time.sleep(0.02)
             began = time.monotonic()
             with suppress(EplbError):
-                reader = SlabReader(address, 8, SCHEMA.record_bytes, deadline_s=DEADLINE_S / 2)
+                reader = HostCacheClient(address, 8, SCHEMA.record_bytes, deadline_s=DEADLINE_S / 2)
                 reader.load([(0, 0)], deadline_s=DEADLINE_S / 2)
                 reader.close()
                 took.append(time.monotonic() - began)

@@ -47,7 +47,7 @@ def kill_controller(demo: FaultyDemo, fault: Fault) -> str:
     return "the controller"
 
 
-def kill_slab(demo: FaultyDemo, fault: Fault) -> str:
+def kill_host_cache(demo: FaultyDemo, fault: Fault) -> str:
     pids = demo.wait_for(
         "all preload processes",
         lambda: (found := demo.pids("preload process")) and len(found) == NODES and found,
@@ -67,10 +67,10 @@ def stop_rank(demo: FaultyDemo, fault: Fault) -> str:
     return f"rank {fault.rank} for {fault.for_s:.2f} s"
 
 
-def damage_slab(demo: FaultyDemo, fault: Fault) -> str:
+def damage_host_cache(demo: FaultyDemo, fault: Fault) -> str:
     """Turn bytes of the records that a host holds, where they lie."""
     pid = demo.pids("preload process")[fault.host]
-    descriptor = memory_files(pid, "eplb-slab")[0]  # of two: a mapping keeps one of its own
+    descriptor = memory_files(pid, "eplb-host-cache")[0]  # of two: a mapping keeps one of its own
     with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as memory:
         size, damaged = os.fstat(memory.fileno()).st_size, 0
         while damaged < DAMAGED_BYTES:
@@ -112,9 +112,9 @@ def lock_store(demo: FaultyDemo, fault: Fault) -> str:
 INJECT: dict[str, Callable[[FaultyDemo, Fault], str]] = {
     "kill a rank": kill_rank,
     "kill the controller": kill_controller,
-    "kill a preload process": kill_slab,
+    "kill a preload process": kill_host_cache,
     "stop a rank for a while": stop_rank,
-    "damage host records": damage_slab,
+    "damage host records": damage_host_cache,
     "withdraw the plan": withdraw_plan,
     "movement off and on": switch_movement,
     "lock the store": lock_store,

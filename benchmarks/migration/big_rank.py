@@ -73,8 +73,8 @@ def v3(layers: int, experts: int, **others: Any) -> Shapes:
     return Shapes(model, **others)
 
 
-class NoSlab:
-    """Stands in place of a host's slab where every byte comes from peers: has nothing."""
+class NoHostCache:
+    """Stands in place of a host cache where every byte comes from peers: has nothing."""
 
     num_entries = 4  # a transport asks for so much at a time, at most; it never does
     bytes_from_other_hosts = 0
@@ -115,7 +115,7 @@ class NoSlab:
     def _refusal(records: Sequence[Record]) -> MigrationError:
         return MigrationError(
             f"{len(records)} records asked of the host, expected peers to have them all: "
-            "this benchmark has no slab"
+            "this benchmark has no host cache"
         )
 
 
@@ -133,13 +133,15 @@ class BigRank:
     digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
     device: torch.device
 
-    def transport(self, slab: HostMemory | None = None) -> PullTransport:
-        """Make a transport that reads peers and ``slab``, with streams of its own.
+    def transport(self, host_cache: HostMemory | None = None) -> PullTransport:
+        """Make a transport that reads peers and ``host_cache``, with streams of its own.
 
         Args:
-            slab: what the host holds; None: no byte may come from the host.
+            host_cache: what the host holds; None: no byte may come from the host.
         """
-        return PullTransport(RankMemory(self.rank, self.bank, slab or NoSlab()), self.peers)
+        return PullTransport(
+            RankMemory(self.rank, self.bank, host_cache or NoHostCache()), self.peers
+        )
 
 
 def build(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.migration.agent import MOVES, agent_of, publisher_of, rotated
 from benchmarks.migration.big_rank import BigRank, Shapes, build
-from benchmarks.migration.stage import PinnedSlab
+from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.rows import Row
 from eplb.core.model import ModelShape
 from rebalance.rank.parts import StepFigures
@@ -38,8 +38,8 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
     forward, table, counter = decode_step(big)
-    slab = slab_of_both_ends(big) if mode == "host" else None
-    agent, clock = agent_of(big, path, table, counter, big.transport(slab))
+    host_cache = host_cache_of_both_ends(big) if mode == "host" else None
+    agent, clock = agent_of(big, path, table, counter, big.transport(host_cache))
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()
     marks: list[Any] = []
@@ -66,7 +66,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     return decode_rows(mode, *by_phase(step_us), figures)
 
 
-def slab_of_both_ends(big: BigRank) -> PinnedSlab:
+def host_cache_of_both_ends(big: BigRank) -> PinnedHostCache:
     """Host memory with every expert that goes into this rank on the way there and back."""
     ends = (big.placement, rotated(big.placement, big.topology, MOVES))
     span = big.topology.slots_on(big.rank)
@@ -76,7 +76,7 @@ def slab_of_both_ends(big: BigRank) -> PinnedSlab:
         for layer, slot in np.argwhere(new).tolist()
         for end in ends
     }
-    return PinnedSlab(big, sorted(records))
+    return PinnedHostCache(big, sorted(records))
 
 
 def by_phase(step_us: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""Another host over loopback TCP, measured: its slab as a source, against a plain copy of bytes.
+"""Another host over loopback TCP, measured: its host cache as a source against a plain copy.
 
 Used by ``preload.py``. The other host is a process of its own, which holds every record in memory.
 """
@@ -23,7 +23,12 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.hosts.settings import HostLinkSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
@@ -98,7 +103,7 @@ def _receive(address: tuple[str, int], into: memoryview) -> None:
 
 @dataclass(frozen=True)
 class OtherHost:
-    """What both slabs hold, and how the other is reached."""
+    """What both host caches hold, and how the other is reached."""
 
     weights: Path
     record_file: Path  # complete
@@ -137,8 +142,8 @@ class OtherHost:
         that was used before.
         """
         num_experts, size = self.model.num_experts, self.schema.record_bytes
-        address = SlabAddress(f"asks-{os.getpid()}-{next(numbers)}", os.urandom(16))
-        settings = SlabSettings(
+        address = HostCacheAddress(f"asks-{os.getpid()}-{next(numbers)}", os.urandom(16))
+        settings = HostCacheSettings(
             "ring", None, num_experts // 2, num_readers=self.num_readers, links=self.links
         )
         halves = [
@@ -146,8 +151,8 @@ class OtherHost:
             [(0, e) for e in range(num_experts // 2, 2 * (num_experts // 2))],
         ]
         with (
-            closing(HostSlab(address, None, self.model, self.schema, settings)),
-            closing(SlabReader(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
+            closing(HostCacheServer(address, None, self.model, self.schema, settings)),
+            closing(HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
         ):
             reader.load(halves[0], deadline_s=DEADLINE_S)
             reader.release(halves[0])
@@ -157,15 +162,20 @@ class OtherHost:
 
 
 def hold_everything(pipe: Connection, host: OtherHost) -> None:
-    """Be the other host: a slab with every record in memory."""
+    """Be the other host: a host cache with every record in memory."""
     links = replace(host.links, listen=host.links.hosts[0])
-    address = SlabAddress(f"holds-{os.getpid()}", os.urandom(16))
+    address = HostCacheAddress(f"holds-{os.getpid()}", os.urandom(16))
     size, num_experts = host.schema.record_bytes, host.model.num_experts
     # From the record file: pages of weights that this process had mapped could not be dropped.
-    settings = SlabSettings(record_file=host.record_file, links=links)
-    slab = HostSlab(address, Checkpoint(host.weights), host.model, host.schema, settings)
+    settings = HostCacheSettings(record_file=host.record_file, links=links)
+    host_cache = HostCacheServer(
+        address, Checkpoint(host.weights), host.model, host.schema, settings
+    )
     torch.set_num_threads(1)
-    with closing(slab), closing(SlabReader(address, num_experts, size, deadline_s=60)) as reader:
+    with (
+        closing(host_cache),
+        closing(HostCacheClient(address, num_experts, size, deadline_s=60)) as reader,
+    ):
         reader.load([(0, expert) for expert in range(num_experts)], deadline_s=DEADLINE_S)
         pipe.send("ready")
         pipe.poll(DEADLINE_S)

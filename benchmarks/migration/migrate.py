@@ -1,8 +1,7 @@
 """Moving experts, measured: each phase against the plain copy, and what decode steps feel of it.
 
-    python3 -m benchmarks.migration.migrate --device cuda [--only
-    stage,slab,flip,whole,disk,decode-copy] python -m benchmarks.migration.migrate                 #
-    the same on CPU ranks, small
+    python3 -m benchmarks.migration.migrate --device cuda [--only stage,host_cache,flip,decode-copy]
+    python -m benchmarks.migration.migrate                            # the same on CPU ranks, small
 
 On GPUs it needs four of one host and deep_ep. Shapes are DeepSeek-V3's, made-up weights; a decode
 step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; one table.
@@ -11,9 +10,9 @@ step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; o
 measurement that moves experts under an agent: whole, and every decode. The others are without a
 budget and stage sixteen.
 
-    migrate_stage   stage, slab          migrate_agent    the agent and the plans of the next two
-    migrate_flip    flip                 migrate_whole    whole
-    preload         disk                 migrate_decode   decode-copy, decode-flip, decode-host
+    stage     stage, host_cache        agent     the agent and the plans of the next two
+    flip      flip                     whole     whole
+    preload   disk                     decode    decode-copy, decode-flip, decode-host
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from benchmarks.migration.agent import begin_store
 from benchmarks.migration.big_rank import Shapes, v3
 from benchmarks.migration.decode import measure_decode
 from benchmarks.migration.flip import measure_flip
-from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_slab
+from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_host_cache
 from benchmarks.migration.whole import measure_whole
 from benchmarks.rows import Row, keep, show
 from eplb.core.model import ModelShape
@@ -62,7 +61,7 @@ class Runs:
         """Every measurement that can run here, by name."""
         named: Measurements = {
             "stage": self.stage,
-            "slab": self.slab,
+            "host_cache": self.host_cache,
             "flip": self.flip,
             "whole": self.whole,
             "disk": self.disk,
@@ -82,10 +81,10 @@ class Runs:
                 what = (measure_stage, self.ranks, self._one_layer(precision), source)
                 yield from launch(*what, deadline_s=LAUNCH_DEADLINE_S)[0]
 
-    def slab(self) -> Iterator[Row]:
-        """The same from a slab's process that has read a checkpoint."""
+    def host_cache(self) -> Iterator[Row]:
+        """The same from a host cache's process that has read a checkpoint."""
         shapes = self._one_layer("fp8" if self.is_on_gpu else "float32")
-        yield from stage_from_slab(self.ranks, shapes, self.folder)
+        yield from stage_from_host_cache(self.ranks, shapes, self.folder)
 
     def flip(self) -> Iterator[Row]:
         """Prepared tables that serve at once."""
@@ -106,7 +105,7 @@ class Runs:
         )[0]
 
     def disk(self) -> Iterator[Row]:
-        """Cold records into a slab."""
+        """Cold records into a host cache."""
         yield from preload.measure(self.folder)
 
     def decode(self, mode: str) -> Iterator[Row]:

@@ -36,7 +36,12 @@ from benchmarks.migration.loopback import (
     send_plainly,
 )
 from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.cache.settings import NUM_READERS
 from rebalance.preload.hosts.settings import SERVING_BYTES_PER_SECOND
 from rebalance.preload.loader import make_all
@@ -49,7 +54,9 @@ DEADLINE_S = 600.0
 DD_BLOCK = "16M"
 FROM_OTHER = "preload from another host's memory (loopback)"
 
-NUM_FILLS = 2  # of a slab that is to be measured in use: the first finds memory, and is not timed
+NUM_FILLS = (
+    2  # of a host cache that is to be measured in use: the first finds memory, and is not timed
+)
 
 Row = tuple[str, str, str]
 
@@ -94,7 +101,7 @@ def read_with_dd(path: Path) -> float:
 
 
 @dataclass(frozen=True)
-class Slab:
+class Cache:
     """What is preloaded, and into how many entries: fewer than records means used ones."""
 
     weights: Path
@@ -105,21 +112,21 @@ class Slab:
     num_readers: int
 
     def rate(self) -> float:
-        """GB/s that a rank sees that asks for a slab's fill at a time.
+        """GB/s that a rank sees that asks for a host cache's fill at a time.
 
         With fewer entries than records the first fill is not timed: it is the system that finds
         memory then. The rest goes into entries that held other records.
         """
-        address = SlabAddress(f"bench-{os.getpid()}", os.urandom(16))
-        settings = SlabSettings(
+        address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
+        settings = HostCacheSettings(
             "ring", None, self.num_entries, self.record_file, num_readers=self.num_readers
         )
         size, num_experts = self.schema.record_bytes, self.model.num_experts
         checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped
         taken_s, num_timed = 0.0, 0
         with (
-            closing(HostSlab(address, checkpoint, self.model, self.schema, settings)),
-            closing(SlabReader(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
+            closing(HostCacheServer(address, checkpoint, self.model, self.schema, settings)),
+            closing(HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
         ):
             for first in range(0, num_experts, self.num_entries):
                 fill = [(0, e) for e in range(first, min(first + self.num_entries, num_experts))]
@@ -149,16 +156,18 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
     write_experts(weights, num_records, schema)
     total_gb = num_records * schema.record_bytes / 1e9
     making_s = seconds(lambda: make_all(Checkpoint(weights), model, schema, records))
-    slab = partial(Slab, weights, model, schema, num_readers=num_readers)
+    host_cache = partial(Cache, weights, model, schema, num_readers=num_readers)
     ways: dict[str, Callable[[], float]] = {
         f"dd iflag=direct bs={DD_BLOCK}": lambda: total_gb / read_with_dd(records),
-        "preload from the record file": slab(
+        "preload from the record file": host_cache(
             record_file=records, num_entries=num_records // NUM_FILLS
         ).rate,
-        "  the same into memory never used before": slab(
+        "  the same into memory never used before": host_cache(
             record_file=records, num_entries=num_records
         ).rate,
-        "preload by cooking": slab(record_file=None, num_entries=num_records // NUM_FILLS).rate,
+        "preload by cooking": host_cache(
+            record_file=None, num_entries=num_records // NUM_FILLS
+        ).rate,
     }
     other = OtherHost.on_loopback(weights, records, model, schema, num_readers)
     plain_address = (other.links.hosts[0][0], other.links.hosts[0][1] + 1)
@@ -175,7 +184,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
     with process(hold_everything, other), process(send_plainly, plain_address, to_send):
         for _ in range(num_runs):
             for name, way in ways.items():
-                gc.collect()  # pages that a closed slab still maps cannot be dropped
+                gc.collect()  # pages that a closed host cache still maps cannot be dropped
                 drop_cache(records)
                 drop_cache(shard)
                 rates[name].append(way())

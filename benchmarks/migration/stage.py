@@ -2,7 +2,7 @@
 
 Ours and the plain copies take turns in one run, once on one rank alone and once on all at once;
 ours includes the digest of every record. Bytes come from a peer, from locked host memory of the
-benchmark itself, or from a host's slab that was filled from a checkpoint.
+benchmark itself, or from a host cache that was filled from a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.migration.big_rank import (
     DEADLINE_S,
     BigRank,
-    NoSlab,
+    NoHostCache,
     Shapes,
     build,
     fill,
@@ -33,7 +33,13 @@ from benchmarks.migration.preload import write_experts
 from benchmarks.rows import Row
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.server import Digest, HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    Digest,
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.protocol.phases import RankPhase
 from rebalance.stage.lanes import Pull
 from rebalance.stage.settings import StageSettings
@@ -51,8 +57,8 @@ REPEATS = 8
 LAUNCH_DEADLINE_S = 150.0
 
 
-class PinnedSlab(NoSlab):
-    """Records in locked host memory, as a slab that holds them all already."""
+class PinnedHostCache(NoHostCache):
+    """Records in locked host memory, as a host cache that holds them all already."""
 
     def __init__(self, big: BigRank, records: list[Record]) -> None:
         size = big.bank.schema.record_bytes
@@ -84,17 +90,21 @@ class PinnedSlab(NoSlab):
 
 
 def measure_stage(
-    rank: int, num_ranks: int, shapes: Shapes, source: Source, address: SlabAddress | None = None
+    rank: int,
+    num_ranks: int,
+    shapes: Shapes,
+    source: Source,
+    address: HostCacheAddress | None = None,
 ) -> list[Row]:
     """Ours, digests and all, against one plain copy of each record, in turns.
 
     Args:
-        address: of the host's slab; None: in its place, locked memory of this process.
+        address: of the host cache; None: in its place, locked memory of this process.
     """
     big = build(rank, num_ranks, shapes)
     work = stage_work(big, source, address)
     origin = {Source.PEER: "a peer", Source.HOST: "the host"}[source]
-    origin += "'s slab" if address is not None else ""
+    origin += "'s host cache" if address is not None else ""
     target = ">= 85 %" if source is Source.PEER else ">= 90 %"
     gigabytes = NUM_STAGED * shapes.schema.record_bytes / 1e9
     rows = []
@@ -117,18 +127,18 @@ class StageWork:
     is_right: Callable[[], bool]  # whether every entry has its expert's digest
 
 
-def stage_work(big: BigRank, source: Source, address: SlabAddress | None) -> StageWork:
+def stage_work(big: BigRank, source: Source, address: HostCacheAddress | None) -> StageWork:
     """Make ready what is to be timed: sixteen records of the next rank's, into this one."""
     moves = incoming(big, source)
     records = [(move.layer, move.expert) for move in moves]
     entries = [big.bank.staging(number) for number in range(NUM_STAGED)]
     held = big.placement.slot_to_expert
-    slab: SlabReader | PinnedSlab | None = None
+    host_cache: HostCacheClient | PinnedHostCache | None = None
     if address is not None:
-        slab = leased(big, address, records)
+        host_cache = leased(big, address, records)
     elif source is Source.HOST:
-        slab = PinnedSlab(big, records)
-    transport = big.transport(slab)
+        host_cache = PinnedHostCache(big, records)
+    transport = big.transport(host_cache)
     transport.begin()
     sources = Sources(big.rank, big.topology, transport.readable, frozenset)
     stager = Stager(transport, sources, big.digests, StageSettings(), time.monotonic)
@@ -140,8 +150,8 @@ def stage_work(big: BigRank, source: Source, address: SlabAddress | None) -> Sta
 
     def plain() -> None:
         for move, entry in zip(moves, entries, strict=True):
-            if slab is not None:
-                slab.read_part((move.layer, move.expert), 0, entry)
+            if host_cache is not None:
+                host_cache.read_part((move.layer, move.expert), 0, entry)
             else:
                 big.peers.read(sources.holders(move, held)[0], move.layer, 0, entry)
 
@@ -181,10 +191,10 @@ def incoming(big: BigRank, source: Source) -> list[Move]:
     return moves
 
 
-def leased(big: BigRank, address: SlabAddress, records: list[Record]) -> SlabReader:
-    """The host's slab with ``records`` in it; their digests are what the bank goes by."""
+def leased(big: BigRank, address: HostCacheAddress, records: list[Record]) -> HostCacheClient:
+    """The host cache with ``records`` in it; their digests are what the bank goes by."""
     num_experts, size = big.shapes.model.num_experts, big.bank.schema.record_bytes
-    reader = SlabReader(
+    reader = HostCacheClient(
         address, num_experts, size, deadline_s=DEADLINE_S, for_gpu=big.device.type == "cuda"
     )
     found, _ = reader.load(records, deadline_s=DEADLINE_S)
@@ -195,13 +205,15 @@ def leased(big: BigRank, address: SlabAddress, records: list[Record]) -> SlabRea
     return reader
 
 
-def stage_from_slab(ranks: int, shapes: Shapes, folder: Path) -> list[Row]:
-    """The same from a slab that is filled from a checkpoint, as a server's is."""
+def stage_from_host_cache(ranks: int, shapes: Shapes, folder: Path) -> list[Row]:
+    """The same from a host cache that is filled from a checkpoint, as a server's is."""
     weights = folder / "weights"
     write_experts(weights, shapes.model.num_experts, shapes.schema)
-    address = SlabAddress(f"bench-{os.getpid()}", os.urandom(16))
-    settings = SlabSettings("full")
-    with closing(HostSlab(address, Checkpoint(weights), shapes.model, shapes.schema, settings)):
+    address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
+    settings = HostCacheSettings("full")
+    with closing(
+        HostCacheServer(address, Checkpoint(weights), shapes.model, shapes.schema, settings)
+    ):
         rows: list[Row] = launch(
             measure_stage, ranks, shapes, Source.HOST, address, deadline_s=LAUNCH_DEADLINE_S
         )[0]

@@ -5,7 +5,7 @@
 
 DeepEP v1.2.1 has no masks here, and its kernels wait about 100 s for a dead peer before they trap.
 So nobody may wait for a kernel alone: the lifelines, which are the host's, tell survivors, and the
-way back is a restart of the workers from the slab of their host, which outlives them.
+way back is a restart of the workers from the host cache of their host, which outlives them.
 ``--unwatched`` shows what would happen without: two ranks a mode, one of them killed, the other
 left alone with the library.
 """
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from api.demo.workers.build import build_rank
-from api.demo.workers.host_cache import run_slab
+from api.demo.workers.host_cache import run_host_cache
 from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.processes.children import Child, Parent, preload_modules
 from benchmarks.ranks.workers import VOCABULARY, begin_run, plan_of, told
@@ -135,7 +135,7 @@ def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None
     is_right = error <= MAX_RELATIVE_ERROR[plan.precision] and wrong == 0
     say("stopping all workers takes", f"{stopped_at - stopping_at:.2f} s")
     say(
-        "new workers, loaded from the slab, are ready after another",
+        "new workers, loaded from the host cache, are ready after another",
         f"{ready_at - stopped_at:.2f} s",
     )
     say("from the kill to right tokens", f"{right_at - killed_at:.2f} s")
@@ -230,11 +230,11 @@ def main() -> None:
         reference = ReferenceModel(
             plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]
         )
-        slab = Child("slab", run_slab, plan, 0)
-        told(slab, "ready", 60)
+        host_cache = Child("host_cache", run_host_cache, plan, 0)
+        told(host_cache, "ready", 60)
         for name in GPU_DISPATCHERS if is_cuda else ("all_to_all",):
             measure(replace(plan, dispatcher=name), given.ranks, reference)
-        slab.stop(0.0)
+        host_cache.stop(0.0)
         store.close()
     if given.unwatched:
         measure_unwatched()

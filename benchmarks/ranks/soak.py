@@ -1,8 +1,8 @@
 """Decode steps of real ranks under random migrations: the processes, their progress, their rows.
 
-Real ranks, agents, votes, store and slab; only the plans are random. Every minute a line on the
-error stream says how far all are; SIGINT or SIGTERM has the ranks halt together, and the rows are
-those of what was reached.
+Real ranks, agents, votes, store and host cache; only the plans are random. Every minute a line on
+the error stream says how far all are; SIGINT or SIGTERM has the ranks halt together, and the rows
+are those of what was reached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from api.demo.workers.host_cache import run_slab
+from api.demo.workers.host_cache import run_host_cache
 from api.processes.children import Child
 from benchmarks.ranks.crew import LAST_WORD, Crew, Interrupts
 from benchmarks.ranks.rank import FIRST_PERCENT, WARM_UP_STEPS, Decode, Served, run_decode
@@ -101,15 +101,15 @@ def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: flo
         stack.callback(store.close)
         crew = Crew()
         stack.callback(crew.end)  # before the folder goes: they write to it as long as they run
-        slab = crew.start("slab", run_slab, plan, 0)
-        wait_until_ready(crew, [slab], interrupts)
+        host_cache = crew.start("host_cache", run_host_cache, plan, 0)
+        wait_until_ready(crew, [host_cache], interrupts)
         ranks = [
             crew.start(f"rank {r}", run_decode, plan, r, wanted) for r in range(wanted.num_ranks)
         ]
         wait_until_ready(crew, ranks, interrupts)
         reports = serve(crew, ranks, Soak(ranks, interrupts, progress_every_s))
-        slab.command("end")
-        crew.let_end([*ranks, slab])
+        host_cache.command("end")
+        crew.let_end([*ranks, host_cache])
     return rows_of(reports, wanted)
 
 

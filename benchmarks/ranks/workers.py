@@ -17,7 +17,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress
+from rebalance.preload.cache.server import HostCacheAddress
 from runtime.checkpoint import write_random_checkpoint
 from telemetry import open_store
 from telemetry.store import LoadStore, RunInfo
@@ -61,7 +61,7 @@ def plan_of(
         trace=None,
         model=model,
         topology=Topology.uniform(1, num_ranks, SLOTS_PER_RANK),
-        slabs=(SlabAddress(run, secrets.token_bytes(16)),),
+        host_caches=(HostCacheAddress(run, secrets.token_bytes(16)),),
         rendezvous=rendezvous,
         tokens_per_rank=128,
         window_steps=64,

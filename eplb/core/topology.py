@@ -1,7 +1,7 @@
 """The ranks of an expert-parallel group: where they stand, their slots and their speed.
 
 Node, host and failure domain are three different things. A node is a set of ranks joined by the
-fast fabric; a host is a set of ranks that share memory (one preload slab); a failure domain is a
+fast fabric; a host is a set of ranks that share memory (one host cache); a failure domain is a
 set of ranks that die together. On one 8-GPU server all three agree; on a rack-scale NVLink domain
 a node spans many hosts.
 

@@ -22,8 +22,8 @@ class Source(IntEnum):
 
     SAME_RANK = 0  # another slot of the receiving rank
     PEER = 1  # a slot of another rank that the receiver can read from
-    HOST = 2  # the preload slab of the receiver's host
-    DISK = 3  # the checkpoint: preload fills the host slab first
+    HOST = 2  # the host cache of the receiver's host
+    DISK = 3  # the checkpoint: preload fills the host cache first
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +59,7 @@ class Sourcing:
         ]
 
     def move(self, layer: int, expert: int, slot: int, holders: Sequence[int]) -> Move:
-        """The move of an expert into a slot, from its own rank, a peer, or else the host's slab."""
+        """The move of an expert into a slot, from its own rank, a peer, or else the host cache."""
         rank_of_slot = self._topology.rank_of_slot
         for holder in holders:
             if rank_of_slot[holder] == rank_of_slot[slot]:
@@ -76,7 +76,7 @@ def moves_between(base: Placement, target: Placement, topology: Topology) -> lis
     """Every weight that must move to get from ``base`` to ``target``, each with its source.
 
     The source is the receiver's own rank if it holds the expert, else a peer on its host, since
-    peers read each other's slots through memory, else the host's slab.
+    peers read each other's slots through memory, else the host cache.
 
     Raises:
         MigrationError: the two placements differ in shape.

@@ -1,7 +1,8 @@
 """A door at which others knock: one thread listens, and each client gets a thread of its own.
 
 Whoever calls proves that it knows the deployment's secret before anything is said to it but a
-nonce. What is said after that is the owner's: a slab's for other hosts, a rank's for other ranks.
+nonce. What is said after that is the owner's: a host cache's for other hosts, a rank's for other
+ranks.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
       | ------- what is asked -----------------> |
       | <------ an answer, then a record's bytes |   or why not
 
-Between the slabs of two hosts a connection carries one question: nothing of an earlier one can be
-taken for an answer, and its end frees whatever it held on the other host. Between two ranks it is
-kept for further questions. Messages are JSON behind their length.
+Between the host caches of two hosts a connection carries one question: nothing of an earlier one
+can be taken for an answer, and its end frees whatever it held on the other host. Between two ranks
+it is kept for further questions. Messages are JSON behind their length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
 from rebalance.network.throttle import TokenBucket
 
-PROTOCOL = "eplb-hosts-1"  # of slabs; each kind of door has a name of its own
+PROTOCOL = "eplb-hosts-1"  # of host caches; each kind of door has a name of its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
 MAX_MESSAGE_BYTES = 2**20  # after authentication
 MAX_PROOF_BYTES = 512  # before it: a nonce and a proof take 150

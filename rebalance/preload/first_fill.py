@@ -1,4 +1,4 @@
-"""A rank's first experts: from its host's slab into its slots, and proved there."""
+"""A rank's first experts: from its host cache into its slots, and proved there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import Digest, SlabReader
+from rebalance.preload.cache.server import Digest, HostCacheClient
 from rebalance.transport.interface import Record
 from runtime.experts import ExpertBank
 
@@ -14,7 +14,11 @@ FILL_RECORDS = 64  # leased at a time
 
 
 def fill_bank(
-    bank: ExpertBank, held: Sequence[Sequence[int]], slab: SlabReader, *, deadline_s: float
+    bank: ExpertBank,
+    held: Sequence[Sequence[int]],
+    host_cache: HostCacheClient,
+    *,
+    deadline_s: float,
 ) -> dict[Record, Digest]:
     """Load the first experts of a rank: slots ``held`` [L][C], negative for an empty one.
 
@@ -31,25 +35,26 @@ def fill_bank(
         if expert >= 0
     }
     deadline = time.monotonic() + deadline_s
-    # Not all at once: a small slab has no room for them, and reading goes on while one is copied.
-    size = max(1, min(FILL_RECORDS, slab.num_entries // 4))
+    # Not all at once: a small host cache has no room for them, and reading goes on while one is
+    # copied.
+    size = max(1, min(FILL_RECORDS, host_cache.num_entries // 4))
     records, digests = list(places), dict[Record, Digest]()
     for first in range(0, len(records), size):
         batch, following = records[first : first + size], records[first + size : first + 2 * size]
-        found, _ = slab.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
-        slab.hint(following)
+        found, _ = host_cache.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
+        host_cache.hint(following)
         for record, expected in zip(batch, found, strict=True):
             layer, slot = record[0], places[record]
-            slab.read(record, bank.live(layer, slot))
+            host_cache.read(record, bank.live(layer, slot))
             if bank.digest(layer, slot) != expected:
                 # The host's memory may have been damaged since: its disk is a second try.
                 left_s = max(0.0, deadline - time.monotonic())
-                expected = slab.reload(record, deadline_s=left_s)
-                slab.read(record, bank.live(layer, slot))
+                expected = host_cache.reload(record, deadline_s=left_s)
+                host_cache.read(record, bank.live(layer, slot))
             if bank.digest(layer, slot) != expected:
                 raise MigrationError(
                     f"layer {layer} slot {slot}: digest mismatch after loading expert {record[1]}"
                 )
             digests[record] = expected
-        slab.release(batch)
+        host_cache.release(batch)
     return digests

@@ -1,7 +1,7 @@
 """Has a host read what a coming plan may bring it, before there is such a plan.
 
 The controller names candidates with each window; one rank of each host passes its host's on. The
-slab reads them when nothing else is to be done, and never in place of what a rank holds.
+host cache reads them when nothing else is to be done, and never in place of what a rank holds.
 """
 
 from __future__ import annotations

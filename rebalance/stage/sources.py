@@ -1,7 +1,7 @@
 """Where a rank may take a record from, best first, and what it must not use again.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host's slab, which other hosts and the disk fill, then ranks that must be asked over the network,
+host cache, which other hosts and the disk fill, then ranks that must be asked over the network,
 one after the other. A move that was planned from the host takes that first. A slot that gave wrong
 bytes is not used again by this rank in this run: memory that rots once rots again. A host's record
 is, after a while: its disk may be well by then, and bytes that are right lift it.

@@ -65,7 +65,8 @@ def choose_transport(
         The transport, and one sentence that says why it was picked.
 
     Raises:
-        MigrationError: some rank reads wrong bytes from its own slots or the slab of its host.
+        MigrationError: some rank reads wrong bytes from its own slots or the host cache of its
+        host.
     """
     wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
     if wrong:

@@ -28,7 +28,7 @@ NO_RANK = -1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a record's bytes lie: a slot of a rank, or the slab of the receiver's host."""
+    """Where a record's bytes lie: a slot of a rank, or the host cache of the receiver's host."""
 
     source: Source  # SAME_RANK, PEER or HOST
     rank: int = NO_RANK

@@ -1,4 +1,4 @@
-"""The transport of ranks that are processes: peers on a host read each other, all read the slab.
+"""Transport for ranks in processes: peers of a host read each other, all read the host cache.
 
 Ranks that cannot be read may be asked, where they listen (``rebalance/transport/ranks/client.py``).
 """
@@ -44,7 +44,7 @@ def ranks_beside(rank: int, topology: Topology) -> list[int]:
 
 
 class NoPeers:
-    """Nobody's slots can be read: all bytes come from the rank's own slots and the host's slab."""
+    """Nobody's slots can be read: all bytes come from the rank's own slots and the host cache."""
 
     ranks: frozenset[int] = frozenset()
 
@@ -81,7 +81,7 @@ class SharedPeers:
 
 
 class HostMemory(Protocol):
-    """What a transport asks of its host; ``SlabReader`` says what each does and raises."""
+    """What a transport asks of its host; ``HostCacheClient`` says what each does and raises."""
 
     @property
     def num_entries(self) -> int:
@@ -126,20 +126,20 @@ class RankMemory:
 
     rank: int
     bank: ExpertBank
-    slab: HostMemory
-    ranks_on_host: int = 1  # that share the slab
+    host_cache: HostMemory
+    ranks_on_host: int = 1  # that share the host cache
     others: OtherRanks | None = None  # that can be asked over the network
 
 
 class PullTransport:
-    """The rank's own slots, its peers', its host's slab, and other ranks where they can be asked.
+    """The rank's own slots, its peers', its host cache, and other ranks where they can be asked.
 
     On a GPU copies run on two streams of the lowest priority, so that a slow host never holds up a
     fast peer; no kernel of serving ever waits for either.
     """
 
     def __init__(self, memory: RankMemory, peers: Peers) -> None:
-        self._rank, self._bank, self._slab = memory.rank, memory.bank, memory.slab
+        self._rank, self._bank, self._host_cache = memory.rank, memory.bank, memory.host_cache
         self._peers, self._device = peers, memory.bank.device
         self._ranks_on_host = memory.ranks_on_host
         self._is_cuda, self._weights_version = self._device.type == "cuda", 0
@@ -164,9 +164,9 @@ class PullTransport:
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host's slab hold these records; return the bytes it took in for that."""
-        from_hosts = self._slab.bytes_from_other_hosts
-        _, from_disk = self._slab.load(
+        """Have the host cache hold these records; return the bytes it took in for that."""
+        from_hosts = self._host_cache.bytes_from_other_hosts
+        _, from_disk = self._host_cache.load(
             records,
             deadline_s=deadline_s,
             weights_version=self._weights_version,
@@ -174,30 +174,30 @@ class PullTransport:
         )
         if self._is_cuda:
             # Here, not at the first pull: locking 44 MB takes longer than copying it.
-            self._slab.prepare_for_gpu(records)
-        from_hosts = self._slab.bytes_from_other_hosts - from_hosts
+            self._host_cache.prepare_for_gpu(records)
+        from_hosts = self._host_cache.bytes_from_other_hosts - from_hosts
         return {"disk": from_disk, "other_host": from_hosts}
 
     @property
     def host_room(self) -> int:
-        """An even part of the slab's entries: as if every rank of the host were at it too."""
-        return max(1, self._slab.num_entries // self._ranks_on_host)
+        """An even part of the host cache's entries: as if every rank of the host were at it too."""
+        return max(1, self._host_cache.num_entries // self._ranks_on_host)
 
     def hint(self, records: Sequence[Record]) -> None:
         """Name what is asked for next."""
-        self._slab.hint(records, weights_version=self._weights_version)
+        self._host_cache.hint(records, weights_version=self._weights_version)
 
     def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Have the slab check its bytes, and read them again."""
-        self._slab.reload(record, deadline_s=deadline_s, is_wanted=is_wanted)
+        """Have the host cache check its bytes, and read them again."""
+        self._host_cache.reload(record, deadline_s=deadline_s, is_wanted=is_wanted)
 
     def release(self, records: Sequence[Record]) -> None:
         """End the leases."""
-        self._slab.release(records)
+        self._host_cache.release(records)
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have the slab forget the records of older weights."""
-        self._slab.invalidate(version, deadline_s=deadline_s)
+        """Have the host cache forget the records of older weights."""
+        self._host_cache.invalidate(version, deadline_s=deadline_s)
         self._weights_version = version
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
@@ -207,7 +207,7 @@ class PullTransport:
         link = self._from_host if place == HOST else self._from_peers
         with link:
             if place == HOST:
-                self._slab.read_part(record, offset, into)
+                self._host_cache.read_part(record, offset, into)
             elif place.rank == self._rank:
                 live = self._bank.live(record[0], place.slot)
                 into.copy_(live[offset : offset + len(into)], non_blocking=True)
@@ -225,7 +225,7 @@ class PullTransport:
         return self._others.pull(place.rank, part, into)
 
     def close(self) -> None:
-        """Hang up on other ranks. The slab's reader and peers' memory are their owner's."""
+        """Hang up on other ranks. The host cache's reader and peers' memory are their owner's."""
         if self._others is not None:
             self._others.close()
 

@@ -1,6 +1,6 @@
 """Puts one rank of the demo together, up to the point where its agent can start.
 
-    weights <- the host's slab      votes, digests <- all ranks      placement <- the store
+    weights <- the host cache       votes, digests <- all ranks      placement <- the store
 
 The order matters: every bank is filled, and its bytes agreed on, before any rank may read a peer's.
 """
@@ -23,7 +23,7 @@ from api.processes.rank_device import Device, Model, device_of, to_device
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StoreError
 from rebalance.agent import RankAgent
-from rebalance.preload.cache.server import SlabReader
+from rebalance.preload.cache.server import HostCacheClient
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import JOURNAL_FOLDER, Journal
@@ -167,11 +167,11 @@ def _take_weights(
     *,
     others: OtherRanks | None,
 ) -> _Weights:
-    """Fill this rank's slots from the slab, and agree with the others on what all slots hold."""
+    """Fill this rank's slots from the host cache; agree on all digests with the other ranks."""
     model, topology, (group, start_up) = plan.model, plan.topology, groups
     bank = place.bank(group)
-    slab = SlabReader(
-        plan.slabs[int(topology.host_of_rank[rank])],
+    host_cache = HostCacheClient(
+        plan.host_caches[int(topology.host_of_rank[rank])],
         model.num_experts,
         plan.schema.record_bytes,
         deadline_s=GROUP_DEADLINE_S,
@@ -180,7 +180,7 @@ def _take_weights(
     experts = placement.slot_to_expert[:, topology.slots_on(rank)].tolist()
     votes = GlooVotes(start_up, host=plan.host_of(rank), deadline_s=GROUP_DEADLINE_S)
     digests = agree_on_digests(
-        fill_bank(bank, experts, slab, deadline_s=START_DEADLINE_S),
+        fill_bank(bank, experts, host_cache, deadline_s=START_DEADLINE_S),
         model.num_layers,
         model.num_experts,
         votes,
@@ -188,7 +188,7 @@ def _take_weights(
     )
     handles = [str(handle) for handle in gathered(bank.handle, start_up)]
     known = KnownRecords(placement, topology, digests)
-    memory = RankMemory(rank, bank, slab, 1 + len(ranks_beside(rank, topology)), others)
+    memory = RankMemory(rank, bank, host_cache, 1 + len(ranks_beside(rank, topology)), others)
     transport, why = place.transport(memory, dict(enumerate(handles)), known, start_up)
     log.info("rank %d: transport: %s", rank, why)
     return _Weights(bank, digests, votes, transport)

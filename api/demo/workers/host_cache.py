@@ -8,23 +8,25 @@ from dataclasses import replace
 from api.demo.workers.plan import WorkerPlan
 from api.processes.children import Parent, Turns
 from api.processes.supervision import TURN_S
-from rebalance.preload.cache.server import HostSlab
+from rebalance.preload.cache.server import HostCacheServer
 from runtime.checkpoint import Checkpoint
 
 
-def run_slab(parent: Parent, plan: WorkerPlan, host: int) -> None:
+def run_host_cache(parent: Parent, plan: WorkerPlan, host: int) -> None:
     """Serve records to the ranks of a host until told to stop."""
     is_stopping = threading.Event()
     parent.listen(lambda _: is_stopping.set())
     checkpoint = Checkpoint(plan.weights)
-    settings = plan.slab
+    settings = plan.host_cache
     if settings.links is not None:
         links = replace(settings.links, listen=settings.links.hosts[host])
         settings = replace(settings, links=links)
-    slab = HostSlab(plan.slabs[host], checkpoint, plan.model, plan.schema, settings)
+    host_cache = HostCacheServer(
+        plan.host_caches[host], checkpoint, plan.model, plan.schema, settings
+    )
     turns = Turns(parent)
     parent.tell("ready")
     while not is_stopping.wait(TURN_S):
-        slab.stats()  # takes the cache's lock: a deadlock is no turn
+        host_cache.stats()  # takes the cache's lock: a deadlock is no turn
         turns.report()
-    slab.close()
+    host_cache.close()

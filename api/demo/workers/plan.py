@@ -10,7 +10,7 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.server import SlabAddress, SlabSettings
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheSettings
 from rebalance.transport.ranks.settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.records.sample_codec import SAMPLE_VERSION
@@ -59,7 +59,7 @@ class WorkerPlan:
     trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
     model: ModelShape
     topology: Topology
-    slabs: tuple[SlabAddress, ...]  # one per host
+    host_caches: tuple[HostCacheAddress, ...]  # one per host
     rendezvous: str  # handle of a runtime.group.rendezvous.Rendezvous
     tokens_per_rank: int
     window_steps: int
@@ -75,7 +75,7 @@ class WorkerPlan:
     # Of the controller's lease: it is started again only once it is dead, so one name will do.
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
-    slab: SlabSettings = field(default_factory=SlabSettings)  # of every host
+    host_cache: HostCacheSettings = field(default_factory=HostCacheSettings)  # of every host
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
     reporting: Reporting = field(default_factory=Reporting)  # of every rank
     scrub_every_steps: int = 64

@@ -1,7 +1,7 @@
-"""Which records the slab holds, who reads them, and what is loaded next: decisions, no I/O.
+"""Which records the host cache holds, who reads them, and what is loaded next: decisions, no I/O.
 
-The slab has a fixed number of entries, each with room for one record. A rank's request leases all
-of its records at once, or waits until it can, so that no two ranks each hold half of what they
+The host cache has a fixed number of entries, each with room for one record. A rank's request leases
+all of its records at once, or waits until it can, so that no two ranks each hold half of what they
 need. A leased entry is never given to another record.
 
 A record is hinted by whoever may need it: loaded when no rank waits, and never in place of a
@@ -14,7 +14,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
-from rebalance.preload.cache.entries import Entry, Places, State
+from rebalance.preload.cache.entries import Entry, EntryTable, State
 from rebalance.preload.cache.requests import Request, no_room, refusal_of
 from rebalance.preload.cache.wire import Digest
 from rebalance.transport.interface import Record
@@ -23,14 +23,14 @@ WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
 WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1
 
 
-class SlabCache:
-    """The slab's book. Any thread may call any method; none of them waits but ``take``."""
+class HostCache:
+    """The host cache's book. Any thread may call any method; none of them waits but ``take``."""
 
     def __init__(self, num_entries: int) -> None:
         self.counts: Counter[str] = Counter()
         self.weights_version = 0
         self._changed = threading.Condition()
-        self._places = Places(num_entries)
+        self._places = EntryTable(num_entries)
         self._waiting: list[Request] = []  # for room, in order of arrival
         self._loading: dict[Entry, list[Request]] = {}  # who waits for an entry to be READY
         self._queued: OrderedDict[Entry, None] = OrderedDict()
@@ -158,7 +158,7 @@ class SlabCache:
     # -- readers of the disk
 
     def take(self) -> Entry | None:
-        """Wait for an entry to load and return it; None once the slab is closed."""
+        """Wait for an entry to load and return it; None once the host cache is closed."""
         with self._changed:
             while not self._is_closed:
                 entry = self._next()
@@ -228,7 +228,7 @@ class SlabCache:
         """Make do with the entries whose memory was found so far."""
         with self._changed:
             self._places.shrink(entry)
-            self.failed(entry, f"{error}; host cache reduced to {self._places.num_places} records")
+            self.failed(entry, f"{error}; host cache reduced to {self._places.num_entries} records")
             for request in list(self._waiting):
                 if refusal := refusal_of(request, self._places, self.weights_version):
                     self._end(request, refusal)
@@ -248,7 +248,7 @@ class SlabCache:
                 "evictions": self._places.num_evicted,
                 "resident": ready,
                 "leased": held,
-                "room": self._places.num_places,
+                "room": self._places.num_entries,
             }
 
     # -- with the lock held

@@ -1,8 +1,8 @@
-"""A rank's view of its host's slab: lease records, read them through a mapping, let them go.
+"""A rank's view of its host cache: lease records, read them through a mapping, let them go.
 
-The process that owns the slab may die and be started again under the same address. Its leases end
-with it; the next load or hint connects anew and maps the new process's memory. A mapping outlives
-its owner, so what is being read meanwhile stays readable, and the digest judges it.
+The process that owns the host cache may die and be started again under the same address. Its leases
+end with it; the next load or hint connects anew and maps the new process's memory. A mapping
+outlives its owner, so what is being read meanwhile stays readable, and the digest judges it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import MigrationError
-from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import Digest, SlabAddress, connect
+from rebalance.preload.cache.stats import HostCacheStats
+from rebalance.preload.cache.wire import Digest, HostCacheAddress, connect
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
 from rebalance.transport.interface import Record
 from runtime.memory.shared import attach
@@ -37,12 +37,12 @@ SEND_S = 2.0
 CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
 
-class SlabReader:
+class HostCacheClient:
     """A rank's connection. Used by one thread; ``hint`` may come from another."""
 
     def __init__(
         self,
-        address: SlabAddress,
+        address: HostCacheAddress,
         num_experts: int,
         record_bytes: int,
         *,
@@ -75,7 +75,7 @@ class SlabReader:
                 f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
                 f"expected {self._num_experts} of {self._record_bytes}"
             )
-        self._slab = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+        self._memory = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
 
     def _connect_again(self) -> None:
         """Attach to the process that has taken the place of one that is gone.
@@ -83,14 +83,14 @@ class SlabReader:
         Raises:
             MigrationError: there is none yet.
         """
-        before = self._connection, self._takes, self._slab
+        before = self._connection, self._takes, self._memory
         with self._sending:  # a hint of another thread must not meet half of a connection
             try:
                 self._connect(CONNECT_AGAIN_S)
             except MigrationError:
                 if self._connection is not before[0]:
                     self._connection.close()
-                self._connection, self._takes, self._slab = before
+                self._connection, self._takes, self._memory = before
                 raise
             before[0].close()
             self._unregister(before[2])
@@ -111,20 +111,20 @@ class SlabReader:
                 raise lost from exc
             return act()
 
-    def _unregister(self, slab: NDArray[np.uint8]) -> None:
+    def _unregister(self, memory: NDArray[np.uint8]) -> None:
         """Give pages back that CUDA has locked, once no copy reads them any more."""
         if not self._registered:
             return
         torch.cuda.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for place in self._registered:
-            runtime.cudaHostUnregister(slab[place * self._record_bytes :].ctypes.data)
+            runtime.cudaHostUnregister(memory[place * self._record_bytes :].ctypes.data)
         self._registered.clear()
 
     @property
     def num_entries(self) -> int:
-        """Records that the slab has room for."""
-        return len(self._slab) // self._record_bytes
+        """Records that the host cache has room for."""
+        return len(self._memory) // self._record_bytes
 
     def prepare_for_gpu(self, records: Sequence[Record]) -> None:
         """Register leased records with CUDA now, so that no pull has to.
@@ -145,11 +145,12 @@ class SlabReader:
     ) -> tuple[list[Digest], int]:
         """Lease ``records``; return their digests and the bytes that are read from disk for it.
 
-        The slab keeps them until ``release``, or until this process ends.
+        The host cache keeps them until ``release``, or until this process ends.
 
         Raises:
             CalledOff: ``is_wanted`` has become false; as below.
-            MigrationError: a record cannot be read, or not in time; or the slab has no room for
+            MigrationError: a record cannot be read, or not in time; or the host cache has no room
+            for
                 all of them. None of ``records`` is leased then that was not before.
         """
         if not records:
@@ -209,7 +210,7 @@ class SlabReader:
                 "expected a load() first"
             )
         start = place * self._record_bytes + offset
-        part = self._slab[start : start + len(into)]
+        part = self._memory[start : start + len(into)]
         if into.is_cuda:
             self._register(place)
             into.copy_(torch.from_numpy(part), non_blocking=True)
@@ -223,7 +224,7 @@ class SlabReader:
         """
         if place in self._registered:
             return
-        entry = self._slab[place * self._record_bytes : (place + 1) * self._record_bytes]
+        entry = self._memory[place * self._record_bytes : (place + 1) * self._record_bytes]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(entry.ctypes.data, len(entry), 0)
         if int(status) != 0:
@@ -265,13 +266,13 @@ class SlabReader:
         what = f"the acknowledgement of weights version {weights_version}"
         self._ask("invalidate", what, deadline_s, {"weights_version": weights_version})
 
-    def stats(self, *, deadline_s: float) -> SlabStats:
+    def stats(self, *, deadline_s: float) -> HostCacheStats:
         """Return the host's counters.
 
         Raises:
             MigrationError: the preload process is gone, or late.
         """
-        return SlabStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
+        return HostCacheStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
     def _ask(
         self,
@@ -346,7 +347,7 @@ class SlabReader:
         )
 
     def close(self) -> None:
-        """Let go of the slab."""
+        """Let go of the host cache."""
         self._connection.close()
 
 

@@ -1,4 +1,4 @@
-"""The slab's entries: places of one record each, who holds them, and which may be given away.
+"""The host cache's entries: places of one record each, who holds them, and which may be given away.
 
 QUEUED --> LOADING --> READY --> given to another record, least recently used first
 """
@@ -25,7 +25,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """A place in the slab, and the record that it is for."""
+    """A place in the host cache, and the record that it is for."""
 
     place: int
     record: Record
@@ -37,24 +37,24 @@ class Entry:
     holders: set[int] = field(default_factory=set)
 
 
-class Places:
+class EntryTable:
     """All entries. Guarded by its owner's lock.
 
     An entry without holders is given away only when READY: before that the disk writes it.
     """
 
-    def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
+    def __init__(self, num_entries: int) -> None:
+        self.num_entries = num_entries
         self.entries: dict[Record, Entry] = {}  # those that may be handed out
         self.num_leases: Counter[int] = Counter()  # by holder
         self.num_evicted = 0
-        self._free = list(range(num_places - 1, -1, -1))
+        self._free = list(range(num_entries - 1, -1, -1))
         self._backed: set[int] = set()
         self._idle: OrderedDict[Record, Entry] = OrderedDict()  # READY, no holder; oldest first
         self._void: list[Entry] = []  # of which holders may still read
 
     def room_beside(self, records: Collection[Record]) -> int:
-        """Places that can be had without giving away any of these records."""
+        """EntryTable that can be had without giving away any of these records."""
         return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
 
     def occupy(self, record: Record) -> Entry:
@@ -155,6 +155,6 @@ class Places:
     def shrink(self, entry: Entry) -> None:
         """Do without the places whose memory was not found yet, this entry's among them."""
         backed = [place for place in self._free if place in self._backed]
-        self.num_places -= len(self._free) - len(backed) + 1
+        self.num_entries -= len(self._free) - len(backed) + 1
         self._free = backed
         entry.place = -1

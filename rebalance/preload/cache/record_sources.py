@@ -1,4 +1,4 @@
-"""Where a slab takes a record from: the memory of other hosts, its own disk, other hosts' disks."""
+"""Record sources of a host cache: other hosts' memory, its own disk, other hosts' disks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.preload.cache.settings import SlabSettings
+from rebalance.preload.cache.settings import HostCacheSettings
 from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.client import OtherHosts
 from rebalance.preload.loader import Loaded, RecordLoader
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordSources:
-    """Loads records for a slab; any thread may. Without a checkpoint other hosts must have them.
+    """Loads records for a host cache. Thread-safe. Without a checkpoint other hosts must have them.
 
     Raises:
         CheckpointError: a weight file is missing.
@@ -34,7 +34,7 @@ class RecordSources:
         checkpoint: Checkpoint | None,
         model: ModelShape,
         schema: ExpertSchema,
-        settings: SlabSettings,
+        settings: HostCacheSettings,
         weights_version: Callable[[], int],
     ) -> None:
         links = settings.links
@@ -79,7 +79,8 @@ class RecordSources:
         """
         if self.hosts is None:
             return self._read(record, into)
-        # A slab without a disk asks memories first too: no host is to read what another holds.
+        # A host cache without a disk asks memories first too: no host is to read what another
+        # holds.
         if (self._asks_hosts_first or self.disk is None) and not is_for_host():
             try:
                 return self._bring(self.hosts, record, into, from_disk=False)

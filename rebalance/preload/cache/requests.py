@@ -1,11 +1,11 @@
-"""What ranks ask of the slab, and why they may be refused."""
+"""What ranks ask of the host cache, and why they may be refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rebalance.preload.cache.entries import Entry, Places
+from rebalance.preload.cache.entries import Entry, EntryTable
 from rebalance.preload.cache.wire import Digest
 from rebalance.transport.interface import Record
 
@@ -30,7 +30,7 @@ class Request:
     is_ended: bool = False
 
 
-def refusal_of(request: Request, places: Places, weights_version: int) -> str | None:
+def refusal_of(request: Request, places: EntryTable, weights_version: int) -> str | None:
     """Say why a request can never be granted, if so.
 
     Records come from the checkpoint, whose weights are version 0.
@@ -45,7 +45,7 @@ def refusal_of(request: Request, places: Places, weights_version: int) -> str | 
             f"weights version {request.weights_version} is not in the host cache, "
             "which is filled from the checkpoint, version 0"
         )
-    asked, room = set(request.records), places.num_places
+    asked, room = set(request.records), places.num_entries
     if len(asked) + places.num_leases[request.holder] <= room:
         return None
     beside = {entry.record for entry in places.held_by(request.holder)} - asked
@@ -57,10 +57,10 @@ def refusal_of(request: Request, places: Places, weights_version: int) -> str | 
     )
 
 
-def no_room(request: Request, places: Places) -> str:
+def no_room(request: Request, places: EntryTable) -> str:
     """Say what keeps a request waiting."""
     held = sum(bool(entry.holders) for entry in places.entries.values())
     return (
-        f"no room for {len(set(request.records))} records: {held} of {places.num_places} entries "
+        f"no room for {len(set(request.records))} records: {held} of {places.num_entries} entries "
         f"are held, by {len(places.holders())} ranks"
     )

@@ -1,13 +1,13 @@
-"""Phase one, preload: a process per host that brings experts from disk into shared host memory.
+"""Phase one, preload: a process per host that loads experts from disk into shared host memory.
 
-The slab holds cooked records: an expert's tensors in kernel layout, page-aligned, so that the next
-phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where each
-lies, and read them from the slab directly for as long as they hold a lease.
+The host cache holds expert records: an expert's tensors in kernel layout, page-aligned, so that the
+next phase only copies bytes. Ranks request records over a local socket, receive the index of each
+record's entry, and read the entries directly for as long as they hold a lease.
 
-    rank --ask--> SlabSession --> SlabCache --> reader threads: other hosts, record file, checkpoint
-    rank <---- digests, places ----+                |
-    rank reads the arena           WriteBehind <----+  adds what was cooked to the record file
-    other host --ask--> HostLinkServer --> SlabCache, and gets the bytes
+    rank --> HostCacheSession --> HostCache --> reader threads: other hosts, record file, checkpoint
+    rank <-- digests, entries ---+                |
+    rank reads the arena         WriteBehind <----+  appends repacked records to the record file
+    other host --> HostLinkServer --> HostCache, and receives the bytes
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError, MigrationError
 from rebalance.preload.cache.admission import Admission
-from rebalance.preload.cache.cache import WRITER, SlabCache
-from rebalance.preload.cache.client import SlabReader
+from rebalance.preload.cache.cache import WRITER, HostCache
+from rebalance.preload.cache.client import HostCacheClient
 from rebalance.preload.cache.entries import Entry
 from rebalance.preload.cache.record_sources import RecordSources
-from rebalance.preload.cache.session import SlabParts, SlabSession
-from rebalance.preload.cache.settings import SlabSettings
-from rebalance.preload.cache.stats import SlabStats
-from rebalance.preload.cache.wire import Digest, SlabAddress, listen
+from rebalance.preload.cache.session import HostCacheParts, HostCacheSession
+from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.stats import HostCacheStats
+from rebalance.preload.cache.wire import Digest, HostCacheAddress, listen
 from rebalance.preload.hosts.server import HostLinkServer
 from rebalance.preload.loader import WriteBehind, Written
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
 
-__all__ = ["Digest", "HostSlab", "SlabAddress", "SlabReader", "SlabSettings", "SlabStats"]
+__all__ = [
+    "Digest",
+    "HostCacheAddress",
+    "HostCacheClient",
+    "HostCacheServer",
+    "HostCacheSettings",
+    "HostCacheStats",
+]
 
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
@@ -50,8 +57,8 @@ CLOSE_DEADLINE_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class HostSlab:
-    """The slab's owner: loads records on demand and answers ranks until ``close``.
+class HostCacheServer:
+    """The host cache's owner: loads records on demand and answers ranks until ``close``.
 
     Raises:
         MigrationError: another process listens under this name, or at the door for other hosts; or
@@ -62,13 +69,13 @@ class HostSlab:
 
     def __init__(
         self,
-        address: SlabAddress,
+        address: HostCacheAddress,
         checkpoint: Checkpoint | None,
         model: ModelShape,
         schema: ExpertSchema,
-        settings: SlabSettings | None = None,
+        settings: HostCacheSettings | None = None,
     ) -> None:
-        settings = settings or SlabSettings()
+        settings = settings or HostCacheSettings()
         self._key, self._record_bytes = address.key, schema.record_bytes
         num_records = model.num_layers * model.num_experts
         self._num_entries = settings.num_entries(num_records, schema.record_bytes)
@@ -76,21 +83,21 @@ class HostSlab:
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
         self._admission = Admission(time.monotonic)
-        self._sessions: dict[SlabSession, threading.Thread] = {}
+        self._sessions: dict[HostCacheSession, threading.Thread] = {}
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
-            # First: a second slab of this name must not touch the record file.
+            # First: a second host cache of this name must not touch the record file.
             self._listening = undo.enter_context(listen(address))
             num_bytes = self._num_entries * schema.record_bytes
-            self._arena = SharedArena("eplb-slab", num_bytes, folder=settings.memory_folder)
+            self._arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self._arena.close)
-            self._cache = cache = SlabCache(self._num_entries)
+            self._cache = cache = HostCache(self._num_entries)
             self._sources = sources = RecordSources(
                 checkpoint, model, schema, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
             origin, links = sources.origin, settings.links
-            self._parts = SlabParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
+            self._parts = HostCacheParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
             self._writer = self._new_writer(settings)
             if self._writer is not None:
                 undo.callback(self._writer.close)
@@ -99,15 +106,17 @@ class HostSlab:
                 self._link_server = HostLinkServer(links, self._parts, origin, self._holders)
                 undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
-            self._accepting = threading.Thread(target=self._accept, name="slab-accept", daemon=True)
+            self._accepting = threading.Thread(
+                target=self._accept, name="host-cache-accept", daemon=True
+            )
             self._accepting.start()
             undo.pop_all()  # from here on ``close`` ends it all
 
-    def _new_writer(self, settings: SlabSettings) -> WriteBehind | None:
+    def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
         disk = self._sources.disk
         if disk is None or disk.file is None or not disk.file.may_write:
             return None
-        # What waits to be written keeps its entry: most of a small slab must stay for ranks.
+        # What waits to be written keeps its entry: most of a small host cache must stay for ranks.
         is_full = settings.mode == "full"
         return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
 
@@ -148,7 +157,7 @@ class HostSlab:
 
     def _start_session(self, connection: Connection, holder: int) -> None:
         try:
-            session = SlabSession(self._parts, connection, holder)
+            session = HostCacheSession(self._parts, connection, holder)
         except OSError as exc:
             log.warning("cannot accept the connection of a rank: %s", exc)
             connection.close()
@@ -161,7 +170,7 @@ class HostSlab:
             self._sessions.pop(session, None)
             self._admission.leave(holder)
 
-        thread = threading.Thread(target=run, name="slab-rank", daemon=True)
+        thread = threading.Thread(target=run, name="host-cache-rank", daemon=True)
         self._sessions[session] = thread
         thread.start()
 
@@ -208,10 +217,10 @@ class HostSlab:
 
     # -- figures and end
 
-    def stats(self) -> SlabStats:
+    def stats(self) -> HostCacheStats:
         """Count what was done so far, and what is held now."""
         found, size = self._cache.figures(), self._record_bytes
-        return SlabStats(
+        return HostCacheStats(
             hits=found.get("hits", 0),
             misses=found.get("misses", 0),
             waits=found.get("waits", 0),

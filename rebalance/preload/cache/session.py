@@ -1,4 +1,4 @@
-"""The slab's side of one rank's connection: hear what it asks, answer when that is done.
+"""The host cache's side of one rank's connection: hear what it asks, answer when that is done.
 
 While records are being loaded the session goes on listening, so that the leases of a rank that
 dies, or gives up, end at once and not when its records have come.
@@ -20,7 +20,7 @@ from typing import Any
 
 from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import CheckpointError
-from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.requests import Request
 from rebalance.preload.cache.wire import Digest, server_handshake
 from rebalance.preload.records.record_origin import RecordOrigin
@@ -31,19 +31,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SlabParts:
-    """What every session of a slab works with."""
+class HostCacheParts:
+    """What every session of a host cache works with."""
 
-    cache: SlabCache
+    cache: HostCache
     arena: SharedArena
     origin: RecordOrigin
     figures: Callable[[], dict[str, int]]
 
 
-class SlabSession:
+class HostCacheSession:
     """One rank that is connected. ``run`` is a thread of its own; ``stop`` comes from another."""
 
-    def __init__(self, parts: SlabParts, connection: Connection, holder: int) -> None:
+    def __init__(self, parts: HostCacheParts, connection: Connection, holder: int) -> None:
         self._parts, self._connection, self._holder = parts, connection, holder
         self._wake = os.eventfd(0)
         self._ended: deque[Request] = deque()

@@ -18,7 +18,7 @@ RING_RECORDS = 64
 
 
 @dataclass(frozen=True)
-class SlabSettings:
+class HostCacheSettings:
     """How a preload process keeps records.
 
     ``full`` has room for every expert, and takes memory as they are asked for; ``hot`` keeps those
@@ -52,7 +52,7 @@ class SlabSettings:
             )
 
     def num_entries(self, num_records: int, record_bytes: int) -> int:
-        """Records that the slab has room for.
+        """Records that the host cache has room for.
 
         Raises:
             ConfigError: not even one.

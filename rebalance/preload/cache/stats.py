@@ -1,4 +1,4 @@
-"""What a host's slab has done, for metrics. Counters only grow; the last three are of now."""
+"""What a host cache has done, for metrics. Counters only grow; the last three are of now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SlabStats:
+class HostCacheStats:
     """Counted in records unless the name says bytes."""
 
     hits: int  # asked for, and here or on the way

@@ -17,8 +17,8 @@ Digest = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SlabAddress:
-    """How ranks find their host's slab. Abstract socket: no file is left behind by a kill."""
+class HostCacheAddress:
+    """How ranks find their host cache. Abstract socket: no file is left behind by a kill."""
 
     name: str
     key: bytes = field(repr=False)  # keeps other users of the machine out
@@ -26,11 +26,11 @@ class SlabAddress:
     @property
     def socket(self) -> str:
         """Address in Linux's abstract namespace."""
-        return f"\0eplb-slab-{self.name}"
+        return f"\0eplb-host-cache-{self.name}"
 
 
-def listen(address: SlabAddress) -> socket.socket:
-    """Take the name of a slab, for as long as the socket is open.
+def listen(address: HostCacheAddress) -> socket.socket:
+    """Take the name of a host cache, for as long as the socket is open.
 
     Raises:
         MigrationError: another process has it.
@@ -47,7 +47,7 @@ def listen(address: SlabAddress) -> socket.socket:
     return listening
 
 
-def connect(address: SlabAddress, deadline_s: float) -> Connection:
+def connect(address: HostCacheAddress, deadline_s: float) -> Connection:
     """Reach the preload process, which proves that it knows the key, as does the caller."""
     with socket.socket(socket.AF_UNIX) as end:
         _limit_waits(end, deadline_s)

@@ -1,10 +1,11 @@
-"""The slabs of other hosts as a source of records: the hop between this host's memory and its disk.
+"""Client for the host caches of other hosts, a record source between local memory and local disk.
 
 A pairwise TCP stream and nothing collective: a stream has a deadline of its own and a host's death
 breaks its own streams, where the members of a group would hang or abort together.
 
 What is brought is proven on the way in: its digest must be the one that the other host declares,
-and the one that this slab knows, if it knows one. A host that fails is left alone for a while.
+and the one that this host cache knows, if it knows one. A host that fails is left alone for a
+while.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class OtherHosts:
 
     Args:
         settings: who they are.
-        origin: what this slab's records are of. One without a checkpoint takes that of the first
+        origin: what this host cache's records are of. One without a checkpoint takes that of the
+        first
             host that gives it a record, and then sticks to it.
-        weights_version: of this slab, at any time.
+        weights_version: of this host cache, at any time.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class OtherHosts:
             raise RefusedError("it has no checkpoint yet")
         version, own = hello["weights_version"], self._weights_version()
         if version != own:
-            raise RefusedError(f"it serves weights version {version}, expected {own}")
+            raise RefusedError(f"weights version {version}, expected {own}")
         with self._lock:
             whole = self.origin
             if not whole.checkpoint:

@@ -1,4 +1,4 @@
-"""A slab's door for the slabs of other hosts: gives them records that it holds, or reads for them.
+"""Server of a host cache for other hosts: sends records that it holds, or reads them first.
 
 A record that is asked for is leased like a rank's, so its place is not given away while its bytes
 are sent. Nothing that another host asks for is asked of a third: a question is passed on to disk
@@ -17,7 +17,7 @@ from eplb.errors import CheckpointError
 from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.session import SlabParts
+from rebalance.preload.cache.session import HostCacheParts
 from rebalance.preload.cache.wire import Digest
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.preload.records.record_origin import RecordOrigin
@@ -37,7 +37,7 @@ class HostLinkServer:
     def __init__(
         self,
         settings: HostLinkSettings,
-        parts: SlabParts,
+        parts: HostCacheParts,
         origin: Callable[[], RecordOrigin],
         holders: Iterator[int],
     ) -> None:

@@ -1,4 +1,4 @@
-"""How the slabs of several hosts find each other, and how much of the network they may take."""
+"""Settings of the links between host caches: addresses, secret, bandwidth, deadlines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SERVING_BYTES_PER_SECOND = 1.25e9
 
 @dataclass(frozen=True)
 class HostLinkSettings:
-    """Which other hosts a slab asks for records, and whether it gives them any.
+    """Which other hosts a host cache asks for records, and whether it gives them any.
 
-    ``hosts`` may be the same list on every host: a slab does not ask its own address. Off where a
-    slab has no such settings at all.
+    ``hosts`` may be the same list on every host: a host cache does not ask its own address. Off
+    where a host cache has no such settings at all.
     """
 
     hosts: tuple[HostAddress, ...]

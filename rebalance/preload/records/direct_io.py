@@ -1,8 +1,8 @@
 """Large reads and writes past the page cache.
 
-Experts are read once and then live in the slab: pages of them in the kernel's cache would take the
-memory that the slab needs (TensorRT-LLM issue 18185 is a host loader of 240 GiB), and copying from
-them costs the bandwidth that the disk gives.
+Experts are read once and then live in the host cache: pages of them in the kernel's cache would
+take the memory that the host cache needs (TensorRT-LLM issue 18185 is a host loader of 240 GiB),
+and copying from them costs the bandwidth that the disk gives.
 """
 
 from __future__ import annotations

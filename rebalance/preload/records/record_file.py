@@ -1,4 +1,4 @@
-"""Cooked records on disk: what the slab can take in at the disk's full speed.
+"""Cooked records on disk: what the host cache can take in at the disk's full speed.
 
 A checkpoint keeps an expert in pieces; cooking puts them together, through the page cache and one
 core. A record file keeps what was cooked, page-aligned and in kernel layout, beside a mark for each

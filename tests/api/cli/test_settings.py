@@ -232,11 +232,11 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     assert refusal({}, broken).startswith(f"settings file {broken} is not TOML: Invalid value")
 
 
-def test_a_slab_s_room_goes_with_its_mode() -> None:
-    assert DemoSettings(slab_mode="ring", slab_records=8).slab_records == 8
+def test_a_host_cache_s_room_goes_with_its_mode() -> None:
+    assert DemoSettings(host_cache_mode="ring", host_cache_records=8).host_cache_records == 8
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
-            DemoSettings(slab_mode=mode, slab_records=records)
+            DemoSettings(host_cache_mode=mode, host_cache_records=records)
 
 
 def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None:

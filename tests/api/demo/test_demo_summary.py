@@ -70,7 +70,7 @@ def plan(tmp_path: Any) -> WorkerPlan:
         trace=None,
         model=MODEL,
         topology=TOPOLOGY,
-        slabs=(),
+        host_caches=(),
         rendezvous="",
         tokens_per_rank=50,
         window_steps=4,

@@ -89,7 +89,7 @@ class Patient:
     def pid(self, title: str) -> int:
         return self._pids(title)[0]
 
-    def slab_pid(self) -> int:
+    def host_cache_pid(self) -> int:
         """The preload process of the host that is watched: they are started in order."""
         return self._pids("preload process")[self._host]
 
@@ -104,7 +104,7 @@ class Patient:
         """
         with ExitStack() as stack:
             if state in ("preload", "aborted"):
-                stack.enter_context(stopped(self.slab_pid()))
+                stack.enter_context(stopped(self.host_cache_pid()))
             if state == "idle":
                 self.switch(movement=False)
             look = self._withdraw_and_stop if state == "aborted" else partial(self._stop_in, state)
@@ -268,7 +268,7 @@ def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Patie
 
 def damage_host_records(pid: int) -> None:
     """Turn a byte of each page that the host holds of records, as a stray write would."""
-    memory = next(link for link in memory_of(pid) if "eplb-slab" in str(link.readlink()))
+    memory = next(link for link in memory_of(pid) if "eplb-host-cache" in str(link.readlink()))
     with memory.open("r+b", buffering=0) as arena:
         for at in range(17, os.fstat(arena.fileno()).st_size, 4096):
             byte = os.pread(arena.fileno(), 1, at)
@@ -281,7 +281,7 @@ def test_a_damaged_host_a_slow_rank_and_a_killed_controller_cost_no_right_answer
     serve: Callable[..., Patient],
 ) -> None:
     patient = serve()
-    damage_host_records(patient.slab_pid())
+    damage_host_records(patient.host_cache_pid())
     with patient.held_in("swap"):
         patient.demo.kill("controller")
         patient.hears_of_errors(1)
@@ -344,7 +344,7 @@ def test_a_preload_process_killed_in_any_state_ends_the_demo_and_the_next_start_
     patient = serve()
     for state in STATES:
         with patient.held_in(state):
-            os.kill(patient.slab_pid(), signal.SIGKILL)
+            os.kill(patient.host_cache_pid(), signal.SIGKILL)
         sentence = "eplb: the preload process of host 0 was killed by SIGKILL, the demo cannot go"
         assert patient.demo.ends() == 2, patient.demo.told()
         assert patient.demo.errors.splitlines()[-1].startswith(sentence)

@@ -1,4 +1,4 @@
-"""Another host as a source: slabs that share only a secret and a network, hurt on purpose."""
+"""Another host as a source: host caches that share only a secret and a network, hurt on purpose."""
 
 from __future__ import annotations
 
@@ -33,10 +33,15 @@ from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
 from rebalance.network.listener import MAX_CLIENTS
 from rebalance.network.wire import CHUNK_BYTES, Budget
-from rebalance.preload.cache.cache import SlabCache
+from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.first_fill import fill_bank
 from rebalance.preload.hosts.known_host import KnownHost
 from rebalance.preload.hosts.settings import HostLinkSettings
@@ -76,11 +81,11 @@ def links(*hosts: Address, **more: Any) -> HostLinkSettings:
 
 @dataclass
 class Host:
-    """A slab in a process of its own, and a rank's way to it."""
+    """A host cache in a process of its own, and a rank's way to it."""
 
-    address: SlabAddress
+    address: HostCacheAddress
     process: BaseProcess
-    reader: SlabReader
+    reader: HostCacheClient
 
     def load(self, *records: tuple[int, int]) -> list[torch.Tensor]:
         """Have records in memory, and read them."""
@@ -111,7 +116,9 @@ StartHost = Callable[..., Host]
 def big(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("weights") / "big"
     write_random_checkpoint(path, BIG, BIG_SCHEMA, vocabulary=8, seed=2)
-    digest(torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8))  # slabs are forked: compiled once
+    digest(
+        torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8)
+    )  # host caches are forked: compiled once
     return Checkpoint(path)
 
 
@@ -123,7 +130,7 @@ def weights(small_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[StartHost]:
-    """Start a slab: ``start_host(checkpoint or None, links)``."""
+    """Start a host cache: ``start_host(checkpoint or None, links)``."""
     with ExitStack() as stack:
 
         def start(
@@ -134,25 +141,27 @@ def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[
             schema: ExpertSchema = small_schema,
             num_readers: int = 2,
         ) -> Host:
-            address = SlabAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
+            address = HostCacheAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
             ours, theirs = FORK.Pipe(duplex=False)
 
             def run() -> None:
                 threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
-                slab_settings = SlabSettings(links=settings, num_readers=num_readers)
-                slab = HostSlab(address, checkpoint, model, schema, slab_settings)
+                host_cache_settings = HostCacheSettings(links=settings, num_readers=num_readers)
+                host_cache = HostCacheServer(
+                    address, checkpoint, model, schema, host_cache_settings
+                )
                 theirs.send("ready")
                 signal.pause()
-                slab.close()
+                host_cache.close()
 
             process = FORK.Process(target=run, daemon=True)
             process.start()
             theirs.close()
             stack.callback(process.join)
             stack.callback(process.kill)
-            assert ours.poll(DEADLINE_S), "a slab did not start"
+            assert ours.poll(DEADLINE_S), "a host cache did not start"
             assert ours.recv() == "ready"
-            reader = SlabReader(
+            reader = HostCacheClient(
                 address, model.num_experts, schema.record_bytes, deadline_s=DEADLINE_S
             )
             stack.callback(reader.close)
@@ -321,7 +330,7 @@ def test_more_askers_than_transfers_take_turns(
 
 
 def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
-    cache, ended = SlabCache(2), threading.Event()
+    cache, ended = HostCache(2), threading.Event()
     for_host = Request(5, 1, [(0, 0)], lambda _: ended.set(), is_for_host=True)
     cache.lease_ready(for_host)
     assert for_host.error == "layer 0 expert 0 is not in memory"
@@ -377,18 +386,25 @@ def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
 def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
-    door, addresses = new_address(), [SlabAddress(f"rot-{os.getpid()}-{n}", b"key") for n in (1, 2)]
-    first = HostSlab(
-        addresses[0], weights, small_model, small_schema, SlabSettings(links=links(listen=door))
+    door, addresses = (
+        new_address(),
+        [HostCacheAddress(f"rot-{os.getpid()}-{n}", b"key") for n in (1, 2)],
     )
-    second = HostSlab(
-        addresses[1], None, small_model, small_schema, SlabSettings(links=links(door))
+    first = HostCacheServer(
+        addresses[0],
+        weights,
+        small_model,
+        small_schema,
+        HostCacheSettings(links=links(listen=door)),
+    )
+    second = HostCacheServer(
+        addresses[1], None, small_model, small_schema, HostCacheSettings(links=links(door))
     )
     with (
         closing(first),
         closing(second),
-        closing(SlabReader(addresses[0], 8, 4096, deadline_s=DEADLINE_S)) as at_first,
-        closing(SlabReader(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
+        closing(HostCacheClient(addresses[0], 8, 4096, deadline_s=DEADLINE_S)) as at_first,
+        closing(HostCacheClient(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
     ):
         expected, _ = at_first.load([(1, 2)], deadline_s=DEADLINE_S)
         first._arena.bytes[17] ^= 255
@@ -397,7 +413,7 @@ def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
         assert digest(first._arena.bytes[:4096]) == expected[0]
 
 
-def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
+def test_bytes_with_another_digest_than_this_host_cache_knows_are_refused(
     start_host: StartHost,
     weights: Checkpoint,
     small_model: ModelShape,
@@ -412,17 +428,19 @@ def test_bytes_with_another_digest_than_this_slab_knows_are_refused(
             file.seek(8 + int.from_bytes(file.read(8), "little"))
             file.write(bytes(found.st_size - file.tell()))
         os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
-    door, address = new_address(), SlabAddress(f"known-{os.getpid()}", b"key")
+    door, address = new_address(), HostCacheAddress(f"known-{os.getpid()}", b"key")
     start_host(other, links(listen=door)).load((0, 0))
-    settings = SlabSettings(links=links(door, order="after_disk"))
+    settings = HostCacheSettings(links=links(door, order="after_disk"))
     with (
-        closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab,
-        closing(SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)) as reader,
+        closing(
+            HostCacheServer(address, weights, small_model, small_schema, settings)
+        ) as host_cache,
+        closing(HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)) as reader,
     ):
         reader.load([(0, 0)], deadline_s=DEADLINE_S)
         for shard in weights.path.glob("*.safetensors"):
             os.truncate(shard, 10)
-        slab._arena.bytes[17] ^= 255
+        host_cache._arena.bytes[17] ^= 255
 
         with pytest.raises(MigrationError, match=r"truncated.* it announced digest .* expected"):
             reader.reload((0, 0), deadline_s=DEADLINE_S)
@@ -443,11 +461,11 @@ def open_files() -> set[str]:
     return found
 
 
-def test_a_slab_whose_door_cannot_open_leaves_nothing_open(
+def test_a_host_cache_whose_door_cannot_open_leaves_nothing_open(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
 ) -> None:
-    door, address = new_address(), SlabAddress(f"shut-{os.getpid()}", b"key")
-    settings = SlabSettings(
+    door, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
+    settings = HostCacheSettings(
         mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=door)
     )
     threads, before = set(threading.enumerate()), open_files()
@@ -458,13 +476,15 @@ def test_a_slab_whose_door_cannot_open_leaves_nothing_open(
             MigrationError, match=r"cannot listen for other hosts on .*Address already in use"
         ),
     ):
-        HostSlab(address, weights, small_model, small_schema, settings)
+        HostCacheServer(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
     assert not set(threading.enumerate()) - threads
     # The name, the record file's lock and the door can be had again.
-    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
-        assert slab._writer is not None
+    with closing(
+        HostCacheServer(address, weights, small_model, small_schema, settings)
+    ) as host_cache:
+        assert host_cache._writer is not None
 
 
 @contextmanager
@@ -478,24 +498,28 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("record_file", [None, "records"])
-def test_a_slab_that_gets_no_thread_leaves_nothing_open(
+def test_a_host_cache_that_gets_no_thread_leaves_nothing_open(
     weights: Checkpoint,
     small_model: ModelShape,
     small_schema: ExpertSchema,
     tmp_path: Path,
     record_file: str | None,
 ) -> None:
-    address = SlabAddress(f"threads-{os.getpid()}", b"key")
+    address = HostCacheAddress(f"threads-{os.getpid()}", b"key")
     path = tmp_path / record_file if record_file else None
-    settings = SlabSettings(mode="ring", ring_records=4, record_file=path)
+    settings = HostCacheSettings(mode="ring", ring_records=4, record_file=path)
     before = open_files()
 
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        HostSlab(address, weights, small_model, small_schema, settings)
+        HostCacheServer(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
-    with closing(HostSlab(address, weights, small_model, small_schema, settings)) as slab:
-        assert (slab._writer is None) == (path is None)  # the record file's lock is free again
+    with closing(
+        HostCacheServer(address, weights, small_model, small_schema, settings)
+    ) as host_cache:
+        assert (host_cache._writer is None) == (
+            path is None
+        )  # the record file's lock is free again
 
 
 # -- death and silence
@@ -538,7 +562,9 @@ def test_a_host_killed_in_mid_record_is_told_at_once(
             big.cook(0, 0, BIG_SCHEMA, record)
             assert torch.equal(second.load((0, 0))[0], record)
         else:
-            with pytest.raises(MigrationError, match=r"left alone for .* connection closed after"):
+            with pytest.raises(
+                MigrationError, match=r"in back-off for .* after: connection closed after"
+            ):
                 second.load((0, 0))
         killing.join(DEADLINE_S)
 
@@ -712,7 +738,7 @@ class Sink:
 
 @dataclass
 class Ranks:
-    """One rank on each of two hosts, each with the slab of its own host."""
+    """One rank on each of two hosts, each with the host cache of its own host."""
 
     store: MemoryStore
     banks: list[ExpertBank]
@@ -831,7 +857,7 @@ def test_settings_that_cannot_be_used_are_refused(
     with pytest.raises(ConfigError, match="silence_s is 0, expected more than 0"):
         links(silence_s=0)
     with pytest.raises(ConfigError, match="without a checkpoint has no disk to read"):
-        RecordSources(None, small_model, small_schema, SlabSettings(), lambda: 0)
+        RecordSources(None, small_model, small_schema, HostCacheSettings(), lambda: 0)
     assert "known" not in repr(links())
 
 

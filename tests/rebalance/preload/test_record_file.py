@@ -185,7 +185,9 @@ def test_a_damaged_record_is_cooked_again_and_a_changed_checkpoint_is_refused(
         assert "layer 1 expert 7: digest" in caplog.text
 
         loader._digests[1, 7] = (1, 2)  # what it had digested to before
-        with pytest.raises(CheckpointError, match=r"digest .*, expected \(1, 2\) as before"):
+        with pytest.raises(
+            CheckpointError, match=r"digest .*, expected \(1, 2\) as in the first read"
+        ):
             loader.load((1, 7), into)
 
 

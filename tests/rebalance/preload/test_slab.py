@@ -1,4 +1,4 @@
-"""The preload process: one slab per host, read by real processes, killed at will."""
+"""The preload process: one host cache per host, read by real processes, killed at will."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.threads.cancellation import CalledOff
 from runtime.checkpoint import Checkpoint
@@ -36,14 +36,14 @@ AT_ONCE_S = 5.0  # what must not wait for a deadline
 FORK = multiprocessing.get_context("fork")
 names = itertools.count()
 
-Reads = Callable[[SlabReader], Any]
+Reads = Callable[[HostCacheClient], Any]
 
 
 @dataclass
 class Host:
-    """A slab in a process of its own, and how to connect it."""
+    """A host cache in a process of its own, and how to connect it."""
 
-    address: SlabAddress
+    address: HostCacheAddress
     process: BaseProcess
     schema: ExpertSchema
     checkpoint: Checkpoint
@@ -53,8 +53,8 @@ class Host:
         self.process.kill()
         self.process.join()
 
-    def reader(self, address: SlabAddress | None = None) -> SlabReader:
-        return SlabReader(
+    def reader(self, address: HostCacheAddress | None = None) -> HostCacheClient:
+        return HostCacheClient(
             address or self.address, 8, self.schema.record_bytes, deadline_s=DEADLINE_S
         )
 
@@ -93,8 +93,8 @@ def answer(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def new_address() -> SlabAddress:
-    return SlabAddress(f"test-{os.getpid()}-{next(names)}", os.urandom(16))
+def new_address() -> HostCacheAddress:
+    return HostCacheAddress(f"test-{os.getpid()}-{next(names)}", os.urandom(16))
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def host(
     small_schema: ExpertSchema,
     tmp_path: Path,
 ) -> Iterator[Host]:
-    # A copy that tests may damage: the slab opens its shards here, before the damage.
+    # A copy that tests may damage: the host cache opens its shards here, before the damage.
     checkpoint = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
     address = new_address()
 
@@ -113,10 +113,10 @@ def host(
 
         def run() -> None:
             threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
-            slab = HostSlab(address, checkpoint, small_model, small_schema)
+            host_cache = HostCacheServer(address, checkpoint, small_model, small_schema)
             theirs.send("ready")
             signal.pause()
-            slab.close()
+            host_cache.close()
 
         process = FORK.Process(target=run, daemon=True)
         process.start()
@@ -145,7 +145,7 @@ def test_a_record_holds_the_cooked_bytes_and_its_digest(host: Host) -> None:
 def test_two_ranks_share_what_was_loaded_once(host: Host) -> None:
     records = [(layer, expert) for layer in (0, 1) for expert in range(8)]
 
-    def load(reader: SlabReader) -> tuple[int, list[tuple[int, int]]]:
+    def load(reader: HostCacheClient) -> tuple[int, list[tuple[int, int]]]:
         digests, from_disk = reader.load(records, deadline_s=DEADLINE_S)
         into = torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
         read = []
@@ -161,7 +161,7 @@ def test_two_ranks_share_what_was_loaded_once(host: Host) -> None:
     assert first[0] + second[0] == 16 * host.schema.record_bytes
 
 
-def test_a_rank_is_filled_from_the_slab(host: Host, small_schema: ExpertSchema) -> None:
+def test_a_rank_is_filled_from_the_host_cache(host: Host, small_schema: ExpertSchema) -> None:
     bank = ExpertBank(small_schema, 2, 3, num_staging=1)
 
     digests = fill_bank(bank, [[4, -1, 0], [7, 1, -1]], host.reader(), deadline_s=DEADLINE_S)
@@ -247,7 +247,7 @@ def test_a_host_that_reads_nothing_any_more_blocks_no_sender_for_long(host: Host
 # -- death
 
 
-def test_a_killed_slab_is_told_at_once_and_what_was_read_stays_readable(host: Host) -> None:
+def test_a_killed_host_cache_is_told_at_once_and_what_was_read_stays_readable(host: Host) -> None:
     reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
     reader.load([(0, 0)], deadline_s=DEADLINE_S)
     host.process.kill()
@@ -291,8 +291,8 @@ def test_a_host_cache_that_was_started_again_hears_of_new_weights(host: Host) ->
         reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
 
-def test_a_slab_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
-    waiting = host.read_in_a_process(lambda reader: wait_for_a_stopped_slab(reader, host))
+def test_a_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
+    waiting = host.read_in_a_process(lambda reader: wait_for_a_stopped_host_cache(reader, host))
 
     os.waitid(os.P_PID, host.process.pid or 0, os.WSTOPPED)
     host.process.kill()
@@ -300,24 +300,24 @@ def test_a_slab_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
     assert answer(waiting) == f"the preload process of host {host.address.name} disconnected"
 
 
-def wait_for_a_stopped_slab(reader: SlabReader, host: Host) -> str:
+def wait_for_a_stopped_host_cache(reader: HostCacheClient, host: Host) -> str:
     host.signal(signal.SIGSTOP)
     with pytest.raises(MigrationError) as refused:
         reader.load([(0, 1)], deadline_s=DEADLINE_S)
     return str(refused.value)
 
 
-def test_a_stopped_slab_keeps_no_new_rank_waiting_for_ever(host: Host) -> None:
+def test_a_stopped_host_cache_keeps_no_new_rank_waiting_for_ever(host: Host) -> None:
     host.stop()
 
     with pytest.raises(MigrationError, match="does not answer"):
-        SlabReader(host.address, 8, host.schema.record_bytes, deadline_s=0.2)
+        HostCacheClient(host.address, 8, host.schema.record_bytes, deadline_s=0.2)
 
 
 def test_a_rank_killed_while_it_waits_is_no_harm_to_the_others(host: Host) -> None:
     host.reader().load([(0, 0)], deadline_s=DEADLINE_S)
 
-    def ask_and_die(reader: SlabReader) -> None:
+    def ask_and_die(reader: HostCacheClient) -> None:
         reader._connection.send_bytes(
             b'{"ask": "load", "number": 1, "records": [[0, 1], [1, 1], [1, 2]], '
             b'"weights_version": 0, "deadline_s": 30}'
@@ -354,17 +354,17 @@ def listening() -> str:
     return "\n".join(line for line in table if line.split()[3:4] == ["00010000"])
 
 
-def test_a_second_slab_under_one_name_is_refused(
+def test_a_second_host_cache_under_one_name_is_refused(
     host: Host, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     with pytest.raises(MigrationError, match=r"cannot listen: .*Address already in use"):
-        HostSlab(host.address, host.checkpoint, small_model, small_schema)
+        HostCacheServer(host.address, host.checkpoint, small_model, small_schema)
 
 
 # -- strangers
 
 
-def test_a_stranger_without_the_key_is_refused_and_the_slab_goes_on(host: Host) -> None:
+def test_a_stranger_without_the_key_is_refused_and_the_host_cache_goes_on(host: Host) -> None:
     with pytest.raises(MigrationError, match=r"does not answer: .*digest"):
         host.reader(replace(host.address, key=b"another"))
 
@@ -386,4 +386,4 @@ def test_a_stranger_who_says_nothing_or_nonsense_keeps_nobody_waiting(host: Host
 
 
 def test_the_key_is_in_no_printed_address() -> None:
-    assert "secret" not in repr(SlabAddress("host-0", b"secret"))
+    assert "secret" not in repr(HostCacheAddress("host-0", b"secret"))

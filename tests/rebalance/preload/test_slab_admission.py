@@ -13,7 +13,7 @@ import pytest
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from rebalance.preload.cache import admission as slab_admission
+from rebalance.preload.cache import admission as host_cache_admission
 from rebalance.preload.cache.admission import (
     HANDSHAKE_DEADLINE_S,
     MAX_UNAUTHENTICATED,
@@ -21,7 +21,7 @@ from rebalance.preload.cache.admission import (
     Admission,
     Peer,
 )
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.cache.wire import listen
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
@@ -47,7 +47,7 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
     """Peers of the clients that are admitted, by turns: one test process cannot be many."""
     given: list[Peer] = []
-    monkeypatch.setattr(slab_admission, "peer_of", lambda end: given.pop(0))
+    monkeypatch.setattr(host_cache_admission, "peer_of", lambda end: given.pop(0))
     return given
 
 
@@ -143,9 +143,9 @@ def test_client_of_another_user_is_refused(
 @pytest.fixture
 def address(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
-) -> Iterator[SlabAddress]:
-    address = SlabAddress(f"test-{os.getpid()}-admission", os.urandom(16))
-    with closing(HostSlab(address, small_checkpoint, small_model, small_schema)):
+) -> Iterator[HostCacheAddress]:
+    address = HostCacheAddress(f"test-{os.getpid()}-admission", os.urandom(16))
+    with closing(HostCacheServer(address, small_checkpoint, small_model, small_schema)):
         yield address
 
 
@@ -177,12 +177,12 @@ def as_nobody(connects: int, address: str) -> list[bool]:
 
 
 @needs_root
-def test_host_cache_closes_another_user_before_a_challenge(address: SlabAddress) -> None:
+def test_host_cache_closes_another_user_before_a_challenge(address: HostCacheAddress) -> None:
     assert all(as_nobody(100, address.socket))
 
 
 def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
-    address: SlabAddress, small_schema: ExpertSchema
+    address: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     ours, theirs = FORK.Pipe()
 
@@ -207,7 +207,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
     process.start()
     assert ours.poll(DEADLINE_S), "the flood did not end"
     assert ours.recv() == 0  # of those beyond the first ones none is held open
-    reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
+    reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
     reader.load([(0, 0)], deadline_s=DEADLINE_S)
 
     assert num_descriptors() <= before + 8 * MAX_UNAUTHENTICATED_OF_PROCESS
@@ -218,7 +218,7 @@ def test_flood_of_one_process_leaves_the_host_cache_open_to_a_rank(
 
 @needs_root
 def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -> None:
-    address = SlabAddress(f"test-{os.getpid()}-squatted", b"key")
+    address = HostCacheAddress(f"test-{os.getpid()}-squatted", b"key")
     ours, theirs = FORK.Pipe()
 
     def squat() -> None:
@@ -233,6 +233,6 @@ def test_reader_rejects_a_name_that_another_user_listens_under(tmp_path: Path) -
     process.start()
     assert ours.poll(DEADLINE_S)
     with pytest.raises(MigrationError, match=f"user {NOBODY} listens at its address"):
-        SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)
+        HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)
     ours.send("end")
     process.join(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The slab's book: leases, room, hints and versions, without a disk and without ranks."""
+"""The host cache's book: leases, room, hints and versions, without a disk and without ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rebalance.preload.cache.cache import WRITER, SlabCache
+from rebalance.preload.cache.cache import WRITER, HostCache
 from rebalance.preload.cache.entries import Entry
 from rebalance.preload.cache.requests import Request
 from rebalance.transport.interface import Record
@@ -14,13 +14,13 @@ from rebalance.transport.interface import Record
 RECORDS = [(0, expert) for expert in range(8)]
 
 
-def ask(cache: SlabCache, holder: int, *records: Record, version: int = 0) -> Request:
+def ask(cache: HostCache, holder: int, *records: Record, version: int = 0) -> Request:
     request = Request(holder, 1, records, lambda _: None, version)
     cache.ask(request)
     return request
 
 
-def load_one(cache: SlabCache, record: Record) -> Entry:
+def load_one(cache: HostCache, record: Record) -> Entry:
     """As a reader of the disk would; the digest names the record."""
     entry = cache.take()
     assert entry is not None
@@ -29,7 +29,7 @@ def load_one(cache: SlabCache, record: Record) -> Entry:
     return entry
 
 
-def asked_and_loaded(cache: SlabCache, holder: int, *records: Record) -> Request:
+def asked_and_loaded(cache: HostCache, holder: int, *records: Record) -> Request:
     request = ask(cache, holder, *records)
     for record in sorted(request.missing, key=records.index):
         load_one(cache, record)
@@ -39,7 +39,7 @@ def asked_and_loaded(cache: SlabCache, holder: int, *records: Record) -> Request
 
 
 def test_a_request_ends_when_all_its_records_are_there() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     request = ask(cache, 1, (0, 3), (0, 5))
 
     load_one(cache, (0, 3))
@@ -51,7 +51,7 @@ def test_a_request_ends_when_all_its_records_are_there() -> None:
 
 
 def test_a_second_rank_finds_what_the_first_is_having_loaded() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     first, second = ask(cache, 1, (0, 3)), ask(cache, 2, (0, 3))
 
     load_one(cache, (0, 3))
@@ -61,7 +61,7 @@ def test_a_second_rank_finds_what_the_first_is_having_loaded() -> None:
 
 
 def test_the_record_used_longest_ago_makes_room() -> None:
-    cache = SlabCache(2)
+    cache = HostCache(2)
     asked_and_loaded(cache, 1, (0, 0))
     asked_and_loaded(cache, 1, (0, 1))
     cache.release(1, [(0, 0)])
@@ -75,7 +75,7 @@ def test_the_record_used_longest_ago_makes_room() -> None:
 
 
 def test_a_leased_record_makes_no_room_until_it_is_released() -> None:
-    cache = SlabCache(2)
+    cache = HostCache(2)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     waiting = ask(cache, 2, (0, 2))
 
@@ -87,7 +87,7 @@ def test_a_leased_record_makes_no_room_until_it_is_released() -> None:
 
 
 def test_a_rank_that_is_gone_makes_room() -> None:
-    cache = SlabCache(2)
+    cache = HostCache(2)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     waiting = ask(cache, 2, (0, 2), (0, 3))
 
@@ -97,7 +97,7 @@ def test_a_rank_that_is_gone_makes_room() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_the_figures() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))
 
     refused = ask(cache, 1, (0, 1), (0, 2), (0, 3), (0, 4))
@@ -110,7 +110,7 @@ def test_what_can_never_fit_is_refused_with_the_figures() -> None:
 
 
 def test_two_ranks_that_wait_for_each_other_are_told_at_once() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     asked_and_loaded(cache, 2, (0, 2), (0, 3))
 
@@ -127,7 +127,7 @@ def test_two_ranks_that_wait_for_each_other_are_told_at_once() -> None:
 
 
 def test_a_large_request_is_not_overtaken_by_newcomers_but_by_ranks_that_must_finish() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     large = ask(cache, 2, (0, 2), (0, 3), (0, 4))
     newcomer = ask(cache, 3, (0, 5))
@@ -137,7 +137,7 @@ def test_a_large_request_is_not_overtaken_by_newcomers_but_by_ranks_that_must_fi
 
 
 def test_a_late_request_leaves_no_lease_behind() -> None:
-    cache = SlabCache(2)
+    cache = HostCache(2)
     late = ask(cache, 1, (0, 0), (0, 1))
 
     entry = cache.take()
@@ -150,7 +150,7 @@ def test_a_late_request_leaves_no_lease_behind() -> None:
 
 
 def test_a_rank_that_gave_up_just_as_its_answer_left_holds_nothing() -> None:
-    cache = SlabCache(1)
+    cache = HostCache(1)
     answered = asked_and_loaded(cache, 1, (0, 0))
 
     cache.withdraw(answered)
@@ -159,7 +159,7 @@ def test_a_rank_that_gave_up_just_as_its_answer_left_holds_nothing() -> None:
 
 
 def test_a_record_that_fails_is_refused_to_all_and_tried_again() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     first, second = ask(cache, 1, (0, 0), (0, 1)), ask(cache, 2, (0, 1))
     load_one(cache, (0, 0))
 
@@ -176,7 +176,7 @@ def test_a_record_that_fails_is_refused_to_all_and_tried_again() -> None:
 
 
 def test_a_hint_is_loaded_after_what_ranks_wait_for_and_is_then_there() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     cache.hint([(0, 7), (0, 6)], 0)
     request = ask(cache, 1, (0, 0))
 
@@ -188,7 +188,7 @@ def test_a_hint_is_loaded_after_what_ranks_wait_for_and_is_then_there() -> None:
 
 
 def test_hints_take_no_leased_place_nor_each_others() -> None:
-    cache = SlabCache(3)
+    cache = HostCache(3)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     cache.hint([(0, 5), (0, 6)], 0)
     load_one(cache, (0, 5))
@@ -205,7 +205,7 @@ def test_hints_take_no_leased_place_nor_each_others() -> None:
 
 
 def test_a_later_hint_replaces_an_earlier_one_that_nobody_used() -> None:
-    cache = SlabCache(1)
+    cache = HostCache(1)
     cache.hint([(0, 5), (0, 6)], 0)
     load_one(cache, (0, 5))
     cache.hint([(0, 7)], 0)
@@ -218,7 +218,7 @@ def test_a_later_hint_replaces_an_earlier_one_that_nobody_used() -> None:
 
 
 def test_a_record_of_older_weights_is_never_handed_out_again() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))
     under_way = ask(cache, 1, (0, 1))
     entry = cache.take()
@@ -240,7 +240,7 @@ def test_a_record_of_older_weights_is_never_handed_out_again() -> None:
 
 
 def test_a_version_that_is_known_already_voids_nothing() -> None:
-    cache = SlabCache(4)
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))
 
     cache.invalidate(0)
@@ -251,8 +251,8 @@ def test_a_version_that_is_known_already_voids_nothing() -> None:
 # -- memory
 
 
-def test_without_memory_for_more_the_slab_goes_on_with_what_it_has() -> None:
-    cache = SlabCache(4)
+def test_without_memory_for_more_the_host_cache_goes_on_with_what_it_has() -> None:
+    cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))
     asked_and_loaded(cache, 1, (0, 1))
     cache.release(1, RECORDS)
@@ -273,7 +273,7 @@ def test_without_memory_for_more_the_slab_goes_on_with_what_it_has() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_ranks_and_disks_never_share_a_place_and_never_hang(seed: int) -> None:
     rng = random.Random(seed)
-    cache = SlabCache(rng.randint(1, 6))
+    cache = HostCache(rng.randint(1, 6))
     live: dict[int, Request] = {}
     loading: list[Entry] = []
     pinned: list[Record] = []
@@ -311,7 +311,7 @@ def test_random_ranks_and_disks_never_share_a_place_and_never_hang(seed: int) ->
     assert all(request.is_ended for request in live.values())
 
 
-def take_one(cache: SlabCache, loading: list[Entry]) -> None:
+def take_one(cache: HostCache, loading: list[Entry]) -> None:
     cache._is_closed = False
     entry = cache._next()
     if entry is not None:
@@ -320,7 +320,7 @@ def take_one(cache: SlabCache, loading: list[Entry]) -> None:
 
 
 def finish_one(
-    cache: SlabCache,
+    cache: HostCache,
     loading: list[Entry],
     pinned: list[Record],
     rng: random.Random,
@@ -337,11 +337,11 @@ def finish_one(
         pinned.append(entry.record)
 
 
-def check(cache: SlabCache, loading: list[Entry]) -> None:
+def check(cache: HostCache, loading: list[Entry]) -> None:
     places = cache._places
     known = [*places.entries.values(), *places._void]
     used = [entry.place for entry in known]
-    assert sorted(used + places._free) == list(range(places.num_places)), "a place lost or shared"
+    assert sorted(used + places._free) == list(range(places.num_entries)), "a place lost or shared"
     assert set(loading) <= set(known), "the disk writes into a place that was given away"
     for entry in places._idle.values():
         assert not entry.holders

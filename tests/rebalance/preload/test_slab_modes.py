@@ -1,4 +1,4 @@
-"""A slab smaller than the model, its record file, its figures, and what may go wrong on a host."""
+"""A host cache smaller than the model, its record file, its statistics, and host failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from repository import ROOT
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.first_fill import fill_bank
 from rebalance.preload.loader import make_all
 from rebalance.preload.records.record_file import RecordFile
@@ -39,7 +44,7 @@ FORK = multiprocessing.get_context("fork")
 EVERYTHING = [(layer, expert) for layer in (0, 1) for expert in range(8)]
 names = itertools.count()
 
-StartSlab = Callable[..., tuple[HostSlab, Callable[..., SlabReader]]]
+StartHostCache = Callable[..., tuple[HostCacheServer, Callable[..., HostCacheClient]]]
 
 
 @pytest.fixture
@@ -48,35 +53,37 @@ def checkpoint(small_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
 
 
 @pytest.fixture
-def start_slab(
+def start_host_cache(
     checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
-) -> Iterator[StartSlab]:
-    """Start a slab in this process; return it and what makes a rank's reader of it."""
+) -> Iterator[StartHostCache]:
+    """Start a host cache in this process; return it and what makes a rank's reader of it."""
     with ExitStack() as stack:
 
         def start(
-            settings: SlabSettings, weights: Checkpoint | None = None
-        ) -> tuple[HostSlab, Callable[..., SlabReader]]:
-            address = SlabAddress(f"modes-{os.getpid()}-{next(names)}", os.urandom(16))
-            slab = HostSlab(address, weights or checkpoint, small_model, small_schema, settings)
-            stack.callback(slab.close)
+            settings: HostCacheSettings, weights: Checkpoint | None = None
+        ) -> tuple[HostCacheServer, Callable[..., HostCacheClient]]:
+            address = HostCacheAddress(f"modes-{os.getpid()}-{next(names)}", os.urandom(16))
+            host_cache = HostCacheServer(
+                address, weights or checkpoint, small_model, small_schema, settings
+            )
+            stack.callback(host_cache.close)
 
-            def reader(num_experts: int = 8) -> SlabReader:
+            def reader(num_experts: int = 8) -> HostCacheClient:
                 size = small_schema.record_bytes
                 return stack.enter_context(
-                    closing(SlabReader(address, num_experts, size, deadline_s=DEADLINE_S))
+                    closing(HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S))
                 )
 
-            return slab, reader
+            return host_cache, reader
 
         yield start
 
 
-def ring(num_records: int, record_file: Path | None = None) -> SlabSettings:
-    return SlabSettings(mode="ring", ring_records=num_records, record_file=record_file)
+def ring(num_records: int, record_file: Path | None = None) -> HostCacheSettings:
+    return HostCacheSettings(mode="ring", ring_records=num_records, record_file=record_file)
 
 
-def bytes_of(reader: SlabReader, record: tuple[int, int], size: int) -> torch.Tensor:
+def bytes_of(reader: HostCacheClient, record: tuple[int, int], size: int) -> torch.Tensor:
     into = torch.zeros(size, dtype=torch.uint8)
     reader.read(record, into)
     return into
@@ -92,9 +99,9 @@ def wait_until(what: str, is_so: Callable[[], bool]) -> None:
 
 
 def test_a_ring_of_two_brings_every_record_right(
-    start_slab: StartSlab, checkpoint: Checkpoint, small_schema: ExpertSchema
+    start_host_cache: StartHostCache, checkpoint: Checkpoint, small_schema: ExpertSchema
 ) -> None:
-    slab, new_reader = start_slab(ring(2))
+    host_cache, new_reader = start_host_cache(ring(2))
     reader, cooked = new_reader(), torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
 
     for record in EVERYTHING * 2:
@@ -108,11 +115,11 @@ def test_a_ring_of_two_brings_every_record_right(
     assert (found.misses, found.hits, found.evictions) == (32, 0, 30)
     assert found.resident_bytes == found.room_bytes == 2 * small_schema.record_bytes
     assert found.bytes_from_checkpoint == 32 * small_schema.record_bytes
-    assert slab.stats() == found
+    assert host_cache.stats() == found
 
 
-def test_a_record_is_not_read_without_a_lease(start_slab: StartSlab) -> None:
-    _, new_reader = start_slab(ring(2))
+def test_a_record_is_not_read_without_a_lease(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
     reader, into = new_reader(), torch.zeros(4096, dtype=torch.uint8)
     reader.load([(0, 1)], deadline_s=DEADLINE_S)
     reader.release([(0, 1)])
@@ -124,15 +131,17 @@ def test_a_record_is_not_read_without_a_lease(start_slab: StartSlab) -> None:
             reader.read(record, into)
 
 
-def test_more_than_fits_is_refused_with_the_figures(start_slab: StartSlab) -> None:
-    _, new_reader = start_slab(ring(2))
+def test_more_than_fits_is_refused_with_the_figures(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
 
     with pytest.raises(MigrationError, match=r"3 records asked for .* expected at most 2"):
         new_reader().load(EVERYTHING[:3], deadline_s=DEADLINE_S)
 
 
-def test_what_has_no_room_yet_waits_and_is_refused_in_time(start_slab: StartSlab) -> None:
-    _, new_reader = start_slab(ring(2))
+def test_what_has_no_room_yet_waits_and_is_refused_in_time(
+    start_host_cache: StartHostCache,
+) -> None:
+    _, new_reader = start_host_cache(ring(2))
     first, second = new_reader(), new_reader()
     first.load(EVERYTHING[:2], deadline_s=DEADLINE_S)
 
@@ -146,8 +155,8 @@ def test_what_has_no_room_yet_waits_and_is_refused_in_time(start_slab: StartSlab
         assert waiting.result(DEADLINE_S)[1] > 0
 
 
-def test_a_rank_that_hangs_up_gives_its_room_back(start_slab: StartSlab) -> None:
-    _, new_reader = start_slab(ring(2))
+def test_a_rank_that_hangs_up_gives_its_room_back(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
     first = new_reader()
     first.load(EVERYTHING[:2], deadline_s=DEADLINE_S)
 
@@ -157,9 +166,9 @@ def test_a_rank_that_hangs_up_gives_its_room_back(start_slab: StartSlab) -> None
 
 
 def test_two_ranks_fill_their_banks_through_a_small_ring(
-    start_slab: StartSlab, small_schema: ExpertSchema, checkpoint: Checkpoint
+    start_host_cache: StartHostCache, small_schema: ExpertSchema, checkpoint: Checkpoint
 ) -> None:
-    _, new_reader = start_slab(ring(2))
+    _, new_reader = start_host_cache(ring(2))
     held = [[0, 1, 2, 3, 4, 5], [7, 6, 5, -1, 3, 2]]
     banks = [ExpertBank(small_schema, 2, 6, num_staging=1) for _ in range(2)]
     readers = [new_reader() for _ in range(2)]
@@ -177,9 +186,11 @@ def test_two_ranks_fill_their_banks_through_a_small_ring(
     assert banks[1].digest(1, 1) == digest(cooked) == digests[0][1, 6]
 
 
-def test_a_budget_counts_bytes(start_slab: StartSlab, small_schema: ExpertSchema) -> None:
+def test_a_budget_counts_bytes(
+    start_host_cache: StartHostCache, small_schema: ExpertSchema
+) -> None:
     size = small_schema.record_bytes
-    _, new_reader = start_slab(SlabSettings(mode="hot", budget_bytes=3 * size + 1))
+    _, new_reader = start_host_cache(HostCacheSettings(mode="hot", budget_bytes=3 * size + 1))
     reader = new_reader()
 
     for record in ((0, 0), (0, 1), (0, 2), (0, 0), (0, 3)):
@@ -192,20 +203,22 @@ def test_a_budget_counts_bytes(start_slab: StartSlab, small_schema: ExpertSchema
 
 
 def test_settings_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="slab mode 'warm', expected one of full, hot, ring"):
-        SlabSettings(mode="warm")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="host cache mode 'warm', expected one of full, hot, ring"
+    ):
+        HostCacheSettings(mode="warm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="hot with budget_bytes None"):
-        SlabSettings(mode="hot")
+        HostCacheSettings(mode="hot")
     with pytest.raises(ConfigError, match="full has no ring_records"):
-        SlabSettings(ring_records=3)
+        HostCacheSettings(ring_records=3)
     with pytest.raises(ConfigError, match="0 readers"):
-        SlabSettings(num_readers=0)
+        HostCacheSettings(num_readers=0)
     with pytest.raises(ConfigError, match="100 bytes, expected room for one record"):
-        SlabSettings(mode="hot", budget_bytes=100).num_entries(16, 4096)
+        HostCacheSettings(mode="hot", budget_bytes=100).num_entries(16, 4096)
 
 
-def test_a_rank_of_another_model_is_refused(start_slab: StartSlab) -> None:
-    _, new_reader = start_slab(ring(2))
+def test_a_rank_of_another_model_is_refused(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
 
     with pytest.raises(MigrationError, match="holds 8 experts a layer of 4096 bytes, expected 9"):
         new_reader(num_experts=9)
@@ -214,24 +227,24 @@ def test_a_rank_of_another_model_is_refused(start_slab: StartSlab) -> None:
 # -- hints
 
 
-def test_what_was_hinted_is_there_when_it_is_asked_for(start_slab: StartSlab) -> None:
-    slab, new_reader = start_slab(ring(4))
+def test_what_was_hinted_is_there_when_it_is_asked_for(start_host_cache: StartHostCache) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
     reader = new_reader()
 
     reader.hint([(1, 4), (1, 5)])
-    wait_until("record that was hinted", lambda: slab.stats().resident_bytes == 2 * 4096)
+    wait_until("record that was hinted", lambda: host_cache.stats().resident_bytes == 2 * 4096)
 
     assert reader.load([(1, 5), (1, 4)], deadline_s=DEADLINE_S)[1] == 0
     reader.hint(EVERYTHING)
-    wait_until("end of the hints", lambda: slab.stats().hints_dropped == 12)
-    assert slab.stats().evictions == 0
+    wait_until("end of the hints", lambda: host_cache.stats().hints_dropped == 12)
+    assert host_cache.stats().evictions == 0
 
 
 # -- versions
 
 
-def test_no_rank_gets_a_record_of_void_weights(start_slab: StartSlab) -> None:
-    slab, new_reader = start_slab(ring(4))
+def test_no_rank_gets_a_record_of_void_weights(start_host_cache: StartHostCache) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
     first, second = new_reader(), new_reader()
     first.load([(0, 0)], deadline_s=DEADLINE_S)
 
@@ -243,24 +256,24 @@ def test_no_rank_gets_a_record_of_void_weights(start_slab: StartSlab) -> None:
         second.load([(0, 0)], deadline_s=DEADLINE_S)
     with pytest.raises(MigrationError, match="without a lease"):
         first.read((0, 0), torch.zeros(4096, dtype=torch.uint8))
-    assert slab.stats().resident_bytes == 0
+    assert host_cache.stats().resident_bytes == 0
 
 
 # -- the record file
 
 
 def test_what_is_cooked_once_is_read_from_the_record_file_later(
-    start_slab: StartSlab, tmp_path: Path, small_schema: ExpertSchema
+    start_host_cache: StartHostCache, tmp_path: Path, small_schema: ExpertSchema
 ) -> None:
-    settings = SlabSettings(record_file=tmp_path / "records")
-    first, new_reader = start_slab(settings)
+    settings = HostCacheSettings(record_file=tmp_path / "records")
+    first, new_reader = start_host_cache(settings)
     reader = new_reader()
     digests, _ = reader.load(EVERYTHING, deadline_s=DEADLINE_S)
     reader.release(EVERYTHING)
     wait_until("end of the writing", lambda: first.stats().leased_bytes == 0)
     first.close()
 
-    second, new_reader = start_slab(settings)
+    second, new_reader = start_host_cache(settings)
     assert new_reader().load(EVERYTHING, deadline_s=DEADLINE_S)[0] == digests
 
     found = second.stats()
@@ -268,25 +281,25 @@ def test_what_is_cooked_once_is_read_from_the_record_file_later(
 
 
 def test_a_finished_record_file_feeds_a_ring_without_the_checkpoint(
-    start_slab: StartSlab,
+    start_host_cache: StartHostCache,
     tmp_path: Path,
     checkpoint: Checkpoint,
     small_model: ModelShape,
     small_schema: ExpertSchema,
 ) -> None:
     make_all(checkpoint, small_model, small_schema, tmp_path / "records")
-    slab, new_reader = start_slab(ring(3, tmp_path / "records"))
+    host_cache, new_reader = start_host_cache(ring(3, tmp_path / "records"))
     reader = new_reader()
     for record in EVERYTHING:
         digests, _ = reader.load([record], deadline_s=DEADLINE_S)
         assert digest(bytes_of(reader, record, small_schema.record_bytes)) == digests[0]
         reader.release([record])
 
-    found = slab.stats()
+    found = host_cache.stats()
     assert (found.bytes_from_checkpoint, found.bytes_from_record_file) == (0, 16 * 4096)
 
 
-def test_without_room_on_disk_the_slab_goes_on_and_says_so(
+def test_without_room_on_disk_the_host_cache_goes_on_and_says_so(
     tmp_path: Path, checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     ours, theirs = FORK.Pipe(duplex=False)
@@ -294,15 +307,15 @@ def test_without_room_on_disk_the_slab_goes_on_and_says_so(
 
     def run() -> None:
         logging.basicConfig(filename=log_file, force=True)
-        address = SlabAddress(f"modes-{os.getpid()}-full", b"key")
-        slab = HostSlab(
-            address, checkpoint, small_model, small_schema, SlabSettings(record_file=path)
+        address = HostCacheAddress(f"modes-{os.getpid()}-full", b"key")
+        host_cache = HostCacheServer(
+            address, checkpoint, small_model, small_schema, HostCacheSettings(record_file=path)
         )
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
-        reader = SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)
+        reader = HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)
         digests, _ = reader.load(EVERYTHING, deadline_s=DEADLINE_S)
-        slab.close()
+        host_cache.close()
         theirs.send(len(digests))
         os._exit(0)
 
@@ -315,10 +328,10 @@ def test_without_room_on_disk_the_slab_goes_on_and_says_so(
 
 
 def test_a_record_file_that_cannot_be_made_is_done_without(
-    start_slab: StartSlab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_host_cache: StartHostCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "no-folder").write_text("")
-    _, new_reader = start_slab(ring(4, tmp_path / "no-folder" / "records"))
+    _, new_reader = start_host_cache(ring(4, tmp_path / "no-folder" / "records"))
 
     assert len(new_reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
     assert "preload continues without a record file" in caplog.text
@@ -328,15 +341,15 @@ def test_a_record_file_that_cannot_be_made_is_done_without(
 
 
 def test_a_damaged_host_record_is_read_again_from_the_disk(
-    start_slab: StartSlab, small_schema: ExpertSchema
+    start_host_cache: StartHostCache, small_schema: ExpertSchema
 ) -> None:
-    slab, new_reader = start_slab(ring(4))
+    host_cache, new_reader = start_host_cache(ring(4))
     reader = new_reader()
     ((plain, weighted),), _ = reader.load([(1, 2)], deadline_s=DEADLINE_S)
     assert reader.reload((1, 2), deadline_s=DEADLINE_S) == (plain, weighted)
-    assert slab.stats().bytes_from_checkpoint == 4096  # it was intact: nothing was read
+    assert host_cache.stats().bytes_from_checkpoint == 4096  # it was intact: nothing was read
 
-    slab._arena.bytes[17] ^= 255
+    host_cache._arena.bytes[17] ^= 255
 
     assert reader.reload((1, 2), deadline_s=DEADLINE_S) == (plain, weighted)
     assert digest(bytes_of(reader, (1, 2), 4096)) == (plain, weighted)
@@ -345,12 +358,12 @@ def test_a_damaged_host_record_is_read_again_from_the_disk(
 
 
 def test_a_host_record_that_is_damaged_on_disk_too_is_refused(
-    start_slab: StartSlab, checkpoint: Checkpoint
+    start_host_cache: StartHostCache, checkpoint: Checkpoint
 ) -> None:
-    slab, new_reader = start_slab(ring(4))
+    host_cache, new_reader = start_host_cache(ring(4))
     reader = new_reader()
     reader.load([(1, 2)], deadline_s=DEADLINE_S)
-    slab._arena.bytes[17] ^= 255
+    host_cache._arena.bytes[17] ^= 255
     for shard in checkpoint.path.glob("*.safetensors"):
         with shard.open("r+b") as file:
             header = int.from_bytes(file.read(8), "little")
@@ -361,17 +374,17 @@ def test_a_host_record_that_is_damaged_on_disk_too_is_refused(
         reader.reload((1, 2), deadline_s=DEADLINE_S)
     with pytest.raises(MigrationError, match="without a lease"):
         reader.read((1, 2), torch.zeros(4096, dtype=torch.uint8))
-    assert slab.stats().damaged > 0
+    assert host_cache.stats().damaged > 0
 
 
 def test_a_missing_tensor_reaches_the_rank_and_the_rest_goes_on(
-    start_slab: StartSlab, checkpoint: Checkpoint
+    start_host_cache: StartHostCache, checkpoint: Checkpoint
 ) -> None:
     index = checkpoint.path / INDEX_FILE
     found = json.loads(index.read_text())
     del found["weight_map"]["model.layers.0.mlp.experts.6.gate_proj.weight"]
     index.write_text(json.dumps(found))
-    _, new_reader = start_slab(ring(4), Checkpoint(checkpoint.path))
+    _, new_reader = start_host_cache(ring(4), Checkpoint(checkpoint.path))
     reader = new_reader()
 
     with pytest.raises(MigrationError, match=r"failed: .*experts\.6\.gate_proj.weight is missing"):
@@ -380,10 +393,10 @@ def test_a_missing_tensor_reaches_the_rank_and_the_rest_goes_on(
     assert len(reader.load([(0, 1), (0, 2)], deadline_s=DEADLINE_S)[0]) == 2
 
 
-def test_weights_cut_short_under_the_slab_are_refused_and_it_lives(
-    start_slab: StartSlab, checkpoint: Checkpoint
+def test_weights_cut_short_under_the_host_cache_are_refused_and_it_lives(
+    start_host_cache: StartHostCache, checkpoint: Checkpoint
 ) -> None:
-    _, new_reader = start_slab(ring(4))
+    _, new_reader = start_host_cache(ring(4))
     reader = new_reader()
     for shard in checkpoint.path.glob("*.safetensors"):
         os.truncate(shard, 10)
@@ -405,18 +418,16 @@ import os, sys
 from pathlib import Path
 from eplb.errors import MigrationError
 from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
-from runtime.checkpoint import Checkpoint
-from runtime.experts import ExpertSchema
+from rebalance.preload.cache.server import HostCacheServer, HostCacheAddress, HostCacheClient,
+HostCacheSettings from runtime.checkpoint import Checkpoint from runtime.experts import ExpertSchema
 
 weights, memory = map(Path, sys.argv[1:])
-address = SlabAddress(f"small-{os.getpid()}", b"key")
+address = HostCacheAddress(f"small-{os.getpid()}", b"key")
 model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
 schema = ExpertSchema.swiglu(16, 8)
-slab = HostSlab(address, Checkpoint(weights), model, schema, SlabSettings(memory_folder=memory))
-reader = SlabReader(address, 8, schema.record_bytes, deadline_s=30)
-held = 0
-try:
+host cache = HostCacheServer(address, Checkpoint(weights), model, schema,
+HostCacheSettings(memory_folder=memory)) reader = HostCacheClient(address, 8, schema.record_bytes,
+deadline_s=30) held = 0 try:
     for layer, expert in [(l, e) for l in (0, 1) for e in range(8)]:
         reader.load([(layer, expert)], deadline_s=30)
         held += 1
@@ -426,7 +437,7 @@ reader.release([(0, e) for e in range(8)])
 reader.load([(1, 6), (1, 7)], deadline_s=30)
 print("reduced to", reader.stats(deadline_s=30).room_bytes // schema.record_bytes)
 reader.close()
-slab.close()  # its threads end before the interpreter does, which would break them off in C++
+host cache.close()  # its threads end before the interpreter does, which would break them off in C++
 """
 
 
@@ -459,24 +470,24 @@ def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
     assert room == "reduced to 4"
 
 
-def test_a_slab_killed_while_it_cooks_and_writes_leaves_a_file_of_whole_records(
+def test_a_host_cache_killed_while_it_cooks_and_writes_leaves_a_file_of_whole_records(
     tmp_path: Path, checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     path = tmp_path / "records"
     for number in range(5):
         ours, theirs = FORK.Pipe(duplex=False)
-        address = SlabAddress(f"modes-{os.getpid()}-killed-{number}", b"key")
+        address = HostCacheAddress(f"modes-{os.getpid()}-killed-{number}", b"key")
 
-        def run(address: SlabAddress = address, pipe: Connection = theirs) -> None:
-            settings = SlabSettings(mode="ring", ring_records=4, record_file=path)
-            HostSlab(address, checkpoint, small_model, small_schema, settings)
+        def run(address: HostCacheAddress = address, pipe: Connection = theirs) -> None:
+            settings = HostCacheSettings(mode="ring", ring_records=4, record_file=path)
+            HostCacheServer(address, checkpoint, small_model, small_schema, settings)
             pipe.send("ready")
             signal.pause()
 
         process = FORK.Process(target=run, daemon=True)
         process.start()
         assert ours.poll(DEADLINE_S)
-        with closing(SlabReader(address, 8, 4096, deadline_s=DEADLINE_S)) as reader:
+        with closing(HostCacheClient(address, 8, 4096, deadline_s=DEADLINE_S)) as reader:
             for record in EVERYTHING[: 3 * number + 1]:
                 reader.load([record], deadline_s=DEADLINE_S)
                 reader.release([record])

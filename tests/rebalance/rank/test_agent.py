@@ -96,7 +96,7 @@ def test_every_moment_of_a_migration_serves_the_placement_it_names(group: Group)
     assert seen == {migration.placement_after(done).hash for done in range(4)}
 
 
-def test_bytes_come_from_a_peer_on_the_host_or_from_the_slab(group: Group) -> None:
+def test_bytes_come_from_a_peer_on_the_host_or_from_the_host_cache(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: group.generation() == 1)
 

@@ -1,4 +1,4 @@
-"""The fault matrix, on four agents in one process over a real slab: what each fault must leave.
+"""The fault matrix on four agents in one process over a real host cache.
 
 After every fault the store names one committed generation, every live slot holds the bytes of the
 expert that it names, no two ranks ever served two placements in one step, and the reason is where
@@ -45,7 +45,12 @@ from eplb.errors import (
 from eplb.migration.build import Migration, Move, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader, SlabSettings
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.ballot import Outcome
 from rebalance.protocol.local_votes import LocalVotes
@@ -70,12 +75,14 @@ names = itertools.count()
 
 
 class Group(AgentGroup):
-    """Four ranks over a real slab; between two steps all serve one placement, byte by byte."""
+    """Four ranks over a real host cache; between steps all serve one placement, byte by byte."""
 
-    def __init__(self, checkpoint: Checkpoint, slab: HostSlab, stranger: SlabReader) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, host_cache: HostCacheServer, stranger: HostCacheClient
+    ) -> None:
         super().__init__(START, TOPOLOGY)
-        self.checkpoint, self.slab, self.journal = checkpoint, slab, Notes()
-        self.stranger = stranger  # reads the same slab, and is no rank
+        self.checkpoint, self.host_cache, self.journal = checkpoint, host_cache, Notes()
+        self.stranger = stranger  # reads the same host cache, and is no rank
         self.digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
 
     def step(self, ranks: Sequence[int] | None = None) -> list[bool]:
@@ -160,7 +167,7 @@ def make_group(
     small_schema: ExpertSchema,
     tmp_path: Path,
 ) -> Iterator[MakeGroup]:
-    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, transport_slab)``."""
+    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, ...)``."""
     with ExitStack() as stack:
 
         def make(
@@ -168,22 +175,24 @@ def make_group(
             *,
             deadline_s: float = DEADLINE_S,
             wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
-            slab_of_transport: SlabAddress | None = None,
-            slab_settings: SlabSettings | None = None,
+            host_cache_of_transport: HostCacheAddress | None = None,
+            host_cache_settings: HostCacheSettings | None = None,
             stage: StageSettings = STAGE,
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
-            address = SlabAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
-            slab = HostSlab(address, weights, small_model, small_schema, slab_settings)
-            stack.callback(slab.close)
+            address = HostCacheAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
+            host_cache = HostCacheServer(
+                address, weights, small_model, small_schema, host_cache_settings
+            )
+            stack.callback(host_cache.close)
             size = small_schema.record_bytes
 
-            def reader(of: SlabAddress) -> SlabReader:
-                made = SlabReader(of, NUM_EXPERTS, size, deadline_s=DEADLINE_S)
+            def reader(of: HostCacheAddress) -> HostCacheClient:
+                made = HostCacheClient(of, NUM_EXPERTS, size, deadline_s=DEADLINE_S)
                 stack.callback(made.close)
                 return made
 
-            group = Group(weights, slab, reader(address))
+            group = Group(weights, host_cache, reader(address))
             group.banks += [
                 ExpertBank(small_schema, NUM_LAYERS, 3, num_staging=4) for _ in range(4)
             ]
@@ -194,7 +203,7 @@ def make_group(
                     group.digests[layer, expert] = torch.tensor(found)
             handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
             for rank, bank in enumerate(group.banks):
-                memory = RankMemory(rank, bank, reader(slab_of_transport or address), 2)
+                memory = RankMemory(rank, bank, reader(host_cache_of_transport or address), 2)
                 transport = PullTransport(memory, SharedPeers(rank, TOPOLOGY, bank, handles))
                 agent = group.add(
                     wrap_transport(transport),
@@ -322,21 +331,21 @@ def test_a_host_record_damaged_in_memory_is_read_again_and_never_served(
 
     group.moves_to(NEXT)
     assert group.stage("num_wrong_digests") > 0
-    assert group.slab.stats().damaged == 0  # the disk's bytes were right
+    assert group.host_cache.stats().damaged == 0  # the disk's bytes were right
 
 
 def damage_everything(group: Group) -> None:
-    """Turn a byte of each record that the slab holds, through its descriptor, as a stray write."""
-    memory = slab_memory(group)
+    """Flip a byte of each record in the host cache through its descriptor, like a stray write."""
+    memory = host_cache_memory(group)
     with Path(f"/proc/self/fd/{memory}").open("r+b", buffering=0) as arena:
         size = os.fstat(arena.fileno()).st_size
         for at in range(17, size, 4096):
             os.pwrite(arena.fileno(), bytes([os.pread(arena.fileno(), 1, at)[0] ^ 255]), at)
 
 
-def slab_memory(group: Group) -> int:
-    """The descriptor of this group's slab: one of an earlier test may still be open."""
-    return int(Path(group.slab._arena.handle).name)
+def host_cache_memory(group: Group) -> int:
+    """The descriptor of this group's host cache: one of an earlier test may still be open."""
+    return int(Path(group.host_cache._arena.handle).name)
 
 
 class Damaging:
@@ -372,7 +381,7 @@ def test_weights_cut_short_while_serving_drop_the_plan_and_mended_ones_are_serve
     make_group: MakeGroup,
 ) -> None:
     # A host that keeps eight of sixteen records has to go back to the disk for some.
-    group = make_group(slab_settings=SlabSettings(mode="ring", ring_records=8))
+    group = make_group(host_cache_settings=HostCacheSettings(mode="ring", ring_records=8))
     contents = {path: path.read_bytes() for path in group.checkpoint.path.glob("*.safetensors")}
     for path in contents:
         os.truncate(path, 10)
@@ -385,7 +394,7 @@ def test_weights_cut_short_while_serving_drop_the_plan_and_mended_ones_are_serve
 
 # -- a host that has no answer for as long as somebody else holds all of its entries
 
-CROWDED = SlabSettings(mode="ring", ring_records=8)
+CROWDED = HostCacheSettings(mode="ring", ring_records=8)
 PATIENT = StageSettings(preload_deadline_s=10 * DEADLINE_S)
 CALLED_OFF_S = 5.0  # a plan that nobody wants is gone by then; alone it takes a third of a second
 
@@ -404,7 +413,7 @@ def meets_a_crowd(group: Group, target: Placement) -> list[Record]:
 def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     held = meets_a_crowd(group, NEXT)
 
     started = time.monotonic()
@@ -424,7 +433,7 @@ def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
 def test_a_plan_withdrawn_while_its_host_has_no_answer_leaves_no_lease_and_the_next_is_served(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     held = meets_a_crowd(group, NEXT)
 
     started = time.monotonic()
@@ -437,11 +446,11 @@ def test_a_plan_withdrawn_while_its_host_has_no_answer_leaves_no_lease_and_the_n
 
     group.stranger.release(held)
     group.moves_to(NEXT)
-    group.step_until(lambda: group.slab.stats().leased_bytes == 0, "leases that ended")
+    group.step_until(lambda: group.host_cache.stats().leased_bytes == 0, "leases that ended")
 
 
 def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: MakeGroup) -> None:
-    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     meets_a_crowd(group, NEXT)
 
     started = time.monotonic()
@@ -454,16 +463,16 @@ def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: Mak
 def test_weights_that_go_missing_in_mid_plan_are_still_read_by_the_host_that_has_them_open(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(slab_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     held = meets_a_crowd(group, NEXT)
-    generation, read = group.generation(), group.slab.stats().bytes_from_checkpoint
+    generation, read = group.generation(), group.host_cache.stats().bytes_from_checkpoint
     for path in group.checkpoint.path.glob("*.safetensors"):
         path.unlink()
 
     group.stranger.release(held)
     group.step_until(lambda: group.generation() > generation, "a commit")
     group.is_settled(NEXT.slot_to_expert)
-    assert group.slab.stats().bytes_from_checkpoint > read
+    assert group.host_cache.stats().bytes_from_checkpoint > read
     with pytest.raises(CheckpointError, match="is missing, the index names it"):
         Checkpoint(group.checkpoint.path)  # as the next start would
 
@@ -487,7 +496,7 @@ def begins_to_report(group: Group, model: ModelShape) -> None:
 def test_the_reason_of_an_abort_is_found_from_the_task_that_asked_for_the_plan_and_is_counted(
     make_group: MakeGroup, small_model: ModelShape
 ) -> None:
-    group = make_group(slab_settings=CROWDED)
+    group = make_group(host_cache_settings=CROWDED)
     begins_to_report(group, small_model)
     for path in group.checkpoint.path.glob("*.safetensors"):
         os.truncate(path, 10)
@@ -523,22 +532,21 @@ SMALL_HOST = """
 import signal, sys
 from pathlib import Path
 from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabSettings
+from rebalance.preload.cache.server import HostCacheServer, HostCacheAddress, HostCacheSettings
 from runtime.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
 weights, memory, name = sys.argv[1:]
 model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
-settings = SlabSettings(memory_folder=Path(memory))
+settings = HostCacheSettings(memory_folder=Path(memory))
 schema = ExpertSchema.swiglu(16, 8)
-slab = HostSlab(SlabAddress(name, b"key"), Checkpoint(Path(weights)), model, schema, settings)
-print("ready", flush=True)
-signal.pause()
+host cache = HostCacheServer(HostCacheAddress(name, b"key"), Checkpoint(Path(weights)), model,
+schema, settings) print("ready", flush=True) signal.pause()
 """
 
 
 @pytest.fixture
-def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[SlabAddress]:
+def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[HostCacheAddress]:
     """A preload process whose memory is a tmpfs of two records, in a name space of its own."""
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -561,14 +569,14 @@ def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[SlabAdd
     assert process.stdout is not None
     with process:
         assert process.stdout.readline() == "ready\n"
-        yield SlabAddress(name, b"key")
+        yield HostCacheAddress(name, b"key")
         process.kill()
 
 
 def test_a_host_without_shared_memory_drops_the_plan_in_words_and_goes_on_with_what_fits(
-    make_group: MakeGroup, small_host: SlabAddress, capfd: pytest.CaptureFixture[str]
+    make_group: MakeGroup, small_host: HostCacheAddress, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    group = make_group(slab_of_transport=small_host)
+    group = make_group(host_cache_of_transport=small_host)
 
     group.drops(NEXT, "preload on host matrix-")  # of each rank that found no room, and why
     assert "[Errno 28] No space left on device" in group.told() + capfd.readouterr().err

@@ -381,8 +381,8 @@ def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> No
     assert records[0].survivors == (0, 1)
     assert records[0].reason == "rank 3 died, rank 2 said nothing in time"
     assert late == [
-        "rank 2: the others went on without it (rank 3 died, rank 2 said nothing in time), "
-        "it was silent for too long"
+        "rank 2: the other survivors excluded it (rank 3 died, rank 2 said nothing in time): "
+        "its survivor report came too late"
     ]
 
 
@@ -408,7 +408,9 @@ def test_a_store_that_is_down_ends_a_recovery_in_words_and_in_time(group: Group)
     (told,) = group.recover([0], words_s=0.1, store_s=0.2)
 
     assert time.monotonic() - started < DEADLINE_S / 2
-    assert str(told).startswith("rank 0 cannot write its last words, no store in time: ")
+    assert str(told).startswith(
+        "rank 0 cannot write its last words: the store failed until the deadline: "
+    )
 
 
 class FailingStore(MemoryStore):
@@ -447,7 +449,7 @@ def test_a_survivor_of_an_older_group_is_left_behind(group: Group) -> None:
 
     assert told == (
         "rank 0 is of run 'run', membership 0; found membership 5 of run 'run-9' recorded: "
-        "it is left behind"
+        "this rank is excluded"
     )
 
 

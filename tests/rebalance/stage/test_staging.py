@@ -459,7 +459,7 @@ def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
     made = bench(0, latency_s=math.inf)
 
     with pytest.raises(
-        MigrationError, match=r"20 bytes from slot 0 of rank 3 .* did not arrive within 5 s"
+        MigrationError, match=r"20 bytes from slot 0 of rank 3 did not arrive within 5 s"
     ):
         made.stage(FROM_3)
     with pytest.raises(MigrationError, match="2 copies into staging did not end within 5 s after"):

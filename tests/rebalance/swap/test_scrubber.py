@@ -180,7 +180,7 @@ def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
     assert scrubber.spare(0, FULL) is None
 
 
-def test_peers_of_the_host_are_asked_before_the_slab(group: Group) -> None:
+def test_peers_of_the_host_are_asked_before_the_host_cache(group: Group) -> None:
     # Before any step: no look may come between the two, or the first is mended from the second.
     group.banks[1].live(1, 0)[9] ^= 255  # both replicas of expert 1: rank 0 finds its own rotten,
     group.banks[0].live(1, 2)[9] ^= 255  # and so is what rank 1 gives

@@ -15,7 +15,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
@@ -35,11 +35,11 @@ Spoil = Callable[[int, ExpertBank, list[str]], object]
 
 
 @pytest.fixture
-def slab(
+def host_cache(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
-) -> Iterator[SlabAddress]:
-    address = SlabAddress(f"test-{os.getpid()}-choice", os.urandom(16))
-    made = HostSlab(address, small_checkpoint, small_model, small_schema)
+) -> Iterator[HostCacheAddress]:
+    address = HostCacheAddress(f"test-{os.getpid()}-choice", os.urandom(16))
+    made = HostCacheServer(address, small_checkpoint, small_model, small_schema)
     yield address
     made.close()
 
@@ -48,11 +48,13 @@ def nothing(rank: int, bank: ExpertBank, handles: list[str]) -> None:
     """All is well."""
 
 
-def choose(rank: int, slab: SlabAddress, schema: ExpertSchema, spoil: Spoil) -> tuple[str, Any]:
+def choose(
+    rank: int, host_cache: HostCacheAddress, schema: ExpertSchema, spoil: Spoil
+) -> tuple[str, Any]:
     """Pick a transport as a rank does at its start; (why, which ranks it reads) or the refusal."""
     placement = Placement(np.array(HELD), num_experts=8)
     bank = ExpertBank(schema, 2, int(TOPOLOGY.slots_of_rank[rank]), num_staging=1)
-    reader = SlabReader(slab, 8, schema.record_bytes, deadline_s=DEADLINE_S)
+    reader = HostCacheClient(host_cache, 8, schema.record_bytes, deadline_s=DEADLINE_S)
     held = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
     group = dist.group.WORLD
     assert group is not None
@@ -79,22 +81,22 @@ def choose(rank: int, slab: SlabAddress, schema: ExpertSchema, spoil: Spoil) -> 
 
 
 def test_ranks_that_read_right_bytes_everywhere_use_their_peers(
-    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+    run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
-    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, nothing))
+    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, nothing))
 
     why = "peers' slots and the host cache passed the start-up check on 3 ranks"
     assert said == [(why, [0, 1]), (why, [0, 1]), (why, [2])]
 
 
 def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
-    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+    run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     def forbid(rank: int, bank: ExpertBank, handles: list[str]) -> None:
         if rank == 1:
             handles[0] = "/proc/1/fd/none"
 
-    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, forbid))
+    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, forbid))
 
     assert [readable for _, readable in said] == [[0], [1], [2]]
     assert len({why for why, _ in said}) == 1
@@ -105,7 +107,7 @@ def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
 
 
 def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
-    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+    run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     def spoil(rank: int, bank: ExpertBank, handles: list[str]) -> None:
         if rank == 1:
@@ -113,20 +115,20 @@ def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
             handles[0] = twin.handle
             bank.twin = twin  # type: ignore[attr-defined]  # it lives as long as the rank does
 
-    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, spoil))
+    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, spoil))
 
     assert [readable for _, readable in said] == [[0], [1], [2]]
     assert "layer 0 expert 0 from slot 0 of rank 0: digest mismatch" in said[2][0]
 
 
 def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
-    run_ranks: RunRanks, slab: SlabAddress, small_schema: ExpertSchema
+    run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     def rot(rank: int, bank: ExpertBank, handles: list[str]) -> None:
         if rank == 2:
             bank.live(1, 2)[3] ^= 255  # its own last slot: nothing that it reads can be trusted
 
-    said = run_ranks(3, lambda rank: choose(rank, slab, small_schema, rot))
+    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, rot))
 
     refusal = (
         "start-up check failed for a rank's own slots or its host cache: rank 2: layer 1 expert 7 "

