@@ -74,7 +74,7 @@ class Wishes:
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
         """Remember a wish, and look for one when a plan is dropped."""
         plan_id = where[2]
-        if what == "wants abort":
+        if what == "abort requested":
             self._unwanted.add(plan_id)
         if what == "aborted" and plan_id not in self._unwanted:
             raise Violation(f"plan {plan_id} is dropped ({detail['reason']}), which nobody wished")

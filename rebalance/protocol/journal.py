@@ -46,7 +46,7 @@ class Entry:
     detail: Mapping[str, Any]
 
 
-class Notebook(Protocol):
+class JournalSink(Protocol):
     """Takes notes; never blocks, never raises."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
@@ -160,18 +160,18 @@ def _entry_of(line: bytes) -> Entry | None:
         return None
 
 
-class Diary:
+class JournalRecorder:
     """What of a rank agent's life is worth a note. Votes are, only when they change something."""
 
-    def __init__(self, notebook: Notebook, step: Callable[[], int]) -> None:
-        self._notebook, self._step = notebook, step
+    def __init__(self, sink: JournalSink, step: Callable[[], int]) -> None:
+        self._sink, self._step = sink, step
         self._last_ballot: Ballot | None = None
         self._last_verdict: Verdict | None = None
 
     def note(self, what: str, state: RankPhase, **detail: Any) -> None:
         """Note something that happened in this state."""
         plan_id = state.plan.plan_id if state.plan else 0
-        self._notebook.note(what, (self._step(), state.generation, plan_id), detail)
+        self._sink.note(what, (self._step(), state.generation, plan_id), detail)
 
     def note_change(self, before: RankPhase, after: RankPhase) -> None:
         """Note what a change of the phase machine means."""
@@ -195,7 +195,7 @@ class Diary:
     def _note_vote(
         self, what: str, ballot: Ballot, generation: int, news: Mapping[str, Any]
     ) -> None:
-        self._notebook.note(what, (self._step(), generation, ballot.plan_id), news)
+        self._sink.note(what, (self._step(), generation, ballot.plan_id), news)
 
 
 def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -214,7 +214,7 @@ def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str
     if after.applied > before.applied:
         yield "applied", {"transactions": after.applied}
     if after.abort_reason and not before.abort_reason and after.phase is not Phase.ABORTED:
-        yield "wants abort", {"reason": after.abort_reason}
+        yield "abort requested", {"reason": after.abort_reason}
     if after.phase is Phase.ABORTED and before.phase is not Phase.ABORTED:
         yield "aborted", {"reason": after.abort_reason, "kept": after.swapped}
     if before.phase is Phase.ABORTED and after.phase is Phase.IDLE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplb.core.placement import Placement
-from rebalance.protocol.journal import Diary
+from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
@@ -32,7 +32,7 @@ class RankCore:
     parts: RankParts
     links: Links
     steps: StepCount
-    diary: Diary
+    recorder: JournalRecorder
     box: PhaseBox
     fence: Fence
     watchdog: Watchdog
@@ -69,8 +69,8 @@ def make_core(
         listener: whom the watcher's thread tells what the store says.
     """
     steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s, links.monotonic)
-    diary = Diary(links.journal, lambda: steps.last)
-    box = PhaseBox(RankPhase(generation=placement.generation), diary.note_change)
+    recorder = JournalRecorder(links.journal, lambda: steps.last)
+    box = PhaseBox(RankPhase(generation=placement.generation), recorder.note_change)
     mover = Mover(
         MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
         links.transport,
@@ -84,7 +84,7 @@ def make_core(
         parts,
         links,
         steps,
-        diary,
+        recorder,
         box,
         Fence(),
         watchdog,

@@ -11,7 +11,7 @@ import torch
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.topology import Topology
-from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.settings import StageSettings
 from rebalance.transport.interface import VoteGroup, WeightTransport
@@ -68,7 +68,7 @@ class Links:
     store: LoadStore
     reporter: SampleSink
     clock: Callable[[], float] = time.time
-    journal: Notebook = field(default_factory=NoJournal)
+    journal: JournalSink = field(default_factory=NoJournal)
     monotonic: Callable[[], float] = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
 

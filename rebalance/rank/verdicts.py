@@ -31,7 +31,7 @@ class Voting:
         membership = core.settings.membership
         ballot = phases.ballot(state, step=step, membership=membership, halt=self.wants_halt)
         ballot = replace(ballot, weights_version=core.fence.ballot)
-        core.diary.note_ballot(ballot)
+        core.recorder.note_ballot(ballot)
         core.voter.cast(ballot)
 
     def read(self, step: int, *, must_finish: bool) -> Verdict | None:
@@ -50,7 +50,7 @@ class Voting:
     def obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         """Do what a verdict on this rank's ballot asks for, before ``step``."""
         core = self._core
-        core.diary.note_verdict(cast, verdict)
+        core.recorder.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self.halt_at = cast.step + core.settings.vote_every

@@ -46,8 +46,8 @@ class Survival:
             words = self._words(state)
         # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
         assert has_ended or not words.prepared, "who looks at a slot has staged nothing"
-        core.diary.note("death seen", state, dead=list(words.dead))
-        core.diary.note("last words", state, swapped=words.swapped, prepared=words.prepared)
+        core.recorder.note("death detected", state, dead=list(words.dead))
+        core.recorder.note("last words", state, swapped=words.swapped, prepared=words.prepared)
         return words
 
     def _words(self, state: RankPhase) -> LastWords:
@@ -72,7 +72,7 @@ class Survival:
     def take_over(self, record: Recovery) -> None:
         """Swap what the record says and is not swapped here yet, and end the migration."""
         core, state = self._core, self._core.box.state
-        core.diary.note("recovery", state, membership=record.membership, reason=record.reason)
+        core.recorder.note("recovery", state, membership=record.membership, reason=record.reason)
         verdicts = missed_verdicts(state, record)
         if verdicts:
             core.box.update(lambda found: replace(found, abort_reason=record.reason))

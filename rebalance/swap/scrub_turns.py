@@ -208,7 +208,7 @@ class ScrubTurns:
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
-        self._core.diary.note(f"scrub {result}", self._box.state, **detail)
+        self._core.recorder.note(f"scrub {result}", self._box.state, **detail)
         self._core.watcher.tell("scrub", detail)
 
 

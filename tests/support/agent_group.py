@@ -19,7 +19,7 @@ from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.protocol.journal import NoJournal, Notebook
+from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.transport.interface import Record, VoteGroup, WeightTransport
@@ -112,7 +112,7 @@ class AgentGroup:
         digests: torch.Tensor,
         *,
         votes: VoteGroup | None = None,
-        journal: Notebook | None = None,
+        journal: JournalSink | None = None,
         **settings: Any,
     ) -> RankAgent:
         """Make the agent of the next rank; its bank is there already."""

@@ -24,7 +24,14 @@ from api.cli.journal import num_dropped, render
 from api.cli.main import app
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import Verdict
-from rebalance.protocol.journal import Diary, Entry, Journal, NoJournal, changes, read_journals
+from rebalance.protocol.journal import (
+    Entry,
+    Journal,
+    JournalRecorder,
+    NoJournal,
+    changes,
+    read_journals,
+)
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 
 DEADLINE_S = 30.0
@@ -53,7 +60,7 @@ def whats(folder: Path) -> list[str]:
 def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "new", "run-1", 3)
     journal.note("staged", (12, 4, 7), {"transactions": 2})
-    journal.note("death seen", (13, 4, 7), {"dead": [1]})
+    journal.note("death detected", (13, 4, 7), {"dead": [1]})
     journal.close()
 
     entries, num_torn = read_journals(tmp_path / "new")
@@ -61,7 +68,7 @@ def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
     first, second = entries
     assert (first.run, first.rank, first.number) == ("run-1", 3, 1)
     assert (first.step, first.generation, first.plan_id) == (12, 4, 7)
-    assert (second.what, second.detail) == ("death seen", {"dead": [1]})
+    assert (second.what, second.detail) == ("death detected", {"dead": [1]})
     assert second.time >= first.time > 1e9
     assert second.monotonic >= first.monotonic
 
@@ -203,7 +210,7 @@ def test_every_change_of_the_phase_machine_has_its_word() -> None:
     assert told(adopted, staged) == ["staged"]
     assert told(staged, ordered) == ["swap ordered"]
     assert told(ordered, applied) == ["applied"]
-    assert told(applied, wants) == ["wants abort"]
+    assert told(applied, wants) == ["abort requested"]
     assert told(wants, dropped) == ["aborted"]
     assert told(dropped, phases.aborted(dropped)) == ["drained"]
     assert told(applied, last) == ["committed"]
@@ -213,14 +220,14 @@ def test_every_change_of_the_phase_machine_has_its_word() -> None:
 
 def test_votes_are_noted_only_when_they_say_something_new() -> None:
     notes = Notes()
-    diary = Diary(notes, lambda: 9)
+    recorder = JournalRecorder(notes, lambda: 9)
     ballots = [
         phases.ballot(RankPhase(generation=4), step=s, membership=0, halt=s > 4)
         for s in (0, 2, 4, 6)
     ]
     for ballot in ballots:
-        diary.note_ballot(ballot)
-        diary.note_verdict(ballot, Verdict.decode(ballot.encode()))
+        recorder.note_ballot(ballot)
+        recorder.note_verdict(ballot, Verdict.decode(ballot.encode()))
 
     assert [what for what, _, _ in notes.taken] == ["vote cast", "verdict"] * 2
     assert notes.taken[2] == ("vote cast", (9, 4, 0), {"halt": True})
@@ -228,7 +235,7 @@ def test_votes_are_noted_only_when_they_say_something_new() -> None:
 
 
 def test_a_rank_without_a_journal_takes_no_notes() -> None:
-    Diary(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
+    JournalRecorder(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
 
 
 # -- the table
@@ -237,7 +244,7 @@ def test_a_rank_without_a_journal_takes_no_notes() -> None:
 def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
-    write(folder, entry(0, 1, 10.0, "plan seen"), entry(0, 3, 30.0, "death seen"))
+    write(folder, entry(0, 1, 10.0, "plan seen"), entry(0, 3, 30.0, "death detected"))
     write(folder, entry(1, 1, 20.0, "verdict"), entry(1, 2, 40.0, "recovery", run="run-2"))
 
     done = CliRunner().invoke(app, ["journal", str(tmp_path)], env={"COLUMNS": "120"})

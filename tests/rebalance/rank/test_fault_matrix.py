@@ -132,7 +132,7 @@ class Group(AgentGroup):
 
     def told(self) -> str:
         """What events and journals say of the ends of plans."""
-        noted = [str(detail["reason"]) for detail in self.journal.of("wants abort", "frozen")]
+        noted = [str(detail["reason"]) for detail in self.journal.of("abort requested", "frozen")]
         return "; ".join([self.told_by_events(), *noted])
 
     def told_by_events(self) -> str:
