@@ -50,7 +50,7 @@ class RankAgent:
         self._settings, self._parts = settings, parts
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         self._core = core = make_core(settings, parts, links, placement, self)
-        self._box, self._watchdog, self._sampler = core.box, core.watchdog, core.sampler
+        self._shared, self._watchdog, self._sampler = core.shared, core.watchdog, core.sampler
         self._swapper = Swapper(core, placement)
         self._voting = Voting(core, self._swapper)
         self._scrubber = Scrubber(parts.rank, settings.topology, parts.bank, parts.digests)
@@ -131,13 +131,13 @@ class RankAgent:
 
     def _watch_over(self) -> None:
         """Let nothing stop in silence: freeze without a thread, drop a plan that stands still."""
-        rank, state, ended = self._parts.rank, self._box.state, self._core.watcher.ended()
+        rank, state, ended = self._parts.rank, self._shared.state, self._core.watcher.ended()
         if ended:
             reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
-            self._box.update(phases.freeze, reason)
+            self._shared.update(phases.freeze, reason)
         objection = self._watchdog.objection(state)
         if objection and state.plan is not None:
-            self._box.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
+            self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
             self._core.links.reporter.state(self.describe())  # whose task this is, does not
 
@@ -201,7 +201,7 @@ class RankAgent:
     @property
     def phase(self) -> str:
         """Phase of the migration that this rank works on; "idle" without one."""
-        return self._box.state.phase.value
+        return self._shared.state.phase.value
 
     @property
     def num_samples(self) -> int:
@@ -222,7 +222,7 @@ class RankAgent:
     def resume_staging(self) -> None:
         """Let weights flow again; from any thread."""
         self._core.mover.resume()
-        self._box.wake()
+        self._shared.wake()
 
     def close(self) -> None:
         """Stop the threads and leave the group. The last samples are the reporter's to flush."""
@@ -250,12 +250,14 @@ class RankAgent:
 
     def hear(self, control: Control, published: Migration | None) -> bool:
         """Take in what the store says now; False to be told again soon."""
-        state = self._box.state
+        state = self._shared.state
         if state.plan is not None:
             if not control.movement:
-                self._box.update(phases.want_abort, state.plan.plan_id, "movement is switched off")
+                self._shared.update(
+                    phases.want_abort, state.plan.plan_id, "movement is switched off"
+                )
             elif not self._is_open(state.plan.plan_id, published):
-                self._box.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
+                self._shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
         elif control.movement:

@@ -46,7 +46,7 @@ from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.threads.waiting import PhaseBox, drive
+from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.transport.interface import Record
 from runtime.checkpoint import Checkpoint
 from runtime.group.launch import launch
@@ -142,11 +142,11 @@ def stage_work(big: BigRank, source: Source, address: HostCacheAddress | None) -
     transport.begin()
     sources = Sources(big.rank, big.topology, transport.readable, frozenset)
     stager = Stager(transport, sources, big.digests, StageSettings(), time.monotonic)
-    box = PhaseBox(RankPhase(generation=0))
+    shared = SharedPhase(RankPhase(generation=0))
 
     def ours() -> None:
         pulls = [Pull(m, e, held) for m, e in zip(moves, entries, strict=True)]
-        drive(stager.stage(pulls, lambda: True), box, time.monotonic)
+        drive(stager.stage(pulls, lambda: True), shared, time.monotonic)
 
     def plain() -> None:
         for move, entry in zip(moves, entries, strict=True):

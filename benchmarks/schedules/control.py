@@ -179,7 +179,7 @@ class Control:
     def _is_at_rest(self, rank: Rank) -> bool:
         if rank.life is Life.REFUSED:
             return True  # it ends without another word
-        is_idle = rank.box.state.phase is Phase.IDLE and not rank.is_moving
+        is_idle = rank.shared.state.phase is Phase.IDLE and not rank.is_moving
         is_quiet = not rank.transport.flying and not rank.watcher.has_writing
         is_done = all(isinstance(order, Step) for order in rank.stream.queue)
         return is_idle and is_quiet and is_done and rank.life is not Life.UPDATING
@@ -187,7 +187,7 @@ class Control:
     def told(self) -> str:
         """How it stands, for a hang."""
         ranks = [
-            f"rank {r.number} {r.life.value} at step {r.steps.steps}: {r.box.state}, waits for "
+            f"rank {r.number} {r.life.value} at step {r.steps.steps}: {r.shared.state}, waits for "
             f"{r.wait.what if r.wait else 'nothing'} {r.update_waits_for} {r.why}"
             for r in self._schedule.ranks
         ]
@@ -229,7 +229,7 @@ class Control:
         if (named.hash, named.generation) != (mine.hash, mine.generation):
             raise Violation(
                 f"the store names generation {named.generation}, rank {rank.number} serves "
-                f"generation {mine.generation}: {rank.box.state}"
+                f"generation {mine.generation}: {rank.shared.state}"
             )
         if rank.table.rows.tobytes() != named.slot_to_expert.tobytes():
             raise Violation(f"rank {rank.number} routes otherwise than its placement says")
@@ -238,8 +238,8 @@ class Control:
         if not self._had_update_at_death:
             claims, version = self._schedule.claims, rank.core.fence.version
             claims.check_bytes(rank, rank.table.rows, version, "the end")
-        if rank.box.state.frozen_reason and not self._schedule.votes.dead:
-            raise Violation(f"rank {rank.number} is frozen: {rank.box.state.frozen_reason}")
+        if rank.shared.state.frozen_reason and not self._schedule.votes.dead:
+            raise Violation(f"rank {rank.number} is frozen: {rank.shared.state.frozen_reason}")
 
     def _check_refusals(self) -> None:
         refused = [r for r in self._schedule.ranks if r.life is Life.REFUSED]

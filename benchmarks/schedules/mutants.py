@@ -88,7 +88,7 @@ def skips_when_prepared(voter: Voter, step: int, *, swapped: int, must_finish: b
     return read(voter, step, swapped=swapped, must_finish=must_finish)
 
 
-def never_drains(fetcher: Fetcher, box: Any) -> Generator[Any, None, None]:
+def never_drains(fetcher: Fetcher, shared: Any) -> Generator[Any, None, None]:
     """Frees what chunks of a dropped plan are still written to."""
     for lane in fetcher._stager._lanes.values():
         lane.clear()

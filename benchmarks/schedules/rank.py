@@ -43,7 +43,7 @@ class Rank:
         self.table = table
         watcher = self.core.watcher
         assert isinstance(watcher, PlayedWatcher), "the links name the class"
-        self.watcher, self.box = watcher, self.core.box
+        self.watcher, self.shared = watcher, self.core.shared
         self.heard_version, self.hears_at = -1, 0.0
         self._work: Iterator[Wait] | None = None
         self.wait: Wait | None = None
@@ -56,7 +56,7 @@ class Rank:
             self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
 
     def _plan_id(self) -> int:
-        plan = self.box.state.plan
+        plan = self.shared.state.plan
         return plan.plan_id if plan else 0
 
     @property
@@ -71,7 +71,7 @@ class Rank:
 
     def is_live(self, plan_id: int) -> bool:
         """Say whether bytes of a plan may still come to serve here."""
-        return self.is_alive and self.box.is_live(plan_id)
+        return self.is_alive and self.shared.is_live(plan_id)
 
     # -- steps
 
@@ -81,7 +81,7 @@ class Rank:
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
         is_vote_due = self.steps.steps % self.core.settings.vote_every == 0
-        return is_vote_due or pending[0].prepared > self.box.state.swapped
+        return is_vote_due or pending[0].prepared > self.shared.state.swapped
 
     def step(self) -> Step:
         """Begin the next step."""
@@ -97,15 +97,15 @@ class Rank:
         return step
 
     def _is_moving(self) -> bool:
-        return self.box.state.phase is not Phase.IDLE
+        return self.shared.state.phase is not Phase.IDLE
 
     def step_again(self) -> None:
         """Call the hook twice between two steps: the second call must do nothing."""
-        before = (self.box.version, self.table.generation, self.member.number)
+        before = (self.shared.version, self.table.generation, self.member.number)
         self.steps.steps -= 1
         is_on = self.agent.step()
         self.steps.steps += 1
-        if not is_on or before != (self.box.version, self.table.generation, self.member.number):
+        if not is_on or before != (self.shared.version, self.table.generation, self.member.number):
             raise Violation(f"rank {self.number}: a repeated call of step did something")
 
     # -- off the steps
@@ -138,15 +138,15 @@ class Rank:
             return self.is_alive and bool(self.watcher.migrations)
         if not self.is_alive:
             return False
-        if self.wait is None or self._seen != self.box.version:
+        if self.wait is None or self._seen != self.shared.version:
             return True
         return not self._is_for_news and self.wait.is_over(self.world.clock())
 
     def move(self) -> None:
         """The mover's thread, from one wait to the next."""
         if self._work is None:
-            self._work = self.core.mover.work(self.watcher.migrations.popleft(), self.box)
-        self._seen = self.box.version
+            self._work = self.core.mover.work(self.watcher.migrations.popleft(), self.shared)
+        self._seen = self.shared.version
         self.wait = next(self._work, None)
         # Who waits for news alone looks again after WAIT_S, should some be lost. None may be: here
         # that would be a hang.
@@ -198,7 +198,7 @@ class Rank:
             return is_there or not has_vote
         if self.update_waits_for == "rest":
             is_done = self.agent._swapper.last_swap.is_complete() or self.member.known_dead
-            return self.box.state.phase is Phase.IDLE and bool(is_done)
+            return self.shared.state.phase is Phase.IDLE and bool(is_done)
         return True
 
     def update(self) -> None:

@@ -13,7 +13,7 @@ from rebalance.rank.sampling import SampleLabel, Sampler
 from rebalance.rank.watcher import Listener, Watcher
 from rebalance.stage.mover import Mover, MoverParts
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 
 
@@ -33,7 +33,7 @@ class RankCore:
     links: Links
     steps: StepCount
     recorder: JournalRecorder
-    box: PhaseBox
+    shared: SharedPhase
     fence: Fence
     watchdog: Watchdog
     mover: Mover
@@ -70,7 +70,7 @@ def make_core(
     """
     steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s, links.monotonic)
     recorder = JournalRecorder(links.journal, lambda: steps.last)
-    box = PhaseBox(RankPhase(generation=placement.generation), recorder.note_change)
+    shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
     mover = Mover(
         MoverParts(parts.rank, settings.topology, parts.bank, parts.table, parts.digests),
         links.transport,
@@ -85,13 +85,13 @@ def make_core(
         links,
         steps,
         recorder,
-        box,
+        shared,
         Fence(),
         watchdog,
         mover,
         _sampler(settings, parts, links),
         Voter(parts.rank, links.votes, settings.vote_deadline_s),
-        links.threads(links.store, listener, mover, box, links.reporter, watchdog),
+        links.threads(links.store, listener, mover, shared, links.reporter, watchdog),
     )
 
 

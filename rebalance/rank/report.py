@@ -17,8 +17,8 @@ def rank_state(
     core: RankCore, swapper: Swapper, scrubber: Scrubber, notes: Mapping[str, Any]
 ) -> RankState:
     """Say how a rank stands; ``notes`` are the engine's own."""
-    with core.box.changed:
-        state = core.box.state
+    with core.shared.changed:
+        state = core.shared.state
         migration = swapper.migration if state.plan is not None else None
     transactions = migration.transactions if migration is not None else ()
     detail = {

@@ -22,12 +22,12 @@ class Voting:
     def cast(self, step: int) -> None:
         """Vote by how this rank stands."""
         core = self._core
-        with core.box.changed:
-            state = core.box.state
+        with core.shared.changed:
+            state = core.shared.state
             if state.plan is not None and self._swapper.last_swap.is_complete():
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
-                core.box.state = state
+                core.shared.state = state
         membership = core.settings.membership
         ballot = phases.ballot(state, step=step, membership=membership, halt=self.wants_halt)
         ballot = replace(ballot, weights_version=core.fence.ballot)
@@ -40,7 +40,7 @@ class Voting:
         Raises:
             RankError: a rank is dead or too late, or ranks are at different steps.
         """
-        swapped = self._core.box.state.swapped
+        swapped = self._core.shared.state.swapped
         found = self._core.voter.read(step, swapped=swapped, must_finish=must_finish)
         if found is None:
             return None
@@ -54,12 +54,12 @@ class Voting:
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self.halt_at = cast.step + core.settings.vote_every
-        with core.box.changed:
-            before = core.box.state
+        with core.shared.changed:
+            before = core.shared.state
             state, order = phases.read_verdict(before, cast, verdict)
-            core.box.state = state
+            core.shared.state = state
             if order is not None:
                 self._swapper.swap(order, step)
             elif state.phase is Phase.ABORTED and before.phase is not state.phase:
                 self._swapper.drop(state)
-            core.box.changed.notify_all()
+            core.shared.changed.notify_all()

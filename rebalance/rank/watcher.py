@@ -25,7 +25,7 @@ from rebalance.controller.store_loss import StoreLoss
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.stage.mover import Mover
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
@@ -79,11 +79,11 @@ class Watcher:
         store: LoadStore,
         agent: Listener,
         mover: Mover,
-        box: PhaseBox,
+        shared: SharedPhase,
         sink: SampleSink,
         watchdog: Watchdog,
     ) -> None:
-        self._store, self._agent, self._mover, self._box = store, agent, mover, box
+        self._store, self._agent, self._mover, self._shared = store, agent, mover, shared
         self._sink, self._watchdog = sink, watchdog
         self._loss = StoreLoss(store, agent)
         self.num_mover_failures = 0
@@ -104,7 +104,7 @@ class Watcher:
     def close(self) -> None:
         """Write what is still to be written, and stop."""
         self._closing.set()
-        self._box.close()
+        self._shared.close()
         self._to_do.put(None)
         self._to_write.put(None)
         for thread in self._threads:
@@ -122,7 +122,7 @@ class Watcher:
 
     def bring(self, migration: Migration) -> None:
         """Have the mover bring a migration's bytes."""
-        self.do(partial(self._mover.bring, migration, self._box))
+        self.do(partial(self._mover.bring, migration, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
         """Have the mover's thread do something, after what it was given before."""
@@ -201,7 +201,7 @@ class Watcher:
             # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
             # adopted any more, the rank's state says so, and serving goes on.
             log.exception("the watcher failed")
-            self._box.update(phases.freeze, "the watcher thread failed, see the log")
+            self._shared.update(phases.freeze, "the watcher thread failed, see the log")
         return None
 
     def _write_down(self) -> None:
@@ -224,14 +224,14 @@ class Watcher:
         except StaleGeneration as exc:
             # What serves here is not what the store says serves: only people can tell why.
             log.exception("the store rejected a commit")
-            self._box.update(phases.freeze, f"the store rejected a commit: {exc}")
+            self._shared.update(phases.freeze, f"the store rejected a commit: {exc}")
         except StoreError as exc:
             log.warning("%s failed, retrying: %s", writing.what, exc)
             return False
         except Exception:
             # As above: the commits that follow must still be written.
             log.exception("the commit writer failed")
-            self._box.update(phases.freeze, f"{writing.what} failed, see the log")
+            self._shared.update(phases.freeze, f"{writing.what} failed, see the log")
         return True
 
     def _defers(self, writing: Writing) -> bool:
@@ -256,9 +256,9 @@ class Watcher:
         self._mover.beat.idle("failed")
         if self.num_mover_failures > 1:
             words = f"the mover failed twice, the second time with {type(exc).__name__}: {exc}"
-            plan = self._box.update(phases.freeze, words).plan
+            plan = self._shared.update(phases.freeze, words).plan
             if plan is not None:  # adopted since, or before the mover could begin: never brought
-                self._mover.wait_for_end(self._box, plan.plan_id)
+                self._mover.wait_for_end(self._shared, plan.plan_id)
         elif not self._closing.is_set():
             log.warning("restarting the mover after its first failure")
             again = threading.Thread(target=self._move, name=MOVER, daemon=True)

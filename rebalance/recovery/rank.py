@@ -38,11 +38,11 @@ class Survival:
         core = self._core
         self.is_recovering = True
         core.watchdog.step.busy("recovering after a death")
-        core.box.update(phases.freeze, "a rank died")
+        core.shared.update(phases.freeze, "a rank died")
         # What was found rotten is not mended, and slots that are rolled forward are not looked at.
         has_ended = self._scrub_turns.end_look(deadline_s)
-        with core.box.changed:
-            state = core.box.state
+        with core.shared.changed:
+            state = core.shared.state
             words = self._words(state)
         # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
         assert has_ended or not words.prepared, "who looks at a slot has staged nothing"
@@ -71,10 +71,10 @@ class Survival:
 
     def take_over(self, record: Recovery) -> None:
         """Swap what the record says and is not swapped here yet, and end the migration."""
-        core, state = self._core, self._core.box.state
+        core, state = self._core, self._core.shared.state
         core.recorder.note("recovery", state, membership=record.membership, reason=record.reason)
         verdicts = missed_verdicts(state, record)
         if verdicts:
-            core.box.update(lambda found: replace(found, abort_reason=record.reason))
+            core.shared.update(lambda found: replace(found, abort_reason=record.reason))
         for cast, verdict in verdicts:
             self._voting.obey(cast, verdict, core.steps.last)

@@ -14,7 +14,7 @@ from rebalance.protocol import phases
 from rebalance.stage.lanes import Pull
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted
-from rebalance.threads.waiting import PhaseBox, Wait, drive
+from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Fetcher:
         self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
         self.is_quiet = True  # False once copies could not be ended: they may still be writing
 
-    def fetch(self, pull: Pull, box: PhaseBox, is_wanted: IsWanted) -> bool:
+    def fetch(self, pull: Pull, shared: SharedPhase, is_wanted: IsWanted) -> bool:
         """Bring and prove one record, while no migration is being brought.
 
         Returns:
@@ -49,15 +49,15 @@ class Fetcher:
                 is_there = yield from self._stager.stage([pull], is_wanted)
             except Exception as exc:
                 failure = exc  # goes on below, once nothing writes any more
-            yield from self.settle(box)
+            yield from self.settle(shared)
 
-        drive(work(), box, self._clock)
+        drive(work(), shared, self._clock)
         self._stager.meter.restart()  # it counts what a migration has staged: this was none
         if failure is not None:
             raise failure
         return is_there and self.is_quiet
 
-    def settle(self, box: PhaseBox) -> Generator[Wait, None, None]:
+    def settle(self, shared: SharedPhase) -> Generator[Wait, None, None]:
         """Wait until nothing writes. Where that cannot be had, no plan is adopted any more."""
         self._beat.busy("waiting for ordered copies to end")
         try:
@@ -67,7 +67,7 @@ class Fetcher:
             # Too late or a broken device: what may still be written must not be used again.
             log.exception("rank %d: staging copies did not end", self._rank)
             self.is_quiet = False
-            box.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
+            shared.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
 
     def _release(self) -> None:
         """End the leases. A host that is gone has none, and nothing is writing all the same."""

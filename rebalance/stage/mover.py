@@ -29,7 +29,7 @@ from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
 from rebalance.swap.serving import Serving, check_places, readable, serving_after_each
 from rebalance.threads.cancellation import CalledOff
-from rebalance.threads.waiting import WAIT_S, PhaseBox, Wait, drive
+from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import Record, WeightTransport
 from runtime.experts import ExpertBank
@@ -124,56 +124,57 @@ class Mover:
         except MigrationError as exc:
             log.warning("rank %d: read-ahead failed: %s", self._parts.rank, exc)
 
-    def bring(self, migration: Migration, box: PhaseBox) -> None:
+    def bring(self, migration: Migration, shared: SharedPhase) -> None:
         """Work one migration off: returns when it is done or dropped, or the rank halts.
 
         What ``work`` raises is raised here: this thread is not to be trusted any more.
         """
-        drive(self.work(migration, box), box, self._clock)
+        drive(self.work(migration, shared), shared, self._clock)
 
-    def work(self, migration: Migration, box: PhaseBox) -> Iterator[Wait]:
+    def work(self, migration: Migration, shared: SharedPhase) -> Iterator[Wait]:
         """Work one migration off, step by step; ends when it is done or dropped, or the rank halts.
 
-        Each Wait says when to resume; news in the box are always a reason to. When it has ended,
-        nothing that it ordered writes any more. What is not an EplbError is a bug, or a broken
-        device: the migration is dropped, and once nothing of it is left the exception goes on.
+        Each Wait says when to resume; news in the shared state are always a reason to. When it has
+        ended, nothing that it ordered writes any more. What is not an EplbError is a bug, or a
+        broken device: the migration is dropped, and once nothing of it is left the exception goes
+        on.
         """
         plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()
         try:
-            yield from self._bring(migration, box)
+            yield from self._bring(migration, shared)
         except (MigrationError, PlacementError) as exc:
-            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {exc}")
+            shared.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {exc}")
         except Exception as exc:
             words = f"the mover failed with {type(exc).__name__}: {exc}"
-            box.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {words}")
+            shared.update(phases.want_abort, plan_id, f"rank {self._parts.rank}: {words}")
             failure = exc
-        yield from self._end(box, plan_id)
+        yield from self._end(shared, plan_id)
         if failure is not None:
             raise failure
 
-    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
+    def wait_for_end(self, shared: SharedPhase, plan_id: int) -> None:
         """Wait until no verdict on a plan can come, and free what it held if it was dropped."""
-        drive(self._end(box, plan_id), box, self._clock)
+        drive(self._end(shared, plan_id), shared, self._clock)
 
-    def _bring(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, None]:
+    def _bring(self, migration: Migration, shared: SharedPhase) -> Generator[Wait, None, None]:
         plan_id = migration.plan_id
         self.beat.busy(f"computing the placements of plan {plan_id}")
         self.serving = list(serving_after_each(migration, self._parts.table))
         self._check(migration)
-        if not (yield from self._preload(migration, box)):
+        if not (yield from self._preload(migration, shared)):
             return
-        box.update(phases.preloaded, plan_id)
+        shared.update(phases.preloaded, plan_id)
         for number, transaction in enumerate(migration.transactions):
             moves = self.own_moves(transaction)
-            if not (yield from self._wait_for_room(box, migration, number)):
+            if not (yield from self._wait_for_room(shared, migration, number)):
                 return
             held, mode = readable(migration, self.serving, number), migration.pace.mode
             pulls = [Pull(move, self.destination(move, mode), held) for move in moves]
-            if not (yield from self._stager.stage(pulls, lambda: box.is_wanted(plan_id))):
+            if not (yield from self._stager.stage(pulls, lambda: shared.is_wanted(plan_id))):
                 return
             self._stager.host.release((move.layer, move.expert) for move in moves)
-            box.update(phases.staged, plan_id, number + 1)
+            shared.update(phases.staged, plan_id, number + 1)
 
     def _check(self, migration: Migration) -> None:
         """Refuse what could never be brought, or would be written over what serves.
@@ -187,7 +188,7 @@ class Mover:
             moves = self.own_moves(transaction)
             check_places(migration, self.serving, number, moves, self.ring.num_entries)
 
-    def _preload(self, migration: Migration, box: PhaseBox) -> Generator[Wait, None, bool]:
+    def _preload(self, migration: Migration, shared: SharedPhase) -> Generator[Wait, None, bool]:
         """Have the host hold what is taken from it, some records at a time; False if unwanted."""
         wanted = {
             (move.layer, move.expert): (move, held)
@@ -204,13 +205,13 @@ class Mover:
             records = [record for record in records if record in wanted_first]
         at_once, plan_id = self._settings.preload_records, migration.plan_id
         for first in range(0, len(records), at_once):
-            if not box.is_wanted(plan_id):
+            if not shared.is_wanted(plan_id):
                 return False
             # Named before the others are waited for, so that the disk never rests in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
             now = [wanted[record] for record in records[first : first + at_once]]
             try:
-                self._stager.preload(now, lambda: box.is_wanted(plan_id))
+                self._stager.preload(now, lambda: shared.is_wanted(plan_id))
             except CalledOff:
                 return False
             yield Wait("nothing: others may take their turn", self._clock())
@@ -227,7 +228,7 @@ class Mover:
         return self._parts.bank.live(move.layer, move.dst_slot - first_slot)
 
     def _wait_for_room(
-        self, box: PhaseBox, migration: Migration, number: int
+        self, shared: SharedPhase, migration: Migration, number: int
     ) -> Generator[Wait, None, bool]:
         """Wait until a transaction may be staged; False when the plan is not wanted any more.
 
@@ -237,10 +238,10 @@ class Mover:
         transaction, copy, deadline = migration.transactions[number], None, 0.0
         moves = self.own_moves(transaction) if migration.pace.mode == "copy" else []
         while True:
-            with box.changed:
-                if not box.is_wanted(migration.plan_id):
+            with shared.changed:
+                if not shared.is_wanted(migration.plan_id):
                     return False
-                may_stage = phases.may_stage(box.state, transaction.reads_after)
+                may_stage = phases.may_stage(shared.state, transaction.reads_after)
                 if may_stage and self.ring.num_free >= len(moves):
                     for move in moves:
                         self.ring.take(move)
@@ -260,18 +261,18 @@ class Mover:
                 )
             yield Wait("the copies of a swap", deadline, (copy,))
 
-    def _end(self, box: PhaseBox, plan_id: int) -> Generator[Wait, None, None]:
+    def _end(self, shared: SharedPhase, plan_id: int) -> Generator[Wait, None, None]:
         """Wait until nothing writes and no verdict on the plan can come; free what it held."""
-        yield from self.fetcher.settle(box)
+        yield from self.fetcher.settle(shared)
         self.beat.idle(f"waiting for the last vote on plan {plan_id}")
         while True:
-            with box.changed:
-                if not box.is_live(plan_id):
+            with shared.changed:
+                if not shared.is_live(plan_id):
                     break
             yield Wait("the vote that ends the plan", self._clock() + WAIT_S)
-        with box.changed:
-            if box.state.phase is Phase.ABORTED:
+        with shared.changed:
+            if shared.state.phase is Phase.ABORTED:
                 # Only this generator has staging entries written, and all it ordered has ended.
                 if self.fetcher.is_quiet:
                     self.ring.release_all()
-                box.update(phases.aborted)
+                shared.update(phases.aborted)

@@ -50,7 +50,7 @@ class ScrubTurns:
 
     def __init__(self, core: RankCore, swapper: Swapper, scrubber: Scrubber) -> None:
         self._core, self._swapper, self._scrubber = core, swapper, scrubber
-        self._box, self._mover = core.box, core.mover
+        self._shared, self._mover = core.shared, core.mover
         self._idle_steps = 0
         self._is_looking = False  # set by the step, cleared by the mover's thread
         self._is_stopping = False
@@ -66,10 +66,10 @@ class ScrubTurns:
         if self._staged is not None:
             self._mend(*self._staged)
             return
-        self._idle_steps += self._box.state.phase is Phase.IDLE
+        self._idle_steps += self._shared.state.phase is Phase.IDLE
         is_due = self._idle_steps >= every_steps or self._scrubber.suspects
         if is_due and self._core.watcher.has_mover():
-            with self._box.changed:
+            with self._shared.changed:
                 if self._swapper.at_rest() is not None:
                     self._idle_steps, self._is_looking = 0, True
                     self._core.watcher.do(self._look)
@@ -92,15 +92,15 @@ class ScrubTurns:
         One that has not will end as soon as it can: what it waits for may take minutes (a host
         that reads a disk), and it begins nothing more.
         """
-        box, deadline = self._box, time.monotonic() + deadline_s
-        with box.changed:
+        shared, deadline = self._shared, time.monotonic() + deadline_s
+        with shared.changed:
             self._is_stopping = True
-            box.wake()
+            shared.wake()
             while self._is_looking and self._core.watcher.has_mover():
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                box.changed.wait(min(left_s, WAIT_S))
+                shared.changed.wait(min(left_s, WAIT_S))
             self._is_stopping = False
             if self._staged is not None:
                 self._give_back(self._staged[1])
@@ -110,14 +110,14 @@ class ScrubTurns:
 
     def _mend(self, where: LiveSlot, loan: Loan) -> None:
         """Copy the right bytes into the slot, unless something else has begun since."""
-        with self._box.changed:
+        with self._shared.changed:
             self._staged, done = None, None
             serving = self._swapper.at_rest()
             if serving is not None and self._scrubber.holds(serving, where):
                 done = self._swapper.put_back(where, loan)
                 self._scrubber.suspects[where] = self._scrubber.suspects.get(where, 0) + 1
             self._give_back(loan, done)
-            self._box.wake()  # the mover may be waiting for the entry
+            self._shared.wake()  # the mover may be waiting for the entry
 
     def _give_back(self, loan: Loan, done: Completion | None = None) -> None:
         if loan.entry is not None:
@@ -127,15 +127,15 @@ class ScrubTurns:
 
     def _look(self) -> None:
         try:
-            with self._box.changed:
-                serving = None if self._box.is_closing else self._swapper.at_rest()
+            with self._shared.changed:
+                serving = None if self._shared.is_closing else self._swapper.at_rest()
             where = self._scrubber.next_slot(serving) if serving else None
             if serving is not None and where is not None:
                 self._look_at(where, serving)
         finally:
-            with self._box.changed:
+            with self._shared.changed:
                 self._is_looking = False
-                self._box.wake()
+                self._shared.wake()
 
     def _look_at(self, where: LiveSlot, serving: Placement) -> None:
         scrubber = self._scrubber
@@ -161,11 +161,11 @@ class ScrubTurns:
             loan = self._borrow(where, serving)
             if loan is not None:
                 pull = self._scrubber.right_bytes(where, serving, loan)
-                is_right = self._mover.fetcher.fetch(pull, self._box, self._is_wanted)
+                is_right = self._mover.fetcher.fetch(pull, self._shared, self._is_wanted)
         except MigrationError as exc:
             self._lose(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
-            with self._box.changed:
+            with self._shared.changed:
                 # Whoever ended the look has gone on, and would not give the loan back.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
@@ -180,7 +180,7 @@ class ScrubTurns:
         """
         ring = self._mover.ring
         if ring.num_entries:
-            with self._box.changed:
+            with self._shared.changed:
                 entry = ring.borrow()
             # A suspect is looked at again at once.
             return None if entry is None else Loan(self._core.parts.bank.staging(entry), entry)
@@ -193,13 +193,13 @@ class ScrubTurns:
         return spare
 
     def _is_wanted(self) -> bool:
-        return not (self._is_stopping or self._box.is_closing)
+        return not (self._is_stopping or self._shared.is_closing)
 
     def _lose(self, where: LiveSlot, why: str) -> None:
         """Give a slot up: only people can mend it."""
         del self._scrubber.suspects[where]
         self._tell("lost", where, why)
-        self._box.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
+        self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
 
     def _tell(self, result: str, where: LiveSlot, words: str, damage: Damage | None = None) -> None:
         self._scrubber.counts[result] += 1
@@ -208,7 +208,7 @@ class ScrubTurns:
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
-        self._core.recorder.note(f"scrub {result}", self._box.state, **detail)
+        self._core.recorder.note(f"scrub {result}", self._shared.state, **detail)
         self._core.watcher.tell("scrub", detail)
 
 

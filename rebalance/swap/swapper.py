@@ -1,7 +1,7 @@
 """Phase three, swap: what serves on this rank, and how migrations change it between two steps.
 
-Everything here happens with the phase machine's box held, on the step's thread, but for ``adopt``,
-which the watcher's thread calls.
+Everything here happens with the phase machine's shared state held, on the step's thread, but for
+``adopt``, which the watcher's thread calls.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Swapper:
             migration.pace.transactions_per_commit,
             migration.weights_version,
         )
-        with core.box.changed:
+        with core.shared.changed:
             if not core.fence.is_open:
                 return False  # heard again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
             if not self.last_swap.is_complete():
                 return False  # a peer that saw this rank adopt a plan may read its live slots
-            state = phases.see_plan(core.box.state, plan)
-            if state is not core.box.state:
+            state = phases.see_plan(core.shared.state, plan)
+            if state is not core.shared.state:
                 self.migration = migration
-                core.box.state = state
-                core.box.changed.notify_all()
+                core.shared.state = state
+                core.shared.changed.notify_all()
                 core.watcher.bring(migration)
         return True
 
@@ -77,8 +77,8 @@ class Swapper:
         self.last_swap = bank.mark()
         if is_copied:
             ring.release(moved, self.last_swap)
-        core.box.state = phases.finish_swap(core.box.state)
-        if core.box.state.plan is None:
+        core.shared.state = phases.finish_swap(core.shared.state)
+        if core.shared.state.plan is None:
             self._commit(migration)
         self.figures.swapped(len(moved), pause_ms=(time.perf_counter() - started) * 1e3)
 
@@ -102,8 +102,8 @@ class Swapper:
 
     def settled(self) -> tuple[Placement, int]:
         """Return what is committed as far as this rank knows, and the newest plan id it saw."""
-        with self._core.box.changed:
-            state, migration = self._core.box.state, self.migration
+        with self._core.shared.changed:
+            state, migration = self._core.shared.state, self.migration
             newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)
             if state.plan is None or migration is None:
                 return self.placement, newest
@@ -113,7 +113,7 @@ class Swapper:
 
     def at_rest(self) -> Placement | None:
         """What serves, if nothing is writing live slots."""
-        is_idle = self._core.box.state.phase is Phase.IDLE and self._core.fence.is_open
+        is_idle = self._core.shared.state.phase is Phase.IDLE and self._core.fence.is_open
         return self.placement if is_idle and self.last_swap.is_complete() else None
 
     def put_back(self, where: LiveSlot, loan: Loan) -> Completion:

@@ -41,14 +41,14 @@ class WeightUpdate:
     def begin_steps(self, version: int) -> Iterator[str]:
         """``begin`` in steps: names what the next one may have to wait for."""
         core, step = self._core, self._core.steps.last
-        with core.box.changed:
+        with core.shared.changed:
             core.fence.begin(version)
-            plan = core.box.state.plan
+            plan = core.shared.state.plan
         core.watchdog.step.busy(f"updating the weights to version {version}")
         self._scrub_turns.stop(self._deadline_s)
         if plan is not None:
             reason = f"the weights are updated to version {version}"
-            core.box.update(phases.want_abort, plan.plan_id, reason)
+            core.shared.update(phases.want_abort, plan.plan_id, reason)
         yield "vote"
         self._voting.read(step + 1, must_finish=True)  # that step is made, and was counted
         is_moving = True
@@ -82,10 +82,10 @@ class WeightUpdate:
         version = core.fence.next_version
         assert version is not None, "an update ends that has begun"
         core.links.transport.serve_weights(version, self._deadline_s)
-        with core.box.changed:
+        with core.shared.changed:
             core.fence.end()
-            core.box.state = phases.serve_weights(core.box.state, core.fence.version)
-            core.box.changed.notify_all()
+            core.shared.state = phases.serve_weights(core.shared.state, core.fence.version)
+            core.shared.changed.notify_all()
         core.watchdog.step.busy(f"after the update to weights version {version}")
 
     def _verdict(self, step: int) -> Verdict:
@@ -101,14 +101,14 @@ class WeightUpdate:
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        box, deadline = self._core.box, time.monotonic() + self._deadline_s
-        with box.changed:
-            while box.state.phase is not Phase.IDLE:
+        shared, deadline = self._core.shared, time.monotonic() + self._deadline_s
+        with shared.changed:
+            while shared.state.phase is not Phase.IDLE:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise RankError(
                         f"rank {self._core.rank}: the mover still drains the dropped migration "
                         f"after {self._deadline_s:.0f} s"
                     )
-                box.changed.wait(left_s)
+                shared.changed.wait(left_s)
         self._core.voter.wait_for_device(self._swapper.last_swap, self._core.steps.last)

@@ -31,7 +31,7 @@ class Wait:
         return now >= self.until or any(done.is_complete() for done in self.completions)
 
 
-class PhaseBox:
+class SharedPhase:
     """The phase machine's state, shared by the threads of one rank.
 
     Args:
@@ -89,24 +89,24 @@ class PhaseBox:
             return self.state
 
 
-def drive(work: Iterator[Wait], box: PhaseBox, clock: Callable[[], float]) -> None:
+def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float]) -> None:
     """Run a generator to its end on this thread, resting where it waits."""
     while True:
-        seen = box.version  # before it looks: what happens meanwhile is news to it
+        seen = shared.version  # before it looks: what happens meanwhile is news to it
         wait = next(work, None)
         if wait is None:
             return
-        _rest(wait, box, seen, clock)
+        _rest(wait, shared, seen, clock)
 
 
-def _rest(wait: Wait, box: PhaseBox, seen: int, clock: Callable[[], float]) -> None:
+def _rest(wait: Wait, shared: SharedPhase, seen: int, clock: Callable[[], float]) -> None:
     # A device's event tells nobody: it has to be asked, ever less often, lest asking takes the
     # interpreter from the step.
     poll_s = FIRST_POLL_S if wait.completions else WAIT_S
     while not wait.is_over(now := clock()):
-        with box.changed:
-            if box.version != seen:
+        with shared.changed:
+            if shared.version != seen:
                 return
-            box.changed.wait(min(poll_s, wait.until - now))
+            shared.changed.wait(min(poll_s, wait.until - now))
         if wait.completions:
             poll_s = min(2 * poll_s, LONGEST_POLL_S)

@@ -17,7 +17,7 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.rank.watcher import DEFERS_S, Watcher, Writing
-from rebalance.threads.waiting import PhaseBox
+from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, RankState
 from telemetry.stores.memory import MemoryStore
@@ -129,13 +129,13 @@ class Hands:
     def begin(self) -> None:
         self.threads.append(threading.current_thread())
 
-    def bring(self, migration: Migration, box: PhaseBox) -> None:
+    def bring(self, migration: Migration, shared: SharedPhase) -> None:
         raise AssertionError("no migration is brought here")
 
-    def wait_for_end(self, box: PhaseBox, plan_id: int) -> None:
-        with box.changed:
-            assert box.changed.wait_for(lambda: box.state.phase is Phase.ABORTED, DEADLINE_S)
-            box.update(phases.aborted)
+    def wait_for_end(self, shared: SharedPhase, plan_id: int) -> None:
+        with shared.changed:
+            assert shared.changed.wait_for(lambda: shared.state.phase is Phase.ABORTED, DEADLINE_S)
+            shared.update(phases.aborted)
 
 
 class SlowStore(MemoryStore):
@@ -151,16 +151,16 @@ class SlowStore(MemoryStore):
         return super().add_event(kind, detail)
 
 
-Made = tuple[Watcher, Hands, PhaseBox, Ranked, SlowStore]
+Made = tuple[Watcher, Hands, SharedPhase, Ranked, SlowStore]
 
 
 @pytest.fixture
 def made(watchdog: Watchdog) -> Iterator[Made]:
-    box, hands, ranked = PhaseBox(RankPhase(generation=0)), Hands(watchdog), Ranked()
+    shared, hands, ranked = SharedPhase(RankPhase(generation=0)), Hands(watchdog), Ranked()
     store = SlowStore()
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     watcher.start()
-    yield watcher, hands, box, ranked, store
+    yield watcher, hands, shared, ranked, store
     store.may_answer.set()
     watcher.close()
 
@@ -180,32 +180,32 @@ def run_on_mover(watcher: Watcher, job: Callable[[], None] = lambda: None) -> No
 def test_a_mover_that_failed_is_started_again_once_and_then_frozen(
     made: Made,
 ) -> None:
-    watcher, hands, box, *_ = made
+    watcher, hands, shared, *_ = made
 
     run_on_mover(watcher, fail)
-    assert (watcher.num_mover_failures, box.state.frozen_reason) == (1, "")
+    assert (watcher.num_mover_failures, shared.state.frozen_reason) == (1, "")
     assert len(hands.threads) == 2
 
     watcher.do(fail)
-    with box.changed:
-        assert box.changed.wait_for(lambda: box.state.frozen_reason, DEADLINE_S)
+    with shared.changed:
+        assert shared.changed.wait_for(lambda: shared.state.frozen_reason, DEADLINE_S)
     words = "the mover failed twice, the second time with ValueError: a torn wire"
-    assert (box.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
+    assert (shared.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
 
 
 def test_a_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> None:
-    watcher, _, box, *_ = made
+    watcher, _, shared, *_ = made
     run_on_mover(watcher, fail)
-    box.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
+    shared.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
     watcher.do(fail)
-    with box.changed:
-        assert box.changed.wait_for(lambda: box.state.abort_reason, DEADLINE_S)
-        cast = phases.ballot(box.state, step=0, membership=0, halt=False)
-        box.state, _ = phases.read_verdict(box.state, cast, Verdict.decode(cast.encode()))
-        box.changed.notify_all()
-        assert box.changed.wait_for(lambda: box.state.phase is Phase.IDLE, DEADLINE_S)
+    with shared.changed:
+        assert shared.changed.wait_for(lambda: shared.state.abort_reason, DEADLINE_S)
+        cast = phases.ballot(shared.state, step=0, membership=0, halt=False)
+        shared.state, _ = phases.read_verdict(shared.state, cast, Verdict.decode(cast.encode()))
+        shared.changed.notify_all()
+        assert shared.changed.wait_for(lambda: shared.state.phase is Phase.IDLE, DEADLINE_S)
 
-    assert box.state.frozen_reason.startswith("the mover failed twice")
+    assert shared.state.frozen_reason.startswith("the mover failed twice")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -250,11 +250,11 @@ def open_plan() -> Migration:
 @pytest.fixture
 def scribe(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
     """A watcher whose threads are the test's own, and its store, where a plan is open."""
-    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()
     store.commit(FROM, expected=None, reason="start")
     store.publish(open_plan)
     hands = Hands(watchdog)
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     return watcher, store
 
 
@@ -313,9 +313,9 @@ def test_what_the_store_does_not_take_is_no_progress(
 def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
     watchdog: Watchdog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, box, ranked = MemoryStore("test"), PhaseBox(RankPhase(generation=0)), Ranked()
+    store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()
     hands = Hands(watchdog)
-    watcher = Watcher(store, ranked, hands, box, ranked, watchdog)  # type: ignore[arg-type]
+    watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     watcher.start()
     store.close()
     watcher.tell("scrub", {})

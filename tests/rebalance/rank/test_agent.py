@@ -179,9 +179,9 @@ def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
         version = group.store.wait(version, 1.0)
     last.hear(Control(), group.store.published())
 
-    assert last._box.state.plan is not None
-    assert last._box.state.plan.plan_id == migration.plan_id
-    assert last._box.state.abort_reason == ""
+    assert last._shared.state.plan is not None
+    assert last._shared.state.plan.plan_id == migration.plan_id
+    assert last._shared.state.abort_reason == ""
     last.step()
     assert last.placement.hash == FULL.hash
 

@@ -286,7 +286,7 @@ def group() -> Iterator[Group]:
 
 
 def swapped(agent: RankAgent) -> int:
-    return agent._box.state.swapped
+    return agent._shared.state.swapped
 
 
 def kill_after_one_has_swapped(group: Group, number: int) -> Migration:

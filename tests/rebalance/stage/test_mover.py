@@ -24,7 +24,7 @@ from rebalance.stage.mover import Mover, MoverParts
 from rebalance.stage.ring import StagingRing
 from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
-from rebalance.threads.waiting import PhaseBox, Wait, drive
+from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import HOST, Place, Record
 from runtime.experts import ExpertBank, ExpertSchema
@@ -108,7 +108,7 @@ class Bench:
     transport: Simulated
     bank: ExpertBank
     mover: Mover
-    box: PhaseBox
+    shared: SharedPhase
     migration: Migration
     over_at: float = 0.0  # when the present wait is over
 
@@ -130,12 +130,12 @@ class Bench:
 
     def adopt(self) -> None:
         """What a vote does that shows every rank at work on the plan."""
-        state = self.box.state
-        self.box.state = phases._settle(phases.replace(state, is_adopted=True))
+        state = self.shared.state
+        self.shared.state = phases._settle(phases.replace(state, is_adopted=True))
 
     def drop(self) -> None:
         """What a vote does that drops the plan."""
-        self.box.state = phases._drop(self.box.state, 1, "a test")
+        self.shared.state = phases._drop(self.shared.state, 1, "a test")
 
 
 def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = None) -> Bench:
@@ -151,28 +151,28 @@ def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = Non
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)
     )
     plan = PlanRef(1, migration.vote_hash, 0, len(migration.transactions), 1)
-    box = PhaseBox(phases.see_plan(RankPhase(generation=0), plan))
-    return Bench(clock, transport, bank, mover, box, migration)
+    shared = SharedPhase(phases.see_plan(RankPhase(generation=0), plan))
+    return Bench(clock, transport, bank, mover, shared, migration)
 
 
 def test_nothing_is_pulled_before_every_rank_works_on_the_plan() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.box)
+    work = made.mover.work(made.migration, made.shared)
 
     made.run(work, lambda: made.clock.now > 10.0)
 
     assert made.transport.preloaded == [[(0, 2)], [(1, 2)]]  # one at a time, as the settings say
     assert made.transport.landings == []
-    assert made.box.state.is_preloaded
+    assert made.shared.state.is_preloaded
 
 
 def test_a_whole_migration_is_staged_and_told_transaction_by_transaction() -> None:
     made = bench(staging=2)  # two moves a layer: each layer is a transaction
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
 
-    made.run(work, lambda: made.box.state.prepared == 1)
+    made.run(work, lambda: made.shared.state.prepared == 1)
     for move in made.mover.own_moves(made.migration.transactions[0]):
         staged = made.mover.destination(move, "copy")
         assert torch.equal(staged, record_of((move.layer, move.expert)))
@@ -186,17 +186,17 @@ def test_a_whole_migration_is_staged_and_told_transaction_by_transaction() -> No
 
     moves = made.mover.own_moves(made.migration.transactions[0])
     made.mover.ring.release(moves, Completion(is_cuda=False))
-    made.run(work, lambda: made.box.state.prepared == 2)
+    made.run(work, lambda: made.shared.state.prepared == 2)
     assert made.mover.figures().bytes_by_source == {"disk": 0, "peer": 2 * SIZE, "host": 2 * SIZE}
 
 
 def test_the_host_may_forget_a_record_once_its_transaction_is_staged() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
 
-    made.run(work, lambda: made.box.state.prepared == 1)
+    made.run(work, lambda: made.shared.state.prepared == 1)
 
     assert made.transport.released == [[(0, 2)]]
 
@@ -204,15 +204,15 @@ def test_the_host_may_forget_a_record_once_its_transaction_is_staged() -> None:
 def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> None:
     made = bench(staging=2)
     made.transport.host_room = 1
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     assert made.transport.preloaded == [[(0, 2)]]
     made.adopt()
 
-    made.run(work, lambda: made.box.state.prepared == 1)
+    made.run(work, lambda: made.shared.state.prepared == 1)
     moves = made.mover.own_moves(made.migration.transactions[0])
     made.mover.ring.release(moves, Completion(is_cuda=False))
-    made.run(work, lambda: made.box.state.prepared == 2)
+    made.run(work, lambda: made.shared.state.prepared == 2)
 
     assert made.transport.preloaded == [[(0, 2)], [(1, 2)]]
     assert made.transport.released == [[(0, 2)], [(1, 2)]]
@@ -220,19 +220,19 @@ def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> No
 
 def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_landed() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: made.transport.num_flying == 4)
     made.drop()
 
     pulled = len(made.transport.landings)
     assert next(work).what == "cancelled copies"
-    assert made.box.state.phase is Phase.ABORTED
+    assert made.shared.state.phase is Phase.ABORTED
     assert made.mover.ring.num_free == 0
     made.end(work)
 
-    assert made.box.state.phase is Phase.IDLE
+    assert made.shared.state.phase is Phase.IDLE
     assert made.mover.ring.num_free == 2
     assert made.transport.num_flying == 0
     assert len(made.transport.landings) == pulled
@@ -240,13 +240,13 @@ def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_
 
 def test_a_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: made.transport.num_flying > 0)
     started = made.clock.now
 
-    made.box.close()
+    made.shared.close()
     made.end(work)
 
     assert made.transport.num_flying == 0
@@ -255,24 +255,24 @@ def test_a_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> No
 
 def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
     made = bench(latency_s=math.inf, staging=2)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
-    made.run(work, lambda: bool(made.box.state.abort_reason))
-    assert "did not arrive within 30 s" in made.box.state.abort_reason
-    made.run(work, lambda: bool(made.box.state.frozen_reason))
+    made.run(work, lambda: bool(made.shared.state.abort_reason))
+    assert "did not arrive within 30 s" in made.shared.state.abort_reason
+    made.run(work, lambda: bool(made.shared.state.frozen_reason))
     made.drop()
     made.end(work)
 
-    assert made.box.state.phase is Phase.IDLE
-    assert "staging copies did not end" in made.box.state.frozen_reason
+    assert made.shared.state.phase is Phase.IDLE
+    assert "staging copies did not end" in made.shared.state.frozen_reason
     assert made.mover.ring.num_free == 0  # what is still being written is never used again
 
 
 def test_a_host_that_is_gone_freezes_nobody_who_has_nothing_left_to_write() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: made.transport.num_flying > 0)
 
@@ -280,34 +280,34 @@ def test_a_host_that_is_gone_freezes_nobody_who_has_nothing_left_to_write() -> N
     made.drop()
     made.end(work)
 
-    assert made.box.state.phase is Phase.IDLE
-    assert made.box.state.frozen_reason == ""
+    assert made.shared.state.phase is Phase.IDLE
+    assert made.shared.state.frozen_reason == ""
     assert made.transport.num_flying == 0
     assert made.mover.ring.num_free == 2
 
 
 def test_a_swap_whose_copies_never_end_is_named() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
-    made.run(work, lambda: made.box.state.prepared == 1)
+    made.run(work, lambda: made.shared.state.prepared == 1)
     stuck = Landing(made.clock, math.inf, lambda: None)
     moves = made.mover.own_moves(made.migration.transactions[0])
     made.mover.ring.release(moves, stuck)
 
-    made.run(work, lambda: bool(made.box.state.abort_reason))
+    made.run(work, lambda: bool(made.shared.state.abort_reason))
 
-    assert "copies of a swap did not end within 30 s" in made.box.state.abort_reason
+    assert "copies of a swap did not end within 30 s" in made.shared.state.abort_reason
 
 
 def reason_to_drop(made: Bench, migration: Migration) -> str:
     """What a mover says of a plan that every rank works on, if it says it without any vote."""
-    work = made.mover.work(migration, made.box)
+    work = made.mover.work(migration, made.shared)
     made.adopt()
-    made.run(work, lambda: bool(made.box.state.abort_reason) or made.clock.now > 100.0)
+    made.run(work, lambda: bool(made.shared.state.abort_reason) or made.clock.now > 100.0)
     assert made.transport.landings == []
-    return made.box.state.abort_reason
+    return made.shared.state.abort_reason
 
 
 def test_a_plan_that_needs_more_staging_than_there_is_is_dropped_in_words() -> None:
@@ -352,11 +352,11 @@ def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
         raise MigrationError("the disk is gone")
 
     made.transport.preload = fail  # type: ignore[method-assign]
-    work = made.mover.work(made.migration, made.box)
+    work = made.mover.work(made.migration, made.shared)
 
-    made.run(work, lambda: bool(made.box.state.abort_reason))
+    made.run(work, lambda: bool(made.shared.state.abort_reason))
 
-    assert made.box.state.abort_reason == "rank 0: the disk is gone"
+    assert made.shared.state.abort_reason == "rank 0: the disk is gone"
 
 
 def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own() -> None:
@@ -369,10 +369,10 @@ def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own()
         raise CalledOff("host 0: the wait for a record was cancelled")
 
     made.transport.preload = is_dropped  # type: ignore[method-assign]
-    made.end(made.mover.work(made.migration, made.box))
+    made.end(made.mover.work(made.migration, made.shared))
 
-    assert made.box.state.phase is Phase.IDLE
-    assert made.box.state.frozen_reason == ""
+    assert made.shared.state.phase is Phase.IDLE
+    assert made.shared.state.frozen_reason == ""
     assert made.transport.landings == []
 
 
@@ -387,8 +387,8 @@ def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
             said.append((doing, False))
 
     made = bench(staging=2, beat=Listening("mover"))
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     assert said == [
         ("computing the placements of plan 1", True),
         ("preloading layer 0 expert 2 into the host", True),
@@ -400,7 +400,7 @@ def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
     made.run(work, lambda: made.transport.num_flying == 4)
     assert ("pulling layer 0 expert 1 from slot 0 of rank 1", True) in said
     assert ("pulling layer 0 expert 2 from the host", True) in said
-    made.run(work, lambda: made.box.state.prepared == 1)
+    made.run(work, lambda: made.shared.state.prepared == 1)
     next(work)
 
     assert said[-1] == ("waiting for votes on plan 1", False)
@@ -408,8 +408,8 @@ def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
 
 def test_a_chunk_that_never_lands_is_what_the_mover_stands_at() -> None:
     made = bench(latency_s=math.inf)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: made.transport.num_flying == 4)
     next(work)
@@ -422,8 +422,8 @@ def test_a_chunk_that_never_lands_is_what_the_mover_stands_at() -> None:
 
 def test_an_exception_that_nobody_foresaw_goes_on_once_nothing_of_the_plan_is_left() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
     made.run(work, lambda: made.transport.num_flying == 4)
 
@@ -431,15 +431,15 @@ def test_an_exception_that_nobody_foresaw_goes_on_once_nothing_of_the_plan_is_le
         raise ValueError("a torn wire")
 
     made.transport.pull = fail  # type: ignore[method-assign]
-    made.run(work, lambda: bool(made.box.state.abort_reason))
+    made.run(work, lambda: bool(made.shared.state.abort_reason))
     words = "rank 0: the mover failed with ValueError: a torn wire"
-    assert made.box.state.abort_reason == words
+    assert made.shared.state.abort_reason == words
     made.drop()
     with pytest.raises(ValueError, match="a torn wire"):
         made.end(work)
 
     assert made.transport.num_flying == 0
-    assert (made.box.state.phase, made.box.state.frozen_reason) == (Phase.IDLE, "")
+    assert (made.shared.state.phase, made.shared.state.frozen_reason) == (Phase.IDLE, "")
     assert made.mover.ring.num_free == 4
 
 
@@ -454,7 +454,7 @@ def test_a_record_can_be_fetched_alone_and_the_figures_of_a_migration_stay_zero(
     made = bench(latency_s=0.0)
     into = torch.zeros(SIZE, dtype=torch.uint8)
 
-    assert made.mover.fetcher.fetch(pull_of_expert_1(into), made.box, lambda: True)
+    assert made.mover.fetcher.fetch(pull_of_expert_1(into), made.shared, lambda: True)
 
     assert torch.equal(into, record_of((0, 1)))
     figures = made.mover.figures()
@@ -466,7 +466,7 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> Non
     answers = iter([True, False])
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
-    assert not made.mover.fetcher.fetch(pull, made.box, lambda: next(answers))
+    assert not made.mover.fetcher.fetch(pull, made.shared, lambda: next(answers))
 
     assert made.transport.num_flying == 0
     assert made.mover.fetcher.is_quiet
@@ -474,14 +474,14 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> Non
 
 def test_nothing_is_fetched_any_more_once_copies_could_not_be_ended() -> None:
     made = bench(latency_s=math.inf)
-    work = made.mover.work(made.migration, made.box)
-    made.run(work, lambda: made.box.state.is_preloaded)
+    work = made.mover.work(made.migration, made.shared)
+    made.run(work, lambda: made.shared.state.is_preloaded)
     made.adopt()
-    made.run(work, lambda: bool(made.box.state.frozen_reason))
+    made.run(work, lambda: bool(made.shared.state.frozen_reason))
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
     with pytest.raises(MigrationError, match="cancelled copies may still be writing to staging"):
-        made.mover.fetcher.fetch(pull, made.box, lambda: True)
+        made.mover.fetcher.fetch(pull, made.shared, lambda: True)
 
 
 def test_a_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:
@@ -504,7 +504,7 @@ def test_a_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:
 
 
 def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
-    box = PhaseBox(RankPhase(generation=0))
+    shared = SharedPhase(RankPhase(generation=0))
     is_waiting, steps = threading.Event(), []
 
     def work() -> Iterator[Wait]:
@@ -513,10 +513,10 @@ def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
         yield Wait("a time that is far off", math.inf)
         steps.append("looked again")
 
-    thread = threading.Thread(target=drive, args=(work(), box, time.monotonic))
+    thread = threading.Thread(target=drive, args=(work(), shared, time.monotonic))
     thread.start()
     assert is_waiting.wait(DEADLINE_S)
-    box.wake()
+    shared.wake()
     thread.join(DEADLINE_S)
 
     assert steps == ["looked", "looked again"]
@@ -524,21 +524,21 @@ def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
 
 
 def test_news_that_come_while_the_generator_looks_are_not_lost() -> None:
-    box = PhaseBox(RankPhase(generation=0))
+    shared = SharedPhase(RankPhase(generation=0))
 
     def work() -> Iterator[Wait]:
-        box.update(phases.freeze, "a test")  # as another thread might, right after the look
+        shared.update(phases.freeze, "a test")  # as another thread might, right after the look
         yield Wait("a time that is far off", math.inf)
 
     started = time.monotonic()
-    drive(work(), box, time.monotonic)
+    drive(work(), shared, time.monotonic)
 
     assert time.monotonic() - started < 0.5
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02])
 def test_a_driver_goes_on_when_a_completion_is_there_or_time_has_come(after_s: float) -> None:
-    box, real = PhaseBox(RankPhase(generation=0)), Clock()
+    shared, real = SharedPhase(RankPhase(generation=0)), Clock()
     started = time.monotonic()
 
     def elapsed() -> float:
@@ -551,6 +551,6 @@ def test_a_driver_goes_on_when_a_completion_is_there_or_time_has_come(after_s: f
         landing = Landing(real, 1.0, lambda: None)
         yield Wait("bytes", math.inf, (Landing(real, math.inf, lambda: None), landing))
 
-    drive(work(), box, elapsed)
+    drive(work(), shared, elapsed)
 
     assert elapsed() < DEADLINE_S

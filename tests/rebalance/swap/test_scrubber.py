@@ -423,7 +423,7 @@ def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -
     group.gates[0].set()
 
     assert (said.generation, said.prepared) == (0, 0)
-    done = group.agents[0]._core.box
+    done = group.agents[0]._core.shared
     with done.changed:  # it ends as soon as it can, and mends nothing
         assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
     assert group.agents[0]._core.mover.ring.num_in_use == 0
@@ -480,7 +480,7 @@ def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Gr
         group.failures[0].append(ValueError("a torn wire"))
         group.offer()
         group.step_until(lambda: group.store.published() is None)
-        group.step_until(lambda: not any(agent._box.state.plan for agent in group.agents))
+        group.step_until(lambda: not any(agent._shared.state.plan for agent in group.agents))
     group.step_until(lambda: bool(group.detail(0)["frozen"]))
     group.step()
 

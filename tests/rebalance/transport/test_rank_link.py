@@ -42,7 +42,7 @@ from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import Sources
 from rebalance.stage.stager import Stager
 from rebalance.swap.serving import readable, serving_after_each
-from rebalance.threads.waiting import PhaseBox, drive
+from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from rebalance.transport.ranks.client import OtherRanks
@@ -409,7 +409,7 @@ class Receiver:
     def stage(self, move: Move = WANTED) -> torch.Tensor:
         into = torch.zeros(SIZE, dtype=torch.uint8)
         pull = Pull(move, into, self.held)
-        drive(self.stager.stage([pull], lambda: True), PhaseBox(RankPhase(0)), time.monotonic)
+        drive(self.stager.stage([pull], lambda: True), SharedPhase(RankPhase(0)), time.monotonic)
         return into
 
     def figures(self) -> Any:
