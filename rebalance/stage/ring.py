@@ -10,7 +10,7 @@ from runtime.streams import Completion
 
 
 class StagingRing:
-    """Which staging entries are free, and which hold which move's bytes. The lock of SharedPhase guards it.
+    """Tracks free staging entries and the move that each other one holds. Guarded by SharedPhase.
 
     An entry that was swapped from is free only once that copy is complete, not when it is ordered:
     on a GPU the host runs ahead (vLLM pull 32881 is a buffer overwritten while it was copied).
