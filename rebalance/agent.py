@@ -145,7 +145,8 @@ class RankAgent:
         """Wait for the device, but not for one that waits for a dead peer.
 
         A kernel of a dispatch may wait minutes for a rank that is gone (DeepEP v1.2.1: about 100 s)
-        and take the host with it. The lifelines, which are the host's, know within milliseconds.
+        and take the host with it. The liveness connections, which are the host's, know within
+        milliseconds.
 
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.

@@ -4,10 +4,10 @@
     python -m benchmarks.ranks.death --device cpu
 
 DeepEP v1.2.1 has no masks here, and its kernels wait about 100 s for a dead peer before they trap.
-So nobody may wait for a kernel alone: the lifelines, which are the host's, tell survivors, and the
-way back is a restart of the workers from the host cache of their host, which outlives them.
-``--unwatched`` shows what would happen without: two ranks a mode, one of them killed, the other
-left alone with the library.
+So nobody may wait for a kernel alone: the liveness connections, which are the host's, tell
+survivors, and the way back is a restart of the workers from the host cache of their host, which
+outlives them. ``--unwatched`` shows what would happen without: two ranks a mode, one of them
+killed, the other left alone with the library.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Member:
 
     def __init__(self, votes: Votes, rank: int) -> None:
         self.votes, self.rank, self.number = votes, rank, -1
-        self.known_dead: frozenset[int] = frozenset()  # by its lifelines
+        self.known_dead: frozenset[int] = frozenset()  # by its liveness connections
         self.result: tuple[Outcome, list[int]] | None = None  # of the latest vote, once it arrived
 
     def cast(self, ballot: Sequence[int]) -> Pending:
@@ -68,7 +68,7 @@ class Member:
         self.result = self.votes.end(self.number)
 
     def dead(self) -> frozenset[int]:
-        """Ranks whose lifelines broke, as far as this rank has been told."""
+        """Ranks whose liveness connections broke, as far as this rank has been told."""
         return self.known_dead
 
     def close(self) -> None:

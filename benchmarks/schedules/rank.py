@@ -212,7 +212,7 @@ class Rank:
     # -- after a death
 
     def can_hear_of_death(self) -> bool:
-        """Say whether a lifeline broke that it has not been told of."""
+        """Say whether a liveness connection broke that it has not been told of."""
         return self.is_alive and len(self.member.votes.dead) > len(self.member.known_dead)
 
     def hear_of_death(self) -> None:

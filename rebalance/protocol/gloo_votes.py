@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from eplb.errors import RankError
 from rebalance.protocol.ballot import Outcome
-from rebalance.protocol.liveness import LOOPBACK, Address, Lifelines, address_towards
+from rebalance.protocol.liveness import LOOPBACK, Address, LivenessConnections, address_towards
 from rebalance.transport.interface import PendingVote
 from runtime.group.agreement import gathered
 
 
 class GlooVotes:
-    """Votes over a private gloo group of torch.distributed, and lifelines between the votes.
+    """Votes over a private gloo group of torch.distributed, plus liveness connections.
 
     Args:
         group: every rank, for votes alone.
@@ -35,7 +35,9 @@ class GlooVotes:
     ) -> None:
         self._group = group
         own = host or _host_towards_rendezvous(group)
-        self._lifelines = Lifelines(group.rank(), self._exchange, host=own, deadline_s=deadline_s)
+        self._liveness = LivenessConnections(
+            group.rank(), self._exchange, host=own, deadline_s=deadline_s
+        )
 
     def _exchange(self, mine: Address) -> list[Address]:
         host, port, key = mine
@@ -52,12 +54,12 @@ class GlooVotes:
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def dead(self) -> frozenset[int]:
-        """Ranks whose lifeline broke."""
-        return self._lifelines.dead()
+        """Ranks whose liveness connection broke."""
+        return self._liveness.dead()
 
     def close(self) -> None:
         """Take leave of the other ranks."""
-        self._lifelines.close()
+        self._liveness.close()
 
 
 def _address_of(rank: int, message: Any) -> Address:

@@ -43,7 +43,7 @@ Exchange = Callable[[Address], Sequence[Address]]  # every rank's address, by ra
 log = logging.getLogger(__name__)
 
 
-class Lifelines:
+class LivenessConnections:
     """One connection to every other rank, watched by one thread.
 
     Args:
@@ -74,7 +74,7 @@ class Lifelines:
             with self._listen() as listening:
                 addresses = exchange((host, listening.getsockname()[1], key))
                 self._connect(listening, addresses, time.monotonic() + deadline_s)
-            self._thread = threading.Thread(target=self._watch, name="eplb-lifelines", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="eplb-liveness", daemon=True)
             self._thread.start()  # last: what is open is the thread's from here on
         except BaseException:
             self._open.close()
@@ -110,7 +110,7 @@ class Lifelines:
             )
 
     @staticmethod
-    def _take_leave(line: object) -> None:
+    def _announce_leave(line: object) -> None:
         assert isinstance(line, socket.socket), "only sockets are registered for ranks"
         try:
             line.send(LEAVING)
@@ -185,7 +185,7 @@ class Lifelines:
                         self._read(ready.data, ready.fileobj)
             for registered in self._selector.get_map().values():
                 if registered.data >= 0:
-                    self._take_leave(registered.fileobj)
+                    self._announce_leave(registered.fileobj)
 
     def _read(self, rank: int, line: socket.socket) -> None:
         try:

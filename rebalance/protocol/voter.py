@@ -125,5 +125,5 @@ class Voter:
                     f"{self._deadline_s:.0f} s; a peer is dead or late"
                 )
             # A device's event can be asked or waited for without end, nothing between: a wait with
-            # a deadline, and with an eye on the lifelines, has to ask.
+            # a deadline, and with an eye on the liveness connections, has to ask.
             time.sleep(DEVICE_POLL_S)

@@ -141,7 +141,8 @@ def _agree(
                 )
             overtaken_by = found.placement.generation
             continue
-        # A moment at most: that a rank is dead is told by its lifeline, not by the store.
+        # A moment at most: that a rank is dead is told by its liveness connection, not by the
+        # store.
         store.wait(version, min(left_s, RETRY_S))
 
 

@@ -140,7 +140,7 @@ def test_interrupts_are_left_to_the_parent(start: StartChild) -> None:
     assert next_message(child) == ("still there?", 1)
 
 
-def test_stop_ends_a_child_by_its_lifeline(start: StartChild) -> None:
+def test_stop_ends_a_child_by_its_liveness_connection(start: StartChild) -> None:
     child = start("rank 0", listen)
     next_message(child)
 

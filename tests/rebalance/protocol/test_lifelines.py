@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from eplb.errors import RankError
-from rebalance.protocol.liveness import HELLO, LEAVING, Address, Lifelines
+from rebalance.protocol.liveness import HELLO, LEAVING, Address, LivenessConnections
 
 FORK = get_context("fork")
 DEADLINE_S = 20.0
 
 
 class Ranks:
-    """Forked ranks with lifelines; a pipe exchanges their addresses and asks who is gone."""
+    """Forked ranks with liveness connections; a pipe exchanges addresses and reads the dead."""
 
     def __init__(self, size: int) -> None:
         self.pipes: list[Connection] = []
@@ -65,7 +65,7 @@ def _live(rank: int, pipe: Connection) -> None:
         addresses: list[Address] = pipe.recv()
         return addresses
 
-    lines = Lifelines(rank, exchange, deadline_s=DEADLINE_S)
+    lines = LivenessConnections(rank, exchange, deadline_s=DEADLINE_S)
     pipe.send("connected")
     while (expected := pipe.recv()) is not None:
         deadline = time.monotonic() + DEADLINE_S
@@ -101,7 +101,7 @@ def test_a_rank_that_takes_its_leave_is_not_taken_for_dead(ranks: Ranks) -> None
 
 
 def test_a_host_counts_as_gone_after_half_a_minute_and_five_probes_without_an_answer() -> None:
-    lines: list[Lifelines] = []
+    lines: list[LivenessConnections] = []
     both = threading.Barrier(2)
     addresses: dict[int, Address] = {}
 
@@ -111,7 +111,7 @@ def test_a_host_counts_as_gone_after_half_a_minute_and_five_probes_without_an_an
             both.wait(DEADLINE_S)
             return [addresses[0], addresses[1]]
 
-        lines.append(Lifelines(rank, exchange, deadline_s=DEADLINE_S))
+        lines.append(LivenessConnections(rank, exchange, deadline_s=DEADLINE_S))
 
     starts = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
     for one in starts:
@@ -134,7 +134,7 @@ def test_a_host_counts_as_gone_after_half_a_minute_and_five_probes_without_an_an
 
 def refused(exchange: Callable[[Address], list[Address]], rank: int, deadline_s: float) -> str:
     with pytest.raises(RankError) as refusal:
-        Lifelines(rank, exchange, deadline_s=deadline_s)
+        LivenessConnections(rank, exchange, deadline_s=deadline_s)
     return str(refusal.value)
 
 
@@ -191,7 +191,7 @@ def test_a_stranger_does_not_keep_ranks_from_one_another(
         callers[1].sendall(HELLO.pack(1, mine[2]))
         return [mine, ("127.0.0.1", 1, b"k" * 16)]
 
-    lines = Lifelines(0, exchange, deadline_s=0.5)
+    lines = LivenessConnections(0, exchange, deadline_s=0.5)
 
     assert lines.dead() == frozenset()
     lines.close()
@@ -224,7 +224,7 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
         before = open_files()
 
         with pytest.raises(RuntimeError, match="the exchange broke"):
-            Lifelines(1, fail, deadline_s=DEADLINE_S)
+            LivenessConnections(1, fail, deadline_s=DEADLINE_S)
         refused(lambda mine: [below, nobody, mine], 2, DEADLINE_S)  # after it has reached rank 0
         refused(lambda mine: [below, mine, nobody], 1, 0.05)
 
@@ -248,7 +248,9 @@ def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(
         RankError, match=r"^rank 3 cannot listen at 203\.0\.113\.1, expected an addr"
     ):
-        Lifelines(3, lambda mine: [mine], host="203.0.113.1")  # an address of documentation only
+        LivenessConnections(
+            3, lambda mine: [mine], host="203.0.113.1"
+        )  # an address of documentation only
 
     assert not open_files() - before
 
@@ -256,7 +258,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_close_leaves_nothing_open() -> None:
     before = open_files()
 
-    lines = Lifelines(0, lambda mine: [mine])
+    lines = LivenessConnections(0, lambda mine: [mine])
     lines.close()
     lines.close()
 
@@ -291,7 +293,7 @@ def test_a_close_waits_no_longer_than_its_deadline(caplog: pytest.LogCaptureFixt
         callers[0].sendall(HELLO.pack(1, mine[2]))
         return [mine, ("127.0.0.1", 1, b"k" * 16)]
 
-    lines = Lifelines(0, exchange, deadline_s=DEADLINE_S)
+    lines = LivenessConnections(0, exchange, deadline_s=DEADLINE_S)
     with a_log_that_blocks() as (is_held, may_go):
         callers[0].close()
         assert is_held.wait(DEADLINE_S), "the death was not seen"

@@ -1,4 +1,4 @@
-"""Lifelines between machines: here, addresses of one machine that are not its usual one."""
+"""Liveness connections between machines: here, other addresses of one machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from eplb.errors import RankError
 from rebalance.protocol.ballot import Outcome
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.liveness import Lifelines, address_towards, is_loopback
+from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
 
 FORK = get_context("fork")
 DEADLINE_S = 30.0
@@ -183,7 +183,7 @@ def test_ranks_listen_where_they_reach_the_rendezvous_unless_told_otherwise() ->
     assert dead == [1]
 
 
-def test_a_rendezvous_of_this_machine_alone_keeps_lifelines_there() -> None:
+def test_a_rendezvous_of_this_machine_alone_keeps_liveness_connections_there() -> None:
     ends, dead = run_pair("127.0.0.1", [None, None])
 
     assert ends == {"127.0.0.1"}
@@ -214,7 +214,7 @@ def test_a_rank_at_a_loopback_address_of_another_machine_is_told_what_to_set(
         nobody = ("127.0.0.1", probe.getsockname()[1], b"k" * 16)
 
     with pytest.raises(RankError, match=r"^rank 1 cannot reach rank 0 at 127") as refusal:
-        Lifelines(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
+        LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
 
     assert ("configure that rank's host" in str(refusal.value)) == is_advised
 
