@@ -21,7 +21,7 @@ from typing import Any
 from eplb.core.placement import Placement
 from eplb.errors import RankError
 from eplb.migration.build import Migration
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
@@ -30,7 +30,7 @@ from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.report import rank_state
 from rebalance.rank.verdicts import Voting
 from rebalance.recovery.rank import Survival
-from rebalance.recovery.survivors import WORDS_DEADLINE_S
+from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
@@ -239,9 +239,9 @@ class RankAgent:
         """Ranks that are known to be gone."""
         return self._core.links.votes.dead()
 
-    def last_words(self, deadline_s: float = WORDS_DEADLINE_S) -> LastWords:
+    def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
         """Adopt and swap nothing any more, and say how far this rank has come, in time."""
-        return self._survival.last_words(deadline_s)
+        return self._survival.survivor_report(deadline_s)
 
     def take_over(self, record: Recovery) -> None:
         """Swap what the record says and is not swapped here yet, and end the migration."""

@@ -14,7 +14,7 @@ from eplb.core.placement import Placement
 from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, TaskState
 
 OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
@@ -282,15 +282,15 @@ def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
     return open_plan_id is not None and record.plan_id == open_plan_id and record.applied == 0
 
 
-def words_to_text(words: LastWords) -> str:
-    """Give last words as JSON text."""
-    return details_to_text(vars(words))
+def report_to_text(report: SurvivorReport) -> str:
+    """Give a survivor report as JSON text."""
+    return details_to_text(vars(report))
 
 
-def words_from_text(text: str) -> LastWords:
-    """Make last words of what ``words_to_text`` gave."""
+def report_from_text(text: str) -> SurvivorReport:
+    """Make a survivor report from what ``report_to_text`` gave."""
     detail = details_from_text(text)
-    return LastWords(**detail | {"dead": tuple(detail["dead"])})
+    return SurvivorReport(**detail | {"dead": tuple(detail["dead"])})
 
 
 def recovery_to_text(record: Recovery) -> str:

@@ -19,7 +19,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry.retention.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
@@ -290,10 +290,10 @@ class LoadStore(Protocol):
         """
 
     # -- after a death
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write what a survivor knows; its words of that run and membership are replaced."""
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
 
     def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
@@ -365,7 +365,7 @@ class LoadStore(Protocol):
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, a claimed task, last words and candidates; not a sample, a rank's
+        That is every event, a claimed task, survivor report and candidates; not a sample, a rank's
         report or a plan id.
         """
 

@@ -229,7 +229,7 @@ class Rank:
 
     def recover(self) -> None:
         """Try to agree with the other survivors."""
-        deadlines = Deadlines(words_s=self.patience_s, store_s=1e9)
+        deadlines = Deadlines(reports_s=self.patience_s, store_s=1e9)
         try:
             recover(self.agent, self.world.store, num_ranks=NUM_RANKS, deadlines=deadlines)
         except NotYet:

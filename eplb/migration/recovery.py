@@ -20,7 +20,7 @@ NO_PLAN = 0
 
 
 @dataclass(frozen=True)
-class LastWords:
+class SurvivorReport:
     """What a survivor knows of itself. It swaps nothing any more by then."""
 
     run: str
@@ -62,7 +62,7 @@ class WrittenEnd:
 
 
 def decide(
-    words: Sequence[LastWords],
+    words: Sequence[SurvivorReport],
     dead: Collection[int],
     silent: Collection[int] = (),
     written: WrittenEnd | None = None,
@@ -104,7 +104,7 @@ def decide(
     )
 
 
-def _ended(alive: Sequence[LastWords], written: WrittenEnd | None) -> tuple[int, int, int]:
+def _ended(alive: Sequence[SurvivorReport], written: WrittenEnd | None) -> tuple[int, int, int]:
     """(plan id, transactions applied, generation) that all of them can reach."""
     newest = max(alive, key=lambda said: said.generation)
     if written is not None and written.generation > newest.generation:
@@ -120,7 +120,7 @@ def _ended(alive: Sequence[LastWords], written: WrittenEnd | None) -> tuple[int,
 
 
 def _reachable(
-    alive: Sequence[LastWords], plan_id: int, applied: int, generation: int
+    alive: Sequence[SurvivorReport], plan_id: int, applied: int, generation: int
 ) -> tuple[int, int, int]:
     hashes = {said.plan_hash for said in alive if said.plan_id == plan_id}
     for said in alive:

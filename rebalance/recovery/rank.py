@@ -1,4 +1,4 @@
-"""A rank agent's part in a recovery: its last words, and what the survivors' record asks of it.
+"""A rank agent's part in a recovery: its survivor report, and the survivors' record applied.
 
 ``rebalance/recovery/survivors.py`` says what all survivors do, and in which order.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.phases import Phase, RankPhase
@@ -28,11 +28,11 @@ class Survival:
         self._scrub_turns = scrub_turns
         self.is_recovering = False  # no step may follow
 
-    def last_words(self, deadline_s: float) -> LastWords:
+    def survivor_report(self, deadline_s: float) -> SurvivorReport:
         """Adopt, swap and mend nothing any more, and say how far this rank has come.
 
         Args:
-            deadline_s: for the scrubber's look under way to end; the words come by then all the
+            deadline_s: for the scrubber's look under way to end; the reports come by then all the
                 same, because others take a rank for dead that says none.
         """
         core = self._core
@@ -43,17 +43,19 @@ class Survival:
         has_ended = self._scrub_turns.end_look(deadline_s)
         with core.shared.changed:
             state = core.shared.state
-            words = self._words(state)
+            report = self._report(state)
         # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
-        assert has_ended or not words.prepared, "who looks at a slot has staged nothing"
-        core.recorder.note("death detected", state, dead=list(words.dead))
-        core.recorder.note("last words", state, swapped=words.swapped, prepared=words.prepared)
-        return words
+        assert has_ended or not report.prepared, "who looks at a slot has staged nothing"
+        core.recorder.note("death detected", state, dead=list(report.dead))
+        core.recorder.note(
+            "survivor report", state, swapped=report.swapped, prepared=report.prepared
+        )
+        return report
 
-    def _words(self, state: RankPhase) -> LastWords:
+    def _report(self, state: RankPhase) -> SurvivorReport:
         core, closed = self._core, self._swapper.closed
         plan = state.plan if state.phase is not Phase.ABORTED else None
-        return LastWords(
+        return SurvivorReport(
             run=core.settings.run,
             rank=core.rank,
             membership=core.settings.membership,

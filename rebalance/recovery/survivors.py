@@ -1,6 +1,6 @@
 """What survivors of a death do: agree on one placement, write it down, and end together.
 
-    words ----> decide ----> record (first writer wins) ----> roll forward ----> commit
+    reports ----> decide ----> record (first writer wins) ----> roll forward ----> commit
     each to                  compare and set,                 what the others
     the store                in the store                     swapped already
 
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Outcome, Verdict
 from rebalance.protocol.gloo_votes import GlooVotes
@@ -34,7 +34,7 @@ from runtime.group.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
-WORDS_DEADLINE_S = 5.0  # for what a rank is still at, before it says its words
+REPORT_DEADLINE_S = 5.0  # for what a rank is still at, before it says its reports
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Survivor(Protocol):
     def placement(self) -> Placement:
         """What this rank holds."""
 
-    def last_words(self, deadline_s: float) -> LastWords:
+    def survivor_report(self, deadline_s: float) -> SurvivorReport:
         """Adopt and swap nothing any more, and say how far this rank has come, in time."""
 
     def dead(self) -> frozenset[int]:
@@ -62,7 +62,7 @@ class Survivor(Protocol):
 class Deadlines:
     """How long a survivor waits."""
 
-    words_s: float = 10.0  # for the others' words; who is silent for longer counts as dead
+    reports_s: float = 10.0  # for the others' reports; who is silent for longer counts as dead
     store_s: float = 20.0  # for a store that fails, in all
     group_s: float = 20.0  # for the new group, and for its vote
 
@@ -85,29 +85,29 @@ def recover(
             is committed is still right for a start, because a start loads every slot anew.
     """
     deadlines = deadlines or Deadlines()
-    # The others wait for them no longer than words_s, and may have begun to a little earlier.
-    words = survivor.last_words(min(WORDS_DEADLINE_S, deadlines.words_s / 2))
-    patient = _Patience(words.rank, time.monotonic() + deadlines.store_s + deadlines.words_s)
-    patient.insist("write its last words", lambda: store.last_words(words))
-    deadline = time.monotonic() + deadlines.words_s
+    # The others wait for them no longer than reports_s, and may have begun to a little earlier.
+    report = survivor.survivor_report(min(REPORT_DEADLINE_S, deadlines.reports_s / 2))
+    patient = _Patience(report.rank, time.monotonic() + deadlines.store_s + deadlines.reports_s)
+    patient.insist("write its survivor report", lambda: store.add_survivor_report(report))
+    deadline = time.monotonic() + deadlines.reports_s
     record = patient.insist(
         "agree with the other survivors",
-        lambda: _agree(survivor, store, words, num_ranks, deadline),
+        lambda: _agree(survivor, store, report, num_ranks, deadline),
     )
-    if words.rank not in record.survivors:
+    if report.rank not in record.survivors:
         raise RankError(
-            f"rank {words.rank}: the other survivors excluded it ({record.reason}): "
+            f"rank {report.rank}: the other survivors excluded it ({record.reason}): "
             "its survivor report came too late"
         )
     try:
         survivor.take_over(record)
     except RuntimeError as exc:  # torch's, of a device that a death took with it
-        raise RankError(f"rank {words.rank} cannot roll forward: {exc}") from exc
+        raise RankError(f"rank {report.rank} cannot roll forward: {exc}") from exc
     patient.insist("read the commit", lambda: _await_commit(store, survivor, record, patient))
     log.warning(
         "generation=%d rank=%d membership=%d recovered: %s",
         record.generation,
-        words.rank,
+        report.rank,
         record.membership,
         record.reason,
     )
@@ -115,20 +115,20 @@ def recover(
 
 
 def _agree(
-    survivor: Survivor, store: LoadStore, words: LastWords, num_ranks: int, deadline: float
+    survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: float
 ) -> Recovery:
     """Return another survivor's record, or write one once all who live have spoken."""
     overtaken_by: int | None = None
     while True:
         version, standing = store.version(), store.recovery()
-        if standing is not None and standing.membership > words.membership:
-            return _own_run(standing, words)
-        said = store.words(words.run, words.membership)
-        silent = set(range(num_ranks)) - {one.rank for one in said} - survivor.dead()
+        if standing is not None and standing.membership > report.membership:
+            return _own_run(standing, report)
+        reports = store.survivor_reports(report.run, report.membership)
+        silent = set(range(num_ranks)) - {one.rank for one in reports} - survivor.dead()
         left_s = deadline - time.monotonic()
         if not silent or left_s <= 0:
-            record = decide(said, survivor.dead(), silent, _written_end(survivor, store, words))
-            written = store.recover(record, expected_membership=words.membership)
+            record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
+            written = store.recover(record, expected_membership=report.membership)
             if written is not None:
                 return written
             # A dead rank's last commit came in between: it is looked at once more.
@@ -136,7 +136,7 @@ def _agree(
             assert found is not None, "a generation is newer than the record's"
             if found.placement.generation == overtaken_by:
                 raise RankError(
-                    f"rank {words.rank}: generation {overtaken_by} is committed, and survivors "
+                    f"rank {report.rank}: generation {overtaken_by} is committed, and survivors "
                     f"can reach only generation {record.generation} of plan {record.plan_id}"
                 )
             overtaken_by = found.placement.generation
@@ -146,21 +146,21 @@ def _agree(
         store.wait(version, min(left_s, RETRY_S))
 
 
-def _written_end(survivor: Survivor, store: LoadStore, words: LastWords) -> WrittenEnd | None:
+def _written_end(survivor: Survivor, store: LoadStore, report: SurvivorReport) -> WrittenEnd | None:
     """What the store says of this rank's migration, if it is over: a dead rank may have told it."""
     committed = store.committed()
-    if committed is None or committed.plan_id != words.plan_id or words.plan_id == NO_PLAN:
+    if committed is None or committed.plan_id != report.plan_id or report.plan_id == NO_PLAN:
         return None
     # It was dropped where it stands here, or else finished: then every rank had prepared it all.
     is_dropped = committed.placement.hash == survivor.placement.hash
-    applied = words.swapped if is_dropped else words.prepared
-    return WrittenEnd(words.plan_id, applied, committed.placement.generation)
+    applied = report.swapped if is_dropped else report.prepared
+    return WrittenEnd(report.plan_id, applied, committed.placement.generation)
 
 
-def _own_run(record: Recovery, words: LastWords) -> Recovery:
-    if (record.run, record.membership) != (words.run, words.membership + 1):
+def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
+    if (record.run, record.membership) != (report.run, report.membership + 1):
         raise RankError(
-            f"rank {words.rank} is of run {words.run!r}, membership {words.membership}; found "
+            f"rank {report.rank} is of run {report.run!r}, membership {report.membership}; found "
             f"membership {record.membership} of run {record.run!r} recorded: this rank is excluded"
         )
     return record

@@ -16,7 +16,7 @@ from eplb.core.placement import Placement
 from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
@@ -74,7 +74,7 @@ class MemoryStore:
         self._tasks = TaskTable()
         self._control = Control()
         self._candidates = Candidates()
-        self._words: dict[tuple[str, int, int], LastWords] = {}  # by run, membership, rank
+        self._reports: dict[tuple[str, int, int], SurvivorReport] = {}  # by run, membership, rank
         self._recovery: Recovery | None = None
 
     def begin_run(self, info: RunInfo) -> None:
@@ -272,17 +272,19 @@ class MemoryStore:
             self._event("restore", detail)
             return True
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write what a survivor knows."""
         with self._use():
-            self._words[words.run, words.membership, words.rank] = words
+            self._reports[report.run, report.membership, report.rank] = report
             self._bump()
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         with self._use():
-            found = [said for key, said in self._words.items() if key[:2] == (run, membership)]
-        return sorted(found, key=lambda said: said.rank)
+            found = [
+                reports for key, reports in self._reports.items() if key[:2] == (run, membership)
+            ]
+        return sorted(found, key=lambda reports: reports.rank)
 
     def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write a record unless one stands; see LoadStore.recover."""

@@ -14,7 +14,7 @@ server, where a script may use them together.
     placements   STREAM  generation-1: committed placements
     migration    STRING  the open one
     plans        HASH    plan id -> open, committed, aborted, rejected
-    words:RUN:MEMBERSHIP HASH rank -> last words
+    words:RUN:MEMBERSHIP HASH rank -> survivor report
     tasks        HASH    id -> task; queued and running ZSET: ids
     events       STREAM  id-0: time, kind, detail
     receipt:ID   STRING  answer to a change of the last two minutes

@@ -14,7 +14,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
@@ -220,18 +220,18 @@ class RedisStore:
         """Write what a rank knows into a store that lost its contents."""
         return self._decisions.restore(run, placement, control, last_plan_id, reason)
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write what a survivor knows."""
         change = Change(self._keys, is_awaited=True)
-        key = self._keys.of("words", words.run, words.membership)
-        change.write("HSET", key, words.rank, rules.words_to_text(words))
-        self._changes.make(f"last words of rank {words.rank}", change)
+        key = self._keys.of("words", report.run, report.membership)
+        change.write("HSET", key, report.rank, rules.report_to_text(report))
+        self._changes.make(f"survivor report of rank {report.rank}", change)
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         found = self.link.read("HVALS", self._keys.of("words", run, membership))
-        said = [rules.words_from_text(text.decode()) for text in found]
-        return sorted(said, key=lambda words: words.rank)
+        reports = [rules.report_from_text(text.decode()) for text in found]
+        return sorted(reports, key=lambda report: report.rank)
 
     def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write a record unless one stands; return the one that stands."""

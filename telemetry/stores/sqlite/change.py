@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
 from telemetry import rules
 from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskState
@@ -182,10 +182,10 @@ class Change:
         self.add_event("restore", detail)
         return True
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write what a survivor knows."""
-        key = (self.deployment, words.run, words.membership, words.rank)
-        self.connection.execute(rows.REPLACE_WORDS, (*key, rules.words_to_text(words)))
+        key = (self.deployment, report.run, report.membership, report.rank)
+        self.connection.execute(rows.REPLACE_REPORT, (*key, rules.report_to_text(report)))
         self.bump()
 
     def recover(self, record: Recovery, expected_membership: int) -> Recovery | None:

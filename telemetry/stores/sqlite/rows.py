@@ -88,8 +88,8 @@ PRUNE_EVENTS = (
     "SELECT id FROM event WHERE deployment = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)"
 )
 TASK = "SELECT id, time, kind, request, state, result FROM task WHERE deployment = ?"
-REPLACE_WORDS = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
-WORDS = (
+REPLACE_REPORT = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
+REPORTS = (
     "SELECT words FROM last_words WHERE deployment = ? AND run = ? AND membership = ? ORDER BY rank"
 )
 RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"

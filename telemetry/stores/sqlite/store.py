@@ -19,7 +19,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry import rules
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
@@ -228,14 +228,16 @@ class SqliteStore:
         with self._change() as change:
             return change.restore(run, placement, control, last_plan_id, reason)
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write what a survivor knows."""
         with self._change() as change:
-            change.last_words(words)
+            change.add_survivor_report(report)
 
-    def words(self, run: str, membership: int) -> list[LastWords]:
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
-        return [rules.words_from_text(text) for (text,) in self._rows(rows.WORDS, run, membership)]
+        return [
+            rules.report_from_text(text) for (text,) in self._rows(rows.REPORTS, run, membership)
+        ]
 
     def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write a record unless one stands; see LoadStore.recover."""

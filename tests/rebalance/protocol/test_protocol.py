@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from eplb.errors import RankError
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
@@ -363,11 +363,11 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
 # -- after a death
 
 
-def words_of(rank: Rank, index: int) -> LastWords:
+def words_of(rank: Rank, index: int) -> SurvivorReport:
     """Survival.last_words."""
     state = rank.state
     plan = state.plan if state.phase is not Phase.ABORTED else None
-    return LastWords(
+    return SurvivorReport(
         run="run",
         rank=index,
         membership=0,
@@ -384,7 +384,7 @@ def words_of(rank: Rank, index: int) -> LastWords:
     )
 
 
-def written_end(world: World, rank: Rank, words: LastWords) -> WrittenEnd | None:
+def written_end(world: World, rank: Rank, words: SurvivorReport) -> WrittenEnd | None:
     """What the store says of the plan that a survivor is at."""
     generation, serving = world.committed
     if words.plan_id == NO_PLAN or generation != words.generation + 1:

@@ -18,7 +18,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
 from eplb.migration.build import Migration, Pace
-from eplb.migration.recovery import LastWords, Recovery, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
@@ -38,7 +38,7 @@ from telemetry.stores.memory import MemoryStore
 # -- the decision
 
 
-def said(rank: int, **changes: Any) -> LastWords:
+def said(rank: int, **changes: Any) -> SurvivorReport:
     """Words of a rank that serves generation 4 and is at no migration."""
     fields: dict[str, Any] = {
         "run": "run-1",
@@ -54,10 +54,10 @@ def said(rank: int, **changes: Any) -> LastWords:
         "dead": (),
         "time": float(rank),
     }
-    return LastWords(rank=rank, **(fields | changes))
+    return SurvivorReport(rank=rank, **(fields | changes))
 
 
-def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> LastWords:
+def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> SurvivorReport:
     plan = {"plan_id": 7, "plan_hash": 70, "swapped": swapped, "prepared": prepared}
     return said(rank, **(plan | changes))
 
@@ -112,7 +112,7 @@ def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
         (at_plan(1, 1, 1, run="run-2"), "ranks 0 and 1 survive with run run-1 and run-2"),
     ],
 )
-def test_words_that_fit_no_placement_are_refused(other: LastWords, sentence: str) -> None:
+def test_words_that_fit_no_placement_are_refused(other: SurvivorReport, sentence: str) -> None:
     with pytest.raises(RankError, match=sentence):
         decide([at_plan(0, 1, 1), other], {2})
 
@@ -144,7 +144,7 @@ class Rank:
             self.closed = (plan.plan_id, max(state.swapped, order.last if order else 0))
         self.state = state
 
-    def words(self, rank: int) -> LastWords:
+    def words(self, rank: int) -> SurvivorReport:
         state = self.state
         plan = state.plan if state.phase is not phases.Phase.ABORTED else None
         return said(
@@ -237,7 +237,7 @@ class Group(AgentGroup):
 
     def recover(self, ranks: list[int], **deadlines: float) -> list[Recovery | str]:
         def one(rank: int) -> Recovery | str:
-            limits = Deadlines(**({"words_s": DEADLINE_S, "store_s": DEADLINE_S} | deadlines))
+            limits = Deadlines(**({"reports_s": DEADLINE_S, "store_s": DEADLINE_S} | deadlines))
             try:
                 return recover(self.agents[rank], self.store, num_ranks=NUM_RANKS, deadlines=limits)
             except RankError as exc:
@@ -374,7 +374,7 @@ def test_no_step_follows_a_recovery(group: Group) -> None:
 def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> None:
     group.votes.kill(3)
 
-    records = group.recover([0, 1], words_s=0.2)
+    records = group.recover([0, 1], reports_s=0.2)
     late = group.recover([2])
 
     assert isinstance(records[0], Recovery)
@@ -388,7 +388,7 @@ def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> No
 
 def test_a_second_death_during_recovery_leaves_the_others_agreed(group: Group) -> None:
     migration = kill_after_one_has_swapped(group, 1)
-    group.store.last_words(group.agents[0].last_words())
+    group.store.add_survivor_report(group.agents[0].survivor_report())
     group.votes.kill(0)
 
     records = group.recover([1, 2])
@@ -405,11 +405,11 @@ def test_a_store_that_is_down_ends_a_recovery_in_words_and_in_time(group: Group)
     group.store.close()
     started = time.monotonic()
 
-    (told,) = group.recover([0], words_s=0.1, store_s=0.2)
+    (told,) = group.recover([0], reports_s=0.1, store_s=0.2)
 
     assert time.monotonic() - started < DEADLINE_S / 2
     assert str(told).startswith(
-        "rank 0 cannot write its last words: the store failed until the deadline: "
+        "rank 0 cannot write its survivor report: the store failed until the deadline: "
     )
 
 
@@ -418,11 +418,11 @@ class FailingStore(MemoryStore):
 
     failures = 2
 
-    def last_words(self, words: LastWords) -> None:
+    def add_survivor_report(self, report: SurvivorReport) -> None:
         self.failures -= 1
         if self.failures >= 0:
             raise StoreError("the disk is full")
-        super().last_words(words)
+        super().add_survivor_report(report)
 
 
 def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
@@ -430,9 +430,9 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     failing.commit(START, expected=None, reason="start")
     group.votes.kill(3)
     for agent in group.agents:
-        agent.last_words()
+        agent.survivor_report()
     for rank in (1, 2):
-        MemoryStore.last_words(failing, group.agents[rank].last_words())
+        MemoryStore.add_survivor_report(failing, group.agents[rank].survivor_report())
 
     record = recover(group.agents[0], failing, num_ranks=NUM_RANKS)
 

@@ -419,7 +419,7 @@ def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -
     group.banks[0].live(1, 2)[5] ^= 255
     group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
 
-    said = group.agents[0].last_words(0.05)
+    said = group.agents[0].survivor_report(0.05)
     group.gates[0].set()
 
     assert (said.generation, said.prepared) == (0, 0)

@@ -14,7 +14,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.candidates import Candidates
-from eplb.migration.recovery import LastWords, Recovery
+from eplb.migration.recovery import Recovery, SurvivorReport
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
 TIMEOUT_S = 20.0
@@ -193,7 +193,7 @@ def test_the_latest_candidates_are_kept_and_are_no_event(store: LoadStore) -> No
 # -- after a death
 
 
-def make_words(rank: int, **changes: Any) -> LastWords:
+def make_words(rank: int, **changes: Any) -> SurvivorReport:
     fields: dict[str, Any] = {
         "run": "run-1",
         "membership": 0,
@@ -208,7 +208,7 @@ def make_words(rank: int, **changes: Any) -> LastWords:
         "dead": (1, 5),
         "time": 9.5,
     }
-    return LastWords(rank=rank, **(fields | changes))
+    return SurvivorReport(rank=rank, **(fields | changes))
 
 
 def make_record(membership: int, **changes: Any) -> Recovery:
@@ -226,13 +226,13 @@ def make_record(membership: int, **changes: Any) -> Recovery:
 
 def test_last_words_are_read_by_run_and_membership(store: LoadStore) -> None:
     for words in (make_words(2), make_words(0), make_words(2, swapped=2)):
-        store.last_words(words)
-    store.last_words(make_words(1, membership=3))
-    store.last_words(make_words(1, run="run-2"))
+        store.add_survivor_report(words)
+    store.add_survivor_report(make_words(1, membership=3))
+    store.add_survivor_report(make_words(1, run="run-2"))
 
-    assert store.words("run-1", 0) == [make_words(0), make_words(2, swapped=2)]
-    assert store.words("run-1", 3) == [make_words(1, membership=3)]
-    assert store.words("run-3", 0) == []
+    assert store.survivor_reports("run-1", 0) == [make_words(0), make_words(2, swapped=2)]
+    assert store.survivor_reports("run-1", 3) == [make_words(1, membership=3)]
+    assert store.survivor_reports("run-3", 0) == []
 
 
 def test_the_first_record_of_a_death_stands(store: LoadStore) -> None:
@@ -287,7 +287,7 @@ CHANGES: list[Callable[[LoadStore], object]] = [
     lambda store: store.submit("rebalance", {}),
     lambda store: store.set_control(Control(), reason="test"),
     lambda store: store.suggest(Candidates((((0, 3),),))),
-    lambda store: store.last_words(make_words(0)),
+    lambda store: store.add_survivor_report(make_words(0)),
     lambda store: store.recover(make_record(1), expected_membership=0),
 ]
 
