@@ -90,7 +90,7 @@ class RankAgent:
             return True
         self._core.steps.last = step
         self._watchdog.step.busy(f"before step {step}")
-        self._core.voter.refuse_if_alone(f"before step {step}")
+        self._core.voter.raise_if_peer_dead(f"before step {step}")
         if step % self._settings.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
@@ -249,7 +249,7 @@ class RankAgent:
 
     # -- what the watcher calls, on its own thread
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Take in what the store says now; False to be told again soon."""
         state = self._shared.state
         if state.plan is not None:

@@ -122,7 +122,7 @@ class Rank:
 
     def hear(self) -> None:
         """The watcher's thread, once."""
-        heard = self.watcher.listen(self.heard_version, 0.0)
+        heard = self.watcher.poll_store(self.heard_version, 0.0)
         if heard is not None:
             self.heard_version, patience_s = heard
             self.hears_at = self.world.clock() + patience_s

@@ -52,7 +52,7 @@ class ControllerLease:
         self._of = of
         self._lease: Lease | None = None
         self._asked_at = 0.0  # when the store was last asked for the lease that is held
-        self._untold = ""  # how the last one was lost, until the store has it as an event
+        self._unreported = ""  # how the last one was lost, until the store has it as an event
         self._is_standing_by = False
 
     @property
@@ -96,7 +96,7 @@ class ControllerLease:
     def lose(self, reason: str) -> None:
         """Stop acting. Said at once, and to the store as soon as it answers again."""
         if self._lease is not None:
-            self._untold = reason
+            self._unreported = reason
             log.warning("token=%d lease lost: %s", self._lease.token, reason)
         self._lease = None
 
@@ -109,26 +109,26 @@ class ControllerLease:
     def _lead(self, lease: Lease, now: float) -> None:
         is_news = self._lease is None or self._lease.token != lease.token
         self._lease, self._asked_at, self._is_standing_by = lease, now, False
-        self._tell_loss()
+        self._report_loss()
         if is_news:
             log.info("token=%d %s holds the lease of the %s", lease.token, self.holder, self._of)
-            self._tell("leads", token=lease.token)
+            self._report("leads", token=lease.token)
 
     def _stand_by(self) -> None:
         if self._lease is not None:
             self.lose("found another holder")
-        self._tell_loss()
+        self._report_loss()
         if not self._is_standing_by:
             self._is_standing_by = True
             log.info(
                 "%s is standing by: another holder has the lease of the %s", self.holder, self._of
             )
 
-    def _tell_loss(self) -> None:
-        if self._untold:
-            reason, self._untold = self._untold, ""
-            self._tell("lost", reason=reason)
+    def _report_loss(self) -> None:
+        if self._unreported:
+            reason, self._unreported = self._unreported, ""
+            self._report("lost", reason=reason)
 
-    def _tell(self, state: str, **more: object) -> None:
+    def _report(self, state: str, **more: object) -> None:
         said = {"of": self._of, "state": state, "holder": self.holder}
         self._store.add_event("lease", said | more)

@@ -19,7 +19,7 @@ from telemetry.windows.intake import Intake, Outcome
 from telemetry.windows.run_windows import Folder, folder_of
 from telemetry.windows.step_windows import Window
 
-TOLD_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
 # What should not happen; repeated and late samples are what an outage of the store leaves.
 BAD: tuple[Outcome, ...] = ("future", "stale", "malformed")
 UNREADABLE = "unreadable"
@@ -72,23 +72,23 @@ class Arrivals:
         self._group = Group(info, model, topology, folder, intake, self._phase)
         self._cursor = 0
         self._unreadable_before = self._num_unreadable()
-        self._told = self._counts(intake)  # what a reader may believe without being told
-        self._told_at = -TOLD_EVERY_S
+        self._reported = self._counts(intake)  # what a reader may believe without being told
+        self._reported_at = -REPORT_EVERY_S
 
     def _fold(self, group: Group) -> None:
         while arrived := self._store.samples(group.run.run, after=self._cursor):
             group.intake.take([sample for _, sample in arrived], self._clock())
             self._cursor = arrived[-1][0]
 
-    def tell(self) -> None:
+    def report_rejected(self) -> None:
         """Write down what became of samples that were not accepted, if it is news and due."""
         assert self._group is not None, "told about a run"
         counts, now = self._counts(self._group.intake), self._clock()
-        news = {name: counts[name] - told for name, told in self._told.items()}
+        news = {name: counts[name] - reported for name, reported in self._reported.items()}
         is_news = any(number for name, number in news.items() if name != "accepted")
-        if not is_news or now - self._told_at < TOLD_EVERY_S:
+        if not is_news or now - self._reported_at < REPORT_EVERY_S:
             return
-        self._told, self._told_at = counts, now
+        self._reported, self._reported_at = counts, now
         bad = [name for name in (*BAD, UNREADABLE) if news[name]]
         if not bad:
             self._store.add_event("samples", {"samples": counts})

@@ -129,7 +129,7 @@ class Controller:
 
     def _lead(self, group: Group) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
-        self._arrivals.tell()
+        self._arrivals.report_rejected()
         open_migration = self._store.published()
         if open_migration is not None:
             states = self._store.rank_states(group.run.run)

@@ -75,9 +75,9 @@ class Voter:
             if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
                 return outcome, reduced
             # A reduction around a ring breaks at the dead rank's neighbours alone.
-            self.refuse_if_alone("before it had voted")
+            self.raise_if_peer_dead("before it had voted")
 
-    def refuse_if_alone(self, when: str) -> None:
+    def raise_if_peer_dead(self, when: str) -> None:
         """Run no further step without a rank: its tokens would be lost.
 
         Raises:
@@ -95,7 +95,7 @@ class Voter:
             RuntimeError: torch's own, of an exchange that failed or missed its group's deadline.
         """
         while not exchange.is_completed():
-            self.refuse_if_alone(f"in the exchange of tokens of step {step}")
+            self.raise_if_peer_dead(f"in the exchange of tokens of step {step}")
             try:
                 exchange.wait(timedelta(seconds=VOTE_POLL_S))
             except RuntimeError:
@@ -118,7 +118,7 @@ class Voter:
         deadline = time.monotonic() + self._deadline_s
         while not completion.is_complete():
             if not is_halting:
-                self.refuse_if_alone(f"while the device was in step {step} or the last")
+                self.raise_if_peer_dead(f"while the device was in step {step} or the last")
             if time.monotonic() >= deadline:
                 raise BrokenGroup(
                     f"rank {self._rank}: the device is not done with step {step} after "

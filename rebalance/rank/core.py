@@ -10,7 +10,7 @@ from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.sampling import SampleLabel, Sampler
-from rebalance.rank.watcher import Listener, Watcher
+from rebalance.rank.watcher import WatchedAgent, Watcher
 from rebalance.stage.mover import Mover, MoverParts
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
@@ -57,7 +57,7 @@ def make_core(
     parts: RankParts,
     links: Links,
     placement: Placement,
-    listener: Listener,
+    listener: WatchedAgent,
 ) -> RankCore:
     """Put a rank's collaborators together; no thread runs yet.
 

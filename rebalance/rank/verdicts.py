@@ -44,10 +44,10 @@ class Voting:
         found = self._core.voter.read(step, swapped=swapped, must_finish=must_finish)
         if found is None:
             return None
-        self.obey(*found, step)
+        self.apply_verdict(*found, step)
         return found[1]
 
-    def obey(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+    def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         """Do what a verdict on this rank's ballot asks for, before ``step``."""
         core = self._core
         core.recorder.note_verdict(cast, verdict)

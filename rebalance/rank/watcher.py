@@ -48,10 +48,10 @@ class SampleSink(Protocol):
         """Take what the rank says of itself; only the newest matters."""
 
 
-class Listener(Protocol):
+class WatchedAgent(Protocol):
     """The agent, as the watcher sees it."""
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Take in what the store says now; False to be told again soon."""
 
     def describe(self) -> RankState:
@@ -77,7 +77,7 @@ class Watcher:
     def __init__(
         self,
         store: LoadStore,
-        agent: Listener,
+        agent: WatchedAgent,
         mover: Mover,
         shared: SharedPhase,
         sink: SampleSink,
@@ -93,7 +93,7 @@ class Watcher:
         self._threads = [
             threading.Thread(target=self._watch, name="eplb-watcher", daemon=True),
             threading.Thread(target=self._move, name=MOVER, daemon=True),
-            threading.Thread(target=self._write_down, name="eplb-scribe", daemon=True),
+            threading.Thread(target=self._write_down, name="eplb-commit-writer", daemon=True),
         ]
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Watcher:
         """Have the mover's thread do something, after what it was given before."""
         self._to_do.put(job)
 
-    def tell(self, kind: str, detail: Details) -> None:
+    def report_event(self, kind: str, detail: Details) -> None:
         """Have an event written down."""
         write = partial(self._store.add_event, kind, detail)
         self._to_write.put(Writing(f"writing an event of kind {kind!r}", write))
@@ -171,7 +171,7 @@ class Watcher:
         version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
-            heard = self.listen(version, 0.0 if is_last else patience_s)
+            heard = self.poll_store(version, 0.0 if is_last else patience_s)
             if heard is None:
                 self._closing.wait(POLL_S)
             else:
@@ -181,7 +181,7 @@ class Watcher:
                 self._watchdog.watcher.idle("closed")
                 return
 
-    def listen(self, version: int, patience_s: float) -> tuple[int, float] | None:
+    def poll_store(self, version: int, patience_s: float) -> tuple[int, float] | None:
         """Hear the store's news, once.
 
         Returns:
@@ -193,7 +193,7 @@ class Watcher:
             control, published = self._store.control(), self._store.published()
             if self._loss.is_restored(control):
                 return version, SOON_S  # what was read is of a store without its contents
-            is_settled = self._agent.hear(control, published)
+            is_settled = self._agent.on_store_update(control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
             log.warning("load store failed, retrying: %s", exc)
@@ -206,7 +206,7 @@ class Watcher:
 
     def _write_down(self) -> None:
         """Write commits and events in order, each until the store has it, or at the end once."""
-        beat = self._watchdog.scribe
+        beat = self._watchdog.commit_writer
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
             while not (is_written := self.is_written(writing)) and not self._closing.is_set():

@@ -79,4 +79,4 @@ class Survival:
         if verdicts:
             core.shared.update(lambda found: replace(found, abort_reason=record.reason))
         for cast, verdict in verdicts:
-            self._voting.obey(cast, verdict, core.steps.last)
+            self._voting.apply_verdict(cast, verdict, core.steps.last)

@@ -87,10 +87,10 @@ def recover(
     deadlines = deadlines or Deadlines()
     # The others wait for them no longer than reports_s, and may have begun to a little earlier.
     report = survivor.survivor_report(min(REPORT_DEADLINE_S, deadlines.reports_s / 2))
-    patient = _Patience(report.rank, time.monotonic() + deadlines.store_s + deadlines.reports_s)
-    patient.insist("write its survivor report", lambda: store.add_survivor_report(report))
+    retries = _Retries(report.rank, time.monotonic() + deadlines.store_s + deadlines.reports_s)
+    retries.until_done("write its survivor report", lambda: store.add_survivor_report(report))
     deadline = time.monotonic() + deadlines.reports_s
-    record = patient.insist(
+    record = retries.until_done(
         "agree with the other survivors",
         lambda: _agree(survivor, store, report, num_ranks, deadline),
     )
@@ -103,7 +103,7 @@ def recover(
         survivor.take_over(record)
     except RuntimeError as exc:  # torch's, of a device that a death took with it
         raise RankError(f"rank {report.rank} cannot roll forward: {exc}") from exc
-    patient.insist("read the commit", lambda: _await_commit(store, survivor, record, patient))
+    retries.until_done("read the commit", lambda: _await_commit(store, survivor, record, retries))
     log.warning(
         "generation=%d rank=%d membership=%d recovered: %s",
         record.generation,
@@ -167,9 +167,9 @@ def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
 
 
 def _await_commit(
-    store: LoadStore, survivor: Survivor, record: Recovery, patient: _Patience
+    store: LoadStore, survivor: Survivor, record: Recovery, retries: _Retries
 ) -> None:
-    """Wait until the store names what the survivors hold. Their scribes write it."""
+    """Wait until the store names what the survivors hold. Their commit writers write it."""
     mine = survivor.placement
     while True:
         version = store.version()
@@ -183,10 +183,10 @@ def _await_commit(
                 f"the store names generation {found.generation} (hash {found.hash}), "
                 f"found generation {mine.generation} (hash {mine.hash}) in this rank's slots"
             )
-        store.wait(version, patient.left_s(f"for generation {record.generation} to be committed"))
+        store.wait(version, retries.left_s(f"for generation {record.generation} to be committed"))
 
 
-class _Patience:
+class _Retries:
     """Tries a store again until one deadline for all that a recovery asks of it."""
 
     def __init__(self, rank: int, deadline: float) -> None:
@@ -198,7 +198,7 @@ class _Patience:
             raise RankError(f"rank {self._rank}: timed out while waiting {what}")
         return left_s
 
-    def insist(self, what: str, ask: Callable[[], Result]) -> Result:
+    def until_done(self, what: str, ask: Callable[[], Result]) -> Result:
         while True:
             try:
                 return ask()

@@ -27,19 +27,19 @@ class Fetcher:
         self, rank: int, stager: Stager, beat: Heartbeat, clock: Callable[[], float]
     ) -> None:
         self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
-        self.is_quiet = True  # False once copies could not be ended: they may still be writing
+        self.is_drained = True  # False once copies could not be ended: they may still be writing
 
     def fetch(self, pull: Pull, shared: SharedPhase, is_wanted: IsWanted) -> bool:
         """Bring and prove one record, while no migration is being brought.
 
         Returns:
             Whether it is there; False if it is not wanted any more. However this ends, nothing
-            writes to its destination any more, unless ``is_quiet`` is False.
+            writes to its destination any more, unless ``is_drained`` is False.
 
         Raises:
             MigrationError: no source has it.
         """
-        if not self.is_quiet:
+        if not self.is_drained:
             raise MigrationError("cancelled copies may still be writing to staging")
         is_there, failure = False, None
 
@@ -55,7 +55,7 @@ class Fetcher:
         self._stager.meter.restart()  # it counts what a migration has staged: this was none
         if failure is not None:
             raise failure
-        return is_there and self.is_quiet
+        return is_there and self.is_drained
 
     def settle(self, shared: SharedPhase) -> Generator[Wait, None, None]:
         """Wait until nothing writes. Where that cannot be had, no plan is adopted any more."""
@@ -66,7 +66,7 @@ class Fetcher:
         except Exception as exc:
             # Too late or a broken device: what may still be written must not be used again.
             log.exception("rank %d: staging copies did not end", self._rank)
-            self.is_quiet = False
+            self.is_drained = False
             shared.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
 
     def _release(self) -> None:

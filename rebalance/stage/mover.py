@@ -38,7 +38,7 @@ from runtime.routing import RoutingTable
 log = logging.getLogger(__name__)
 
 
-def nobody() -> frozenset[int]:
+def no_ranks() -> frozenset[int]:
     """No rank is known to be dead."""
     return frozenset()
 
@@ -72,7 +72,7 @@ class Mover:
         transport: WeightTransport,
         settings: StageSettings,
         *,
-        dead: Callable[[], frozenset[int]] = nobody,
+        dead: Callable[[], frozenset[int]] = no_ranks,
         clock: Callable[[], float] = time.monotonic,
         beat: Heartbeat | None = None,
     ) -> None:
@@ -273,6 +273,6 @@ class Mover:
         with shared.changed:
             if shared.state.phase is Phase.ABORTED:
                 # Only this generator has staging entries written, and all it ordered has ended.
-                if self.fetcher.is_quiet:
+                if self.fetcher.is_drained:
                     self.ring.release_all()
                 shared.update(phases.aborted)

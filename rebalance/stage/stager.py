@@ -59,7 +59,7 @@ class Stager:
         self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
-        self._is_said = False  # that it waits, and for what
+        self._has_reported_wait = False  # that it waits, and for what
         self._is_wanted: IsWanted = always  # what is being staged
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
@@ -101,10 +101,10 @@ class Stager:
             except CalledOff:
                 return False
             if has_moved:
-                self._is_said = False
+                self._has_reported_wait = False
                 continue
-            if not self._is_said:
-                self._say()
+            if not self._has_reported_wait:
+                self._report_wait()
             yield self._wait()
         return True
 
@@ -240,14 +240,14 @@ class Stager:
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        is_mended = (
+        is_repaired = (
             pull.places == (HOST,)
             and not pull.is_reloaded
             and self.host.reload(pull.record, self._is_wanted)
         )
-        if not is_mended:
+        if not is_repaired:
             self._sources.wrong(pull.move, pull.places)
-        if is_mended:
+        if is_repaired:
             pull.is_reloaded = True
         elif len(pull.places) == 1:
             pull.failed[pull.places[0]] = "digest mismatch"
@@ -257,9 +257,9 @@ class Stager:
         self.meter.add("num_wrong_digests")
         self._again(pull)
 
-    def _say(self) -> None:
+    def _report_wait(self) -> None:
         """Name what it waits for, once: to whoever asks, saying it again would be progress."""
-        self._is_said = True
+        self._has_reported_wait = True
         for lane in self._lanes.values():
             if lane.flying:
                 pull = lane.flying[0].pull

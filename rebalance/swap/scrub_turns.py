@@ -64,7 +64,7 @@ class ScrubTurns:
         if not every_steps or self._is_looking:
             return
         if self._staged is not None:
-            self._mend(*self._staged)
+            self._repair(*self._staged)
             return
         self._idle_steps += self._shared.state.phase is Phase.IDLE
         is_due = self._idle_steps >= every_steps or self._scrubber.suspects
@@ -108,7 +108,7 @@ class ScrubTurns:
             self._scrubber.suspects.clear()
             return True
 
-    def _mend(self, where: LiveSlot, loan: Loan) -> None:
+    def _repair(self, where: LiveSlot, loan: Loan) -> None:
         """Copy the right bytes into the slot, unless something else has begun since."""
         with self._shared.changed:
             self._staged, done = None, None
@@ -144,13 +144,13 @@ class ScrubTurns:
         if damage is None:
             scrubber.counts["clean"] += 1
             if scrubber.suspects.pop(where, 0):
-                self._tell("repaired", where, "digest correct after the repair")
+                self._report("repaired", where, "digest correct after the repair")
             return
         if where not in scrubber.suspects:
             scrubber.suspects[where] = 0
-            self._tell("damaged", where, "digest mismatch", damage)
+            self._report("damaged", where, "digest mismatch", damage)
         if scrubber.suspects[where] >= MAX_REPAIRS:
-            self._lose(where, f"{where}: digest mismatch after {MAX_REPAIRS} repairs")
+            self._give_up(where, f"{where}: digest mismatch after {MAX_REPAIRS} repairs")
         else:
             self._stage(where, serving)
 
@@ -163,13 +163,13 @@ class ScrubTurns:
                 pull = self._scrubber.right_bytes(where, serving, loan)
                 is_right = self._mover.fetcher.fetch(pull, self._shared, self._is_wanted)
         except MigrationError as exc:
-            self._lose(where, f"{where}: digest mismatch, repair failed: {exc}")
+            self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
             with self._shared.changed:
                 # Whoever ended the look has gone on, and would not give the loan back.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
-                elif loan is not None and self._mover.fetcher.is_quiet:
+                elif loan is not None and self._mover.fetcher.is_drained:
                     self._give_back(loan)
 
     def _borrow(self, where: LiveSlot, serving: Placement) -> Loan | None:
@@ -195,13 +195,15 @@ class ScrubTurns:
     def _is_wanted(self) -> bool:
         return not (self._is_stopping or self._shared.is_closing)
 
-    def _lose(self, where: LiveSlot, why: str) -> None:
+    def _give_up(self, where: LiveSlot, why: str) -> None:
         """Give a slot up: only people can mend it."""
         del self._scrubber.suspects[where]
-        self._tell("lost", where, why)
+        self._report("lost", where, why)
         self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
 
-    def _tell(self, result: str, where: LiveSlot, words: str, damage: Damage | None = None) -> None:
+    def _report(
+        self, result: str, where: LiveSlot, words: str, damage: Damage | None = None
+    ) -> None:
         self._scrubber.counts[result] += 1
         rank = self._scrubber.rank
         log.warning("rank %d: scrub=%s %s: %s", rank, result, where, words)
@@ -209,7 +211,7 @@ class ScrubTurns:
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
         self._core.recorder.note(f"scrub {result}", self._shared.state, **detail)
-        self._core.watcher.tell("scrub", detail)
+        self._core.watcher.report_event("scrub", detail)
 
 
 def in_hex(digest: Digest) -> str:

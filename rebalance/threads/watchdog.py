@@ -70,12 +70,12 @@ class Watchdog:
         self.step = Heartbeat("step", clock)
         self.watcher = Heartbeat("watcher", clock)
         self.mover = Heartbeat("mover", clock)
-        self.scribe = Heartbeat("scribe", clock)
+        self.commit_writer = Heartbeat("commit writer", clock)
         self._not_adopted: tuple[int, float] | None = None  # plan, and when that was first seen
 
     def oldest(self) -> Standing:
         """Return the thread that has made no progress for longest."""
-        beats = (self.step, self.watcher, self.mover, self.scribe)
+        beats = (self.step, self.watcher, self.mover, self.commit_writer)
         return max((beat.standing() for beat in beats), key=lambda standing: standing.age_s)
 
     @property

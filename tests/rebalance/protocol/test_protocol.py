@@ -172,7 +172,7 @@ def with_rank(world: World, index: int, rank: Rank) -> World:
 
 
 def hear(scenario: Scenario, world: World, rank: Rank) -> Rank:
-    """RankAgent.hear: adopt what is published, or wish for the end of what is not."""
+    """RankAgent.on_store_update: adopt what is published, or wish for the end of what is not."""
     plan, published = rank.state.plan, world.open_plan
     if plan is not None:
         is_open = published is not None and published.plan_id == plan.plan_id

@@ -104,7 +104,7 @@ class Ranked:
         self.reports: list[RankState] = []
         self.fails_with: BaseException | None = None
 
-    def hear(self, control: Control, published: Migration | None) -> bool:
+    def on_store_update(self, control: Control, published: Migration | None) -> bool:
         if self.fails_with is not None:
             raise self.fails_with
         return True
@@ -248,7 +248,7 @@ def open_plan() -> Migration:
 
 
 @pytest.fixture
-def scribe(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
+def commit_writer(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemoryStore]:
     """A watcher whose threads are the test's own, and its store, where a plan is open."""
     store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()
     store.commit(FROM, expected=None, reason="start")
@@ -259,7 +259,7 @@ def scribe(watchdog: Watchdog, open_plan: Migration) -> tuple[Watcher, MemorySto
 
 
 def end_of(plan: Migration, watcher: Watcher, reason: str) -> Writing:
-    """What the scribe is given to write when a plan was dropped."""
+    """What the commit writer is given to write when a plan was dropped."""
     watcher.commit(plan, plan.base, "aborted", reason)
     writing = watcher._to_write.get_nowait()
     assert writing is not None
@@ -271,9 +271,9 @@ def reasons(store: LoadStore) -> list[str]:
 
 
 def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
-    scribe: tuple[Watcher, MemoryStore], open_plan: Migration
+    commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration
 ) -> None:
-    watcher, store = scribe
+    watcher, store = commit_writer
     another = end_of(open_plan, watcher, phases.ELSEWHERE)
     knowing = end_of(open_plan, watcher, "rank 2: the disk is gone")
 
@@ -285,9 +285,9 @@ def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
 
 
 def test_the_end_of_a_plan_is_told_even_if_the_rank_that_knows_why_is_gone(
-    scribe: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
+    commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
 ) -> None:
-    watcher, store = scribe
+    watcher, store = commit_writer
     another = end_of(open_plan, watcher, phases.ELSEWHERE)
 
     assert watcher.is_written(another) is False
@@ -301,11 +301,11 @@ def test_what_the_store_does_not_take_is_no_progress(
     made: Made, watchdog: Watchdog, clock: Clock
 ) -> None:
     watcher, *_, store = made
-    watcher.tell("scrub", {})
+    watcher.report_event("scrub", {})
     assert store.is_asked.wait(DEADLINE_S)
     clock.now += 40
 
-    standing = watchdog.scribe.standing()
+    standing = watchdog.commit_writer.standing()
 
     assert (standing.age_s, standing.doing) == (40, "writing an event of kind 'scrub'")
 
@@ -318,7 +318,7 @@ def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
     watcher = Watcher(store, ranked, hands, shared, ranked, watchdog)  # type: ignore[arg-type]
     watcher.start()
     store.close()
-    watcher.tell("scrub", {})
+    watcher.report_event("scrub", {})
 
     watcher.close()
 

@@ -175,9 +175,9 @@ def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
             clock.steps += 1
     version = -1
     while group.generation() == 0:
-        assert time.monotonic() < deadline, "the scribe has not written it down"
+        assert time.monotonic() < deadline, "the commit writer has not written it down"
         version = group.store.wait(version, 1.0)
-    last.hear(Control(), group.store.published())
+    last.on_store_update(Control(), group.store.published())
 
     assert last._shared.state.plan is not None
     assert last._shared.state.plan.plan_id == migration.plan_id
@@ -472,7 +472,7 @@ def test_new_shares_without_moves_are_taken_over(group: Group) -> None:
 def test_a_published_plan_for_another_placement_is_left_alone(group: Group) -> None:
     other = START.with_layers(FULL, [0])
     migration = build_migration(other, FULL, TOPOLOGY, plan_id=1)
-    group.agents[0].hear(Control(), migration)
+    group.agents[0].on_store_update(Control(), migration)
 
     assert group.agents[0].describe().plan_id == 0
 

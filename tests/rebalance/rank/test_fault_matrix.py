@@ -605,7 +605,7 @@ def test_a_plan_with_a_stale_base_is_refused_by_the_store_and_moves_nothing(
     with pytest.raises(StaleGeneration, match=r"plan 7 starts from generation 0 .* found gen"):
         group.store.publish(stale)
     for agent in group.agents:
-        agent.hear(group.store.control(), stale)  # as from a store that let it pass
+        agent.on_store_update(group.store.control(), stale)  # as from a store that let it pass
     for _ in range(6):
         group.step()
     group.is_settled(NEXT.slot_to_expert)

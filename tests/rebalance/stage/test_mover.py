@@ -469,7 +469,7 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> Non
     assert not made.mover.fetcher.fetch(pull, made.shared, lambda: next(answers))
 
     assert made.transport.num_flying == 0
-    assert made.mover.fetcher.is_quiet
+    assert made.mover.fetcher.is_drained
 
 
 def test_nothing_is_fetched_any_more_once_copies_could_not_be_ended() -> None:
