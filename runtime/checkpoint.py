@@ -79,13 +79,13 @@ class Checkpoint:
         except (KeyError, SafetensorError) as exc:
             raise CheckpointError(f"{self.path}: tensor {name} is missing") from exc
 
-    def cook(self, layer: int, expert: int, schema: ExpertSchema, record: torch.Tensor) -> None:
+    def repack(self, layer: int, expert: int, schema: ExpertSchema, record: torch.Tensor) -> None:
         """Write one routed expert into a record [record_bytes], in kernel layout."""
         where = expert_name(layer, expert)
         parts = {
             part: self.tensor(f"{where}.{part}") for spec in schema.tensors for part in spec.parts
         }
-        schema.cook(parts, record, where)
+        schema.repack(parts, record, where)
 
     def dense_weights(self) -> dict[str, torch.Tensor]:
         """Read everything but the routed experts: what every rank holds."""

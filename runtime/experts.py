@@ -92,7 +92,7 @@ class ExpertSchema:
         """Shape of each checkpoint tensor that ``spec`` is made of."""
         return (spec.shape[0] // len(spec.parts), *spec.shape[1:])
 
-    def cook(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
+    def repack(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
         """Write one expert's checkpoint tensors into a record, in kernel layout.
 
         Raises:

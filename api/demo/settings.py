@@ -85,7 +85,7 @@ class DemoSettings(BaseModel):
     other_hosts: Literal["off", "before_disk", "after_disk"] = Field(
         "off", description="whether a host asks the others for records, and when; and ranks, ranks"
     )
-    record_file: bool = Field(False, description="keep cooked records in a file beside the weights")
+    record_file: bool = Field(False, description="keep expert records in a file beside the weights")
     hidden: Whole = Field(64, ge=1, le=65_536, description="width of a token")
     intermediate: Whole = Field(128, ge=1, le=65_536, description="width inside an expert")
     shared_experts: Whole = Field(1, ge=0, le=1, description="experts that every token goes to")

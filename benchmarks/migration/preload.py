@@ -165,7 +165,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
         "  the same into memory never used before": host_cache(
             record_file=records, num_entries=num_records
         ).rate,
-        "preload by cooking": host_cache(
+        "preload by repacking": host_cache(
             record_file=None, num_entries=num_records // NUM_FILLS
         ).rate,
     }
@@ -193,7 +193,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
     return [
         *((name, _spread(found), f"{median(found) / plain:.0%}") for name, found in rates.items()),
         ("another host's part of the plain copy", "", f"{of_copy:.0%}"),
-        ("make_all: cook and write", f"{total_gb / making_s:.2f}", ""),
+        ("make_all: repack and write", f"{total_gb / making_s:.2f}", ""),
         ("digest of a record, one core", f"{_digest_rate(schema):.2f}", ""),
     ]
 

@@ -148,8 +148,8 @@ class Controller:
             return
         self._kept_at = now
         done = self._keeper.turn(now)
-        if done.left_out:
-            log.warning("%d samples excluded from roll-ups: %s", done.left_out, done.reason)
+        if done.excluded:
+            log.warning("%d samples excluded from roll-ups: %s", done.excluded, done.reason)
 
     def _note_error(self, where: str, exc: EplbError) -> None:
         """Log it, and make the first of its kind in a run an event."""

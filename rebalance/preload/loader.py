@@ -1,7 +1,8 @@
-"""Bring one expert's record from disk into memory: from the record file, else cooked.
+"""Bring one expert's record from disk into memory: from the record file, else repacked.
 
-What is cooked is added to the record file. A record's digest is known from when it first came, and
-what comes later must digest to the same; bytes of the record file that do not are cooked again.
+What is repacked is added to the record file. A record's digest is known from when it first came,
+and what comes later must digest to the same; bytes of the record file that do not are repacked
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Loaded:
     """A record that is in memory now."""
 
     digest: Digest
-    is_cooked: bool = False  # else it came from the record file, or from another host
+    is_repacked: bool = False  # else it came from the record file, or from another host
     is_from_host: bool = False
 
 
@@ -55,7 +56,7 @@ class RecordLoader:
         self._guard = ShardGuard(checkpoint.path)
         self._digests: dict[Record, Digest] = {}
         self.file = self._open(record_file)
-        self.num_damaged = 0  # records of the file, or cooked ones, that had another digest
+        self.num_damaged = 0  # records of the file, or repacked ones, that had another digest
 
     def _open(self, path: Path | None) -> RecordFile | None:
         if path is None:
@@ -89,18 +90,18 @@ class RecordLoader:
             expected = in_file
             if self._is_read(record, into, expected):
                 self._digests[record] = expected
-                return Loaded(expected, is_cooked=False)
-        found = self._cook(record, into)
+                return Loaded(expected, is_repacked=False)
+        found = self._repack(record, into)
         if expected is not None and found != expected and in_file is None:
             self.num_damaged += 1
-            found = self._cook(record, into)  # memory or disk may have erred once
+            found = self._repack(record, into)  # memory or disk may have erred once
         if expected is not None and found != expected:
             raise CheckpointError(
                 f"layer {record[0]} expert {record[1]}: the checkpoint's bytes have digest {found},"
                 f" expected {expected} as in the first read"
             )
         self._digests[record] = found
-        return Loaded(found, is_cooked=True)
+        return Loaded(found, is_repacked=True)
 
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest that a record must have; None of one that was never seen."""
@@ -131,11 +132,11 @@ class RecordLoader:
         )
         return False
 
-    def _cook(self, record: Record, into: torch.Tensor) -> Digest:
+    def _repack(self, record: Record, into: torch.Tensor) -> Digest:
         self._guard.check()
         layer, expert = record
-        self._checkpoint.cook(layer, expert, self._schema, into)
-        # Cooking leaves the last page's rest as it was, and the digest is over all of it.
+        self._checkpoint.repack(layer, expert, self._schema, into)
+        # Repacking leaves the last page's rest as it was, and the digest is over all of it.
         into[sum(spec.num_bytes for spec in self._schema.tensors) :].zero_()
         return digest(into)
 
@@ -153,7 +154,7 @@ class RecordLoader:
 
 @dataclass(frozen=True)
 class Written:
-    """A cooked record that waits to be written; ``done`` lets go of its memory."""
+    """An expert record that waits to be written; ``done`` lets go of its memory."""
 
     record: Record
     data: torch.Tensor
@@ -162,7 +163,7 @@ class Written:
 
 
 class WriteBehind:
-    """Adds cooked records to the file while ranks already use them.
+    """Adds expert records to the file while ranks already use them.
 
     Ranks never wait for it: with ``room`` records waiting, a further one is left out.
     """
@@ -171,7 +172,7 @@ class WriteBehind:
         self._file = file
         self._queue: queue.Queue[Written | None] = queue.Queue(room)
         self._is_stopping = False
-        self.num_left_out = 0
+        self.num_skipped = 0
         self.is_failed = False
         self._thread = threading.Thread(target=self._run, name="preload-write", daemon=True)
         self._thread.start()
@@ -183,7 +184,7 @@ class WriteBehind:
                 return False
             self._queue.put_nowait(written)
         except queue.Full:
-            self.num_left_out += 1
+            self.num_skipped += 1
             return False
         return True
 
@@ -225,10 +226,10 @@ def make_all(
     *,
     num_threads: int = 2,
 ) -> int:
-    """Cook every record that the file lacks; return how many.
+    """Repack every record that the file lacks; return how many.
 
     Raises:
-        CheckpointError: a record cannot be cooked or written, or another process writes the file.
+        CheckpointError: a record cannot be repacked or written, or another process writes the file.
             What was complete stays.
     """
     loader = RecordLoader(checkpoint, model, schema)
@@ -255,6 +256,6 @@ def make_all(
 
 
 def _make_some(loader: RecordLoader, file: RecordFile, records: list[Record]) -> None:
-    scratch = SharedArena("eplb-cook", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
+    scratch = SharedArena("eplb-repack", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
     for record in records:
         file.write(record, scratch, loader.load(record, scratch).digest)

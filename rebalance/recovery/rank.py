@@ -29,7 +29,7 @@ class Survival:
         self.is_recovering = False  # no step may follow
 
     def survivor_report(self, deadline_s: float) -> SurvivorReport:
-        """Adopt, swap and mend nothing any more, and say how far this rank has come.
+        """Adopt, swap and repair nothing any more, and say how far this rank has come.
 
         Args:
             deadline_s: for the scrubber's look under way to end; the reports come by then all the
@@ -39,7 +39,8 @@ class Survival:
         self.is_recovering = True
         core.watchdog.step.busy("recovering after a death")
         core.shared.update(phases.freeze, "a rank died")
-        # What was found rotten is not mended, and slots that are rolled forward are not looked at.
+        # What was found corrupted is not repaired, and slots that are rolled forward are not looked
+        # at.
         has_ended = self._scrub_turns.end_look(deadline_s)
         with core.shared.changed:
             state = core.shared.state

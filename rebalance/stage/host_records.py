@@ -48,7 +48,7 @@ class HostRecords:
         self._held.update(missing)
 
     def reload(self, record: Record, is_wanted: IsWanted) -> bool:
-        """Have the host mend a record whose bytes were wrong; its disk is a second try.
+        """Have the host repair a record whose bytes were wrong; its disk is a second try.
 
         Raises:
             CalledOff: it is not wanted any more.

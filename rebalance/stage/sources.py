@@ -3,8 +3,9 @@
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
 host cache, which other hosts and the disk fill, then ranks that must be asked over the network,
 one after the other. A move that was planned from the host takes that first. A slot that gave wrong
-bytes is not used again by this rank in this run: memory that rots once rots again. A host's record
-is, after a while: its disk may be well by then, and bytes that are right lift it.
+bytes is not used again by this rank in this run: memory that becomes corrupted once becomes
+corrupted again. A host's record is, after a while: its disk may be well by then, and bytes that are
+right lift it.
 """
 
 from __future__ import annotations

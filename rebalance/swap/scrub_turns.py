@@ -1,4 +1,4 @@
-"""Looks for rotten bytes in live slots while nothing moves, and puts the right ones back.
+"""Looks for corrupted bytes in live slots while nothing moves, and puts the right ones back.
 
     every 64th idle step:    digest one live slot, in turn -> as agreed by all ranks? -> next
                                                            -> no: fetch the expert from elsewhere,
@@ -14,13 +14,13 @@ found, and votes only after that, so that no peer's engine writes earlier.
 Repairing takes no vote. The placement, the tables and what any rank believes stay as they are; one
 slot's bytes become what every rank takes them for already. The step's own thread orders the copy,
 on the stream of the forward passes, and only while the rank is idle: then no peer reads the slot.
-In a migration the repair is dropped and made anew after it; peers that pull the rotten bytes find
-out by the digest.
+In a migration the repair is dropped and made anew after it; peers that pull the corrupted bytes
+find out by the digest.
 
 The bytes come the way that a migration's come: in chunks, from peers and then the host, with their
 digest checked. Meanwhile they lie in a staging entry, or in an EMPTY slot of the layer where there
 are no entries (flip mode): no token goes there, and only this rank's mover writes there. After a
-death nothing is looked at or mended any more, so that what survivors swap is theirs alone.
+death nothing is looked at or repaired any more, so that what survivors swap is theirs alone.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class ScrubTurns:
         return not (self._is_stopping or self._shared.is_closing)
 
     def _give_up(self, where: LiveSlot, why: str) -> None:
-        """Give a slot up: only people can mend it."""
+        """Give a slot up: only people can repair it."""
         del self._scrubber.suspects[where]
         self._report("lost", where, why)
         self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")

@@ -1,4 +1,4 @@
-"""Finds rotten bytes in a rank's live slots, and the right ones to put there.
+"""Finds corrupted bytes in a rank's live slots, and the right ones to put there.
 
 It decides nothing about when: ``rebalance/swap/scrub_turns.py`` calls it while nothing moves.
 
@@ -62,7 +62,7 @@ class Scrubber:
     ) -> None:
         self.rank, self._topology, self._bank, self._digests = rank, topology, bank, digests
         self._next = 0  # layer x C + slot
-        self.suspects: dict[LiveSlot, int] = {}  # found rotten -> repairs so far; seen to first
+        self.suspects: dict[LiveSlot, int] = {}  # found corrupted -> repairs so far; seen to first
         self.counts = Counter(clean=0, damaged=0, repaired=0, lost=0)
         self.num_sweeps = self.num_digest_failures = 0
 

@@ -96,7 +96,7 @@ class WeightTransport(Protocol):
 
         Raises:
             CalledOff: it is not wanted any more; the host does not hold it for this rank then.
-            MigrationError: it cannot be mended, or not in time.
+            MigrationError: it cannot be repaired, or not in time.
         """
 
     def release(self, records: Sequence[Record]) -> None:

@@ -108,7 +108,7 @@ class HostMemory(Protocol):
         """Order the copy of a leased record's bytes."""
 
     def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
-        """Look at a leased record's bytes, and mend them."""
+        """Look at a leased record's bytes, and repair them."""
 
     def release(self, records: Collection[Record]) -> None:
         """End leases."""

@@ -55,7 +55,7 @@ class Turn:
     hours: int = 0
     standing: int = 0  # roll-ups made that stood already: of a killed turn, or of late samples
     samples: int = 0  # pruned
-    left_out: int = 0  # samples that are in no roll-up, because they do not fit their run
+    excluded: int = 0  # samples that are in no roll-up, because they do not fit their run
     reason: str = ""  # of the last one left out
     events: int = 0  # pruned
 
@@ -89,7 +89,7 @@ class Keeper:
             end = minutes.end
             done.minutes += self._write(minutes.rollups(), done)
             done.samples += self._store.prune(end)
-            done.left_out += len(refused)
+            done.excluded += len(refused)
             done.reason = refused[-1] if refused else done.reason
 
     def _read_samples(self, minutes: Minutes) -> list[str]:

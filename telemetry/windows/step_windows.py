@@ -205,7 +205,7 @@ def fold(
 def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     """The ``last`` latest complete windows as a history, or None when there is none.
 
-    Incomplete windows are left out; ``left_out`` says which and why.
+    Incomplete windows are left out; ``excluded`` says which and why.
     """
     complete = [window for window in windows if window.is_complete][-last:]
     if not complete:
@@ -218,7 +218,7 @@ def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     )
 
 
-def left_out(windows: Sequence[Window]) -> list[str]:
+def excluded(windows: Sequence[Window]) -> list[str]:
     """One sentence for each window that ``history`` leaves out."""
     return [
         f"window {window.index} (steps {window.first_step}..{window.last_step}) is incomplete: "

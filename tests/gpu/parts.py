@@ -65,7 +65,7 @@ class GpuRank:
         held = placement.slot_to_expert[:, self.topology.slots_on(self.rank)]
         for layer, slots in enumerate(held.tolist()):
             for slot, expert in enumerate(slots):
-                self.checkpoint.cook(layer, expert, self.schema, record)
+                self.checkpoint.repack(layer, expert, self.schema, record)
                 self.bank.live(layer, slot).copy_(record)
         self.table.load(placement, range(placement.num_layers))
         torch.cuda.synchronize()

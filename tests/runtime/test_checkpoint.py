@@ -104,14 +104,14 @@ def test_a_record_holds_gate_and_up_fused_then_down(
 ) -> None:
     record = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
 
-    small_checkpoint.cook(0, 3, small_schema, record)
+    small_checkpoint.repack(0, 3, small_schema, record)
 
-    cooked, where = small_schema.views(record), expert_name(0, 3)
+    repacked, where = small_schema.views(record), expert_name(0, 3)
     gate, up, down = (
         small_checkpoint.tensor(f"{where}.{part}_proj.weight") for part in ("gate", "up", "down")
     )
-    assert torch.equal(cooked["gate_up"], torch.cat([gate, up]))
-    assert torch.equal(cooked["down"], down)
+    assert torch.equal(repacked["gate_up"], torch.cat([gate, up]))
+    assert torch.equal(repacked["down"], down)
 
 
 # -- damaged
@@ -185,7 +185,7 @@ def test_a_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> No
     with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
         opened.check(model, schema)
     with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        opened.cook(0, 3, schema, record)
+        opened.repack(0, 3, schema, record)
 
 
 def test_a_tensor_that_its_shard_lacks_is_named(
@@ -213,7 +213,7 @@ def test_another_model_s_weights_are_refused_with_both_shapes(
     with pytest.raises(CheckpointError, match=r"has shape \(8, 16\), expected \(12, 16\)"):
         small_checkpoint.check(wider, schema)
     with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(8, 16\).* \(12, 16"):
-        small_checkpoint.cook(0, 0, schema, record)
+        small_checkpoint.repack(0, 0, schema, record)
 
 
 def test_more_experts_than_were_written_are_missed(

@@ -39,7 +39,7 @@ def _stack(
     for layer, held in enumerate(SHARED_HOT.slot_to_expert[:, UNEVEN.slots_on(rank)].tolist()):
         for slot, expert in enumerate(held):
             if expert != EMPTY:
-                checkpoint.cook(layer, expert, schema, bank.live(layer, slot))
+                checkpoint.repack(layer, expert, schema, bank.live(layer, slot))
     dense = checkpoint.dense_weights()
     table = RoutingTable(SHARED_HOT, max_replicas=2)
     assert dist.group.WORLD is not None
@@ -263,7 +263,7 @@ def test_an_expert_of_another_rank_gives_bit_equal_results(
 ) -> None:
     here = ExpertBank(small_schema, 1, 1, num_staging=1)
     there = ExpertBank(small_schema, 1, 3, num_staging=1)
-    small_checkpoint.cook(1, 6, small_schema, here.live(0, 0))
+    small_checkpoint.repack(1, 6, small_schema, here.live(0, 0))
 
     there.staging(0).copy_(here.live(0, 0))
     there.swap(0, 2, 0)

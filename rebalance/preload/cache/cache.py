@@ -191,13 +191,13 @@ class HostCache:
         entry: Entry,
         digest: Digest,
         *,
-        is_cooked: bool,
+        is_repacked: bool,
         is_from_host: bool = False,
         for_writer: bool = False,
     ) -> None:
         """Hand a loaded entry out to all who wait for it, and keep it for the writer."""
         with self._changed:
-            from_disk = "cooked" if is_cooked else "from_record_file"
+            from_disk = "repacked" if is_repacked else "from_record_file"
             self.counts["from_hosts" if is_from_host else from_disk] += 1
             self._places.back(entry)
             entry.state, entry.digest = State.READY, digest

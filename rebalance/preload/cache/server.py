@@ -198,11 +198,11 @@ class HostCacheServer:
                 return
         target = self._arena.bytes[start : start + self._record_bytes]
         loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
-        is_to_write = loaded.is_cooked and self._writer is not None
+        is_to_write = loaded.is_repacked and self._writer is not None
         self._cache.loaded(
             entry,
             loaded.digest,
-            is_cooked=loaded.is_cooked,
+            is_repacked=loaded.is_repacked,
             is_from_host=loaded.is_from_host,
             for_writer=is_to_write,
         )
@@ -227,13 +227,13 @@ class HostCacheServer:
             refusals=found.get("refusals", 0),
             evictions=found["evictions"],
             hints_dropped=found.get("hints_dropped", 0),
-            bytes_from_checkpoint=found.get("cooked", 0) * size,
+            bytes_from_checkpoint=found.get("repacked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
             bytes_from_other_hosts=found.get("from_hosts", 0) * size,
             bytes_to_other_hosts=(self._link_server.num_sent if self._link_server else 0) * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
-            not_written=self._writer.num_left_out if self._writer else 0,
+            not_written=self._writer.num_skipped if self._writer else 0,
             resident_bytes=found["resident"] * size,
             leased_bytes=found["leased"] * size,
             room_bytes=found["room"] * size,

@@ -1,4 +1,4 @@
-"""How much of a checkpoint a host keeps in memory, and where its cooked records are on disk."""
+"""How much of a checkpoint a host keeps in memory, and where its expert records are on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HostCacheSettings:
     mode: Mode = "full"
     budget_bytes: int | None = None  # of hot
     ring_records: int | None = None  # of ring; None for RING_RECORDS
-    record_file: Path | None = None  # None: every record is cooked from the checkpoint
+    record_file: Path | None = None  # None: every record is repacked from the checkpoint
     memory_folder: Path | None = None  # of a tmpfs with a size limit; None: only memory limits
     num_readers: int = NUM_READERS
     links: HostLinkSettings | None = None  # None: this host and its disk, and no other host

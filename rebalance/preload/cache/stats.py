@@ -21,7 +21,7 @@ class HostCacheStats:
     bytes_to_other_hosts: int
     host_failures: int  # other hosts that were late, dead or wrong
     damaged: int  # read with another digest than before
-    not_written: int  # cooked, but not added to the record file: its disk was too slow
+    not_written: int  # repacked, but not added to the record file: its disk was too slow
     resident_bytes: int
     leased_bytes: int
     room_bytes: int

@@ -1,8 +1,8 @@
-"""Cooked records on disk: what the host cache can take in at the disk's full speed.
+"""Repacked records on disk: what the host cache can take in at the disk's full speed.
 
-A checkpoint keeps an expert in pieces; cooking puts them together, through the page cache and one
-core. A record file keeps what was cooked, page-aligned and in kernel layout, beside a mark for each
-record that is complete (``record_layout.py`` says where).
+A checkpoint keeps an expert in pieces; repacking puts them together, through the page cache and one
+core. A record file keeps what was repacked, page-aligned and in kernel layout, beside a mark for
+each record that is complete (``record_layout.py`` says where).
 
 A record is marked after its bytes are on the disk, so a crash at any byte leaves it unmarked or
 whole.
@@ -28,7 +28,7 @@ from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.transport.interface import Record
 from runtime.memory.shared import PAGE_BYTES
 
-FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs cooking them again
+FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs repacking them again
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class RecordFile:
         return self._reader.read(into.numpy(), self._layout.record_offset(record))
 
     def write(self, record: Record, data: torch.Tensor, digest: Digest) -> None:
-        """Write a cooked record; it counts as complete once it is on the disk.
+        """Write an expert record; it counts as complete once it is on the disk.
 
         Raises:
             OSError: the disk is full or fails.

@@ -1,4 +1,4 @@
-"""Where everything lies in a file of cooked records.
+"""Where everything lies in a file of expert records.
 
      page 0      header: magic, length and digest of a JSON text that names the origin
      pages       marks: 32 bytes for each record, zeros until it is complete

@@ -1,4 +1,4 @@
-"""What records were cooked from: a checkpoint as it lay on disk, and a kernel layout.
+"""What records were repacked from: a checkpoint as it lay on disk, and a kernel layout.
 
 Two files of records are interchangeable exactly if their origins are equal.
 """
@@ -31,7 +31,7 @@ class RecordOrigin:
 
     @staticmethod
     def of(checkpoint: Checkpoint | None, model: ModelShape, schema: ExpertSchema) -> RecordOrigin:
-        """Describe the records that ``checkpoint.cook`` gives; those of any where there is none.
+        """Describe the records that ``checkpoint.repack`` gives; those of any where there is none.
 
         Raises:
             CheckpointError: a weight file is missing.

@@ -171,13 +171,13 @@ def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[
 
 
 @pytest.fixture
-def cooked(weights: Checkpoint, small_schema: ExpertSchema) -> Callable[..., torch.Tensor]:
-    def cook(layer: int, expert: int) -> torch.Tensor:
+def repacked(weights: Checkpoint, small_schema: ExpertSchema) -> Callable[..., torch.Tensor]:
+    def repack(layer: int, expert: int) -> torch.Tensor:
         record = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
-        weights.cook(layer, expert, small_schema, record)
+        weights.repack(layer, expert, small_schema, record)
         return record
 
-    return cook
+    return repack
 
 
 class Proxy:
@@ -251,7 +251,7 @@ def flips(*which: int) -> Callable[[socket.socket, socket.socket, int], None]:
 
 
 def test_a_rank_gets_a_record_that_only_another_host_has(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     has_it = start_host(weights, links(listen=door))
@@ -259,8 +259,8 @@ def test_a_rank_gets_a_record_that_only_another_host_has(
 
     found = without_disk.load((1, 5), (0, 2))
 
-    assert torch.equal(found[0], cooked(1, 5))
-    assert torch.equal(found[1], cooked(0, 2))
+    assert torch.equal(found[0], repacked(1, 5))
+    assert torch.equal(found[1], repacked(0, 2))
     assert without_disk.reader.bytes_from_other_hosts == 2 * 4096
     assert without_disk.reader.load([(1, 5)], deadline_s=DEADLINE_S)[1] == 0
     assert without_disk.stats().bytes_from_other_hosts == 2 * 4096
@@ -286,7 +286,7 @@ def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
     start_host: StartHost,
     weights: Checkpoint,
     tmp_path: Path,
-    cooked: Callable[..., torch.Tensor],
+    repacked: Callable[..., torch.Tensor],
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0))
@@ -298,7 +298,7 @@ def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
     for shard in own.path.glob("*.safetensors"):
         os.truncate(shard, 10)
 
-    assert torch.equal(second.load((1, 3))[0], cooked(1, 3))
+    assert torch.equal(second.load((1, 3))[0], repacked(1, 3))
     assert second.stats().bytes_from_other_hosts == 4096
 
 
@@ -306,7 +306,7 @@ def test_a_record_of_several_chunks_is_brought_whole(
     start_host: StartHost, big: Checkpoint
 ) -> None:
     door, record = new_address(), torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
-    big.cook(0, 1, BIG_SCHEMA, record)
+    big.repack(0, 1, BIG_SCHEMA, record)
     start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
     second = start_host(None, links(door), model=BIG, schema=BIG_SCHEMA)
 
@@ -315,7 +315,7 @@ def test_a_record_of_several_chunks_is_brought_whole(
 
 
 def test_more_askers_than_transfers_take_turns(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door, everything = new_address(), [(layer, expert) for layer in (0, 1) for expert in range(8)]
     start_host(weights, links(listen=door, max_transfers=1)).load(*everything)
@@ -324,7 +324,7 @@ def test_more_askers_than_transfers_take_turns(
     found = second.load(*everything)
 
     assert all(
-        torch.equal(record, cooked(*of)) for record, of in zip(found, everything, strict=True)
+        torch.equal(record, repacked(*of)) for record, of in zip(found, everything, strict=True)
     )
     assert second.stats().host_failures == 0
 
@@ -344,7 +344,7 @@ def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
     assert not entry.is_for_host
 
     assert cache.ready() == []
-    cache.loaded(entry, (1, 2), is_cooked=False, is_from_host=True)
+    cache.loaded(entry, (1, 2), is_repacked=False, is_from_host=True)
     assert (cache.ready(), cache.counts["from_hosts"]) == ([(0, 0)], 1)
 
 
@@ -352,14 +352,14 @@ def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
 
 
 def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door, own = new_address(), new_address()
     start_host(weights, links(listen=door)).load((0, 0))
     with closing(Proxy(door, flips(1))) as proxy:
         second = start_host(weights, links(proxy.address, own, listen=own))
 
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
 
     found = second.stats()
     assert (found.bytes_from_other_hosts, found.bytes_from_checkpoint) == (0, 4096)
@@ -367,14 +367,14 @@ def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk
 
 
 def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0), (0, 1))
     with closing(Proxy(door, flips(1, 3, 4))) as proxy:
         second = start_host(None, links(proxy.address))
 
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
         with pytest.raises(MigrationError, match=r"digest mismatch: found .* expected"):
             second.load((0, 1))
         with pytest.raises(
@@ -388,7 +388,7 @@ def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
 ) -> None:
     door, addresses = (
         new_address(),
-        [HostCacheAddress(f"rot-{os.getpid()}-{n}", b"key") for n in (1, 2)],
+        [HostCacheAddress(f"corrupt-{os.getpid()}-{n}", b"key") for n in (1, 2)],
     )
     first = HostCacheServer(
         addresses[0],
@@ -559,7 +559,7 @@ def test_a_host_killed_in_mid_record_is_told_at_once(
         killing.start()
         if has_disk:
             record = torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
-            big.cook(0, 0, BIG_SCHEMA, record)
+            big.repack(0, 0, BIG_SCHEMA, record)
             assert torch.equal(second.load((0, 0))[0], record)
         else:
             with pytest.raises(
@@ -570,7 +570,7 @@ def test_a_host_killed_in_mid_record_is_told_at_once(
 
 
 def test_a_host_that_stands_still_costs_its_silence_once(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     first = start_host(weights, links(listen=door))
@@ -581,7 +581,7 @@ def test_a_host_that_stands_still_costs_its_silence_once(
     first.stop()
 
     started = time.monotonic()
-    assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+    assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
     taken_s = time.monotonic() - started
     with pytest.raises(MigrationError, match=r"no bytes transferred|deadline passed"):
         without_disk.load((0, 2))
@@ -610,7 +610,7 @@ def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
 
 
 def test_a_host_that_comes_late_is_found(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     without_disk = start_host(None, links(door, back_off_s=0.01))
@@ -619,7 +619,7 @@ def test_a_host_that_comes_late_is_found(
 
     start_host(weights, links(listen=door))
 
-    assert torch.equal(load_after_back_off(without_disk, (0, 0)), cooked(0, 0))
+    assert torch.equal(load_after_back_off(without_disk, (0, 0)), repacked(0, 0))
 
 
 def load_after_back_off(host: Host, record: tuple[int, int]) -> torch.Tensor:
@@ -670,7 +670,7 @@ def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
 
 
 def test_callers_beyond_the_most_are_turned_away_in_words(
-    start_host: StartHost, weights: Checkpoint, cooked: Callable[..., torch.Tensor]
+    start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
     start_host(weights, links(listen=door)).load((0, 0))
@@ -685,7 +685,7 @@ def test_callers_beyond_the_most_are_turned_away_in_words(
             MigrationError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
         ):
             without_disk.load((0, 0))
-        assert torch.equal(second.load((0, 0))[0], cooked(0, 0))
+        assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
 
     assert second.stats().host_failures == 0
 
@@ -781,7 +781,7 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     start_host: StartHost,
     weights: Checkpoint,
     small_schema: ExpertSchema,
-    cooked: Callable[..., torch.Tensor],
+    repacked: Callable[..., torch.Tensor],
 ) -> None:
     door = new_address()
     hosts = [start_host(weights, links(listen=door)), start_host(None, links(door))]
@@ -795,8 +795,8 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     ranks.step_until(lambda: ranks.agents[1].placement.slot_to_expert[1, 7] == 0)
 
     for layer in (0, 1):
-        assert torch.equal(ranks.banks[0].live(layer, 0), cooked(layer, 7))
-        assert torch.equal(ranks.banks[1].live(layer, 3), cooked(layer, 0))
+        assert torch.equal(ranks.banks[0].live(layer, 0), repacked(layer, 7))
+        assert torch.equal(ranks.banks[1].live(layer, 3), repacked(layer, 0))
     brought = [agent.describe().detail["bytes_by_source"] for agent in ranks.agents]
     # The first host had read expert 7 for the other already, when that was filled.
     assert brought[0] == {"disk": 0, "host": 2 * 4096, "other_host": 0}

@@ -1,4 +1,4 @@
-"""The cooked record file: what it gives back, and what it refuses after any damage."""
+"""The expert record file: what it gives back, and what it refuses after any damage."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_every_record_is_made_once(
 
     loader = RecordLoader(checkpoint, small_model, small_schema, path)
     with closing(loader):
-        into, cooked = record_of(loader.origin), record_of(loader.origin)
+        into, repacked = record_of(loader.origin), record_of(loader.origin)
         for layer, expert in EVERYTHING:
             loaded = loader.load((layer, expert), into)
-            checkpoint.cook(layer, expert, small_schema, cooked)
-            assert (loaded.is_cooked, torch.equal(into, cooked)) == (False, True)
+            checkpoint.repack(layer, expert, small_schema, repacked)
+            assert (loaded.is_repacked, torch.equal(into, repacked)) == (False, True)
 
 
 # -- damage
@@ -164,7 +164,7 @@ def test_a_touched_or_changed_checkpoint_is_another(
     assert len({before.checkpoint, touched.checkpoint, changed.checkpoint}) == 3
 
 
-def test_a_damaged_record_is_cooked_again_and_a_changed_checkpoint_is_refused(
+def test_a_damaged_record_is_repacked_again_and_a_changed_checkpoint_is_refused(
     path: Path,
     checkpoint: Checkpoint,
     small_model: ModelShape,
@@ -177,11 +177,15 @@ def test_a_damaged_record_is_cooked_again_and_a_changed_checkpoint_is_refused(
         file.write(b"?")
 
     with closing(RecordLoader(checkpoint, small_model, small_schema, path)) as loader:
-        into, cooked = record_of(loader.origin), record_of(loader.origin)
+        into, repacked = record_of(loader.origin), record_of(loader.origin)
         loaded = loader.load((1, 7), into)
-        checkpoint.cook(1, 7, small_schema, cooked)
+        checkpoint.repack(1, 7, small_schema, repacked)
 
-        assert (loaded.is_cooked, loader.num_damaged, torch.equal(into, cooked)) == (True, 1, True)
+        assert (loaded.is_repacked, loader.num_damaged, torch.equal(into, repacked)) == (
+            True,
+            1,
+            True,
+        )
         assert "layer 1 expert 7: digest" in caplog.text
 
         loader._digests[1, 7] = (1, 2)  # what it had digested to before
@@ -220,7 +224,7 @@ def test_a_writer_killed_at_any_record_leaves_only_whole_ones(
         file = RecordFile.open_or_make(path, origin)
         into = record_of(origin)
         for number, (layer, expert) in enumerate(EVERYTHING):
-            checkpoint.cook(layer, expert, small_schema, into)
+            checkpoint.repack(layer, expert, small_schema, into)
             file.write((layer, expert), into, digest(into))
             if number % 2 == 1:
                 file.flush()

@@ -82,9 +82,9 @@ class Host:
         theirs.close()
         return ours
 
-    def cooked(self, layer: int, expert: int) -> torch.Tensor:
+    def repacked(self, layer: int, expert: int) -> torch.Tensor:
         record = torch.zeros(self.schema.record_bytes, dtype=torch.uint8)
-        self.checkpoint.cook(layer, expert, self.schema, record)
+        self.checkpoint.repack(layer, expert, self.schema, record)
         return record
 
 
@@ -130,14 +130,14 @@ def host(
     assert made.process.exitcode == -signal.SIGKILL, "it was ours to end"
 
 
-def test_a_record_holds_the_cooked_bytes_and_its_digest(host: Host) -> None:
+def test_a_record_holds_the_repacked_bytes_and_its_digest(host: Host) -> None:
     reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
 
     digests, from_disk = reader.load([(1, 5), (0, 2)], deadline_s=DEADLINE_S)
     reader.read((1, 5), record)
 
-    assert torch.equal(record, host.cooked(1, 5))
-    assert digests == [digest(host.cooked(1, 5)), digest(host.cooked(0, 2))]
+    assert torch.equal(record, host.repacked(1, 5))
+    assert digests == [digest(host.repacked(1, 5)), digest(host.repacked(0, 2))]
     assert from_disk == 2 * host.schema.record_bytes
     assert reader.load([], deadline_s=0.0) == ([], 0)
 
@@ -166,9 +166,9 @@ def test_a_rank_is_filled_from_the_host_cache(host: Host, small_schema: ExpertSc
 
     digests = fill_bank(bank, [[4, -1, 0], [7, 1, -1]], host.reader(), deadline_s=DEADLINE_S)
 
-    assert torch.equal(bank.live(0, 2), host.cooked(0, 0))
+    assert torch.equal(bank.live(0, 2), host.repacked(0, 0))
     assert digests == {
-        record: digest(host.cooked(*record)) for record in [(0, 4), (0, 0), (1, 7), (1, 1)]
+        record: digest(host.repacked(*record)) for record in [(0, 4), (0, 0), (1, 7), (1, 1)]
     }
     assert not bank.live(0, 1).any()
 
@@ -193,7 +193,7 @@ def test_a_slow_disk_is_reported_in_time_and_its_late_answer_is_not_taken_for_an
     host.signal(signal.SIGCONT)
 
     digests, _ = reader.load([(1, 3)], deadline_s=DEADLINE_S)
-    assert digests == [digest(host.cooked(1, 3))]
+    assert digests == [digest(host.repacked(1, 3))]
 
 
 @pytest.mark.parametrize("ask", ["load", "reload"])
@@ -223,7 +223,7 @@ def test_a_wait_for_a_slow_disk_ends_soon_after_it_is_called_off_and_leaves_no_l
     reader.release([(0, 1)])
     assert reader.stats(deadline_s=DEADLINE_S).leased_bytes == 0
     # An answer that was called off is not taken for another.
-    assert reader.load([(1, 3)], deadline_s=DEADLINE_S)[0] == [digest(host.cooked(1, 3))]
+    assert reader.load([(1, 3)], deadline_s=DEADLINE_S)[0] == [digest(host.repacked(1, 3))]
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_killed_host_cache_is_told_at_once_and_what_was_read_stays_readable(ho
 
     assert time.monotonic() - started < AT_ONCE_S
     reader.read((0, 0), record)
-    assert torch.equal(record, host.cooked(0, 0))
+    assert torch.equal(record, host.repacked(0, 0))
 
 
 def test_a_reader_attaches_again_to_a_host_cache_that_was_started_again(host: Host) -> None:
@@ -275,8 +275,8 @@ def test_a_reader_attaches_again_to_a_host_cache_that_was_started_again(host: Ho
     digests, _ = reader.load([(1, 2)], deadline_s=DEADLINE_S)
     reader.read((1, 2), record)
 
-    assert digests == [digest(host.cooked(1, 2))]
-    assert torch.equal(record, host.cooked(1, 2))
+    assert digests == [digest(host.repacked(1, 2))]
+    assert torch.equal(record, host.repacked(1, 2))
     with pytest.raises(MigrationError, match="layer 0 expert 0 is read without a lease"):
         reader.read((0, 0), record)
 
@@ -328,7 +328,7 @@ def test_a_rank_killed_while_it_waits_is_no_harm_to_the_others(host: Host) -> No
 
     with pytest.raises(EOFError):
         answer(died)
-    assert host.reader().load([(1, 6)], deadline_s=DEADLINE_S)[0] == [digest(host.cooked(1, 6))]
+    assert host.reader().load([(1, 6)], deadline_s=DEADLINE_S)[0] == [digest(host.repacked(1, 6))]
 
 
 def test_nothing_is_left_behind_by_a_kill(host: Host) -> None:

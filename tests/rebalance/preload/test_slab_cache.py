@@ -25,7 +25,7 @@ def load_one(cache: HostCache, record: Record) -> Entry:
     entry = cache.take()
     assert entry is not None
     assert entry.record == record
-    cache.loaded(entry, record, is_cooked=True)
+    cache.loaded(entry, record, is_repacked=True)
     return entry
 
 
@@ -145,7 +145,7 @@ def test_a_late_request_leaves_no_lease_behind() -> None:
 
     assert late.error == "timed out: 2 records are still being read"
     assert entry is not None
-    cache.loaded(entry, (0, 0), is_cooked=True)
+    cache.loaded(entry, (0, 0), is_repacked=True)
     assert asked_and_loaded(cache, 2, (0, 0), (0, 1)).num_from_disk == 1
 
 
@@ -225,7 +225,7 @@ def test_a_record_of_older_weights_is_never_handed_out_again() -> None:
     assert entry is not None
 
     cache.invalidate(1)
-    cache.loaded(entry, (0, 1), is_cooked=True)
+    cache.loaded(entry, (0, 1), is_repacked=True)
 
     assert under_way.error == "weights version 0 was invalidated by version 1"
     assert ask(cache, 2, (0, 0)).error == "weights version 0 was invalidated by version 1"
@@ -332,7 +332,7 @@ def finish_one(
         cache.failed(entry, "the disk is damaged")
         return
     is_pinned = may_pin and rng.random() < 0.3
-    cache.loaded(entry, entry.record, is_cooked=True, for_writer=is_pinned)
+    cache.loaded(entry, entry.record, is_repacked=True, for_writer=is_pinned)
     if is_pinned:
         pinned.append(entry.record)
 

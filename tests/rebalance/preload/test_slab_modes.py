@@ -102,12 +102,12 @@ def test_a_ring_of_two_brings_every_record_right(
     start_host_cache: StartHostCache, checkpoint: Checkpoint, small_schema: ExpertSchema
 ) -> None:
     host_cache, new_reader = start_host_cache(ring(2))
-    reader, cooked = new_reader(), torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
+    reader, repacked = new_reader(), torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
 
     for record in EVERYTHING * 2:
         reader.load([record], deadline_s=DEADLINE_S)
-        checkpoint.cook(*record, small_schema, cooked)
-        assert torch.equal(bytes_of(reader, record, len(cooked)), cooked)
+        checkpoint.repack(*record, small_schema, repacked)
+        assert torch.equal(bytes_of(reader, record, len(repacked)), repacked)
         reader.release([record])
 
     assert reader.num_entries == 2
@@ -180,10 +180,10 @@ def test_two_ranks_fill_their_banks_through_a_small_ring(
         ]
         digests = [fill.result(DEADLINE_S) for fill in filled]
 
-    cooked = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
-    checkpoint.cook(1, 6, small_schema, cooked)
+    repacked = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
+    checkpoint.repack(1, 6, small_schema, repacked)
     assert digests[0] == digests[1]
-    assert banks[1].digest(1, 1) == digest(cooked) == digests[0][1, 6]
+    assert banks[1].digest(1, 1) == digest(repacked) == digests[0][1, 6]
 
 
 def test_a_budget_counts_bytes(
@@ -262,7 +262,7 @@ def test_no_rank_gets_a_record_of_void_weights(start_host_cache: StartHostCache)
 # -- the record file
 
 
-def test_what_is_cooked_once_is_read_from_the_record_file_later(
+def test_what_is_repacked_once_is_read_from_the_record_file_later(
     start_host_cache: StartHostCache, tmp_path: Path, small_schema: ExpertSchema
 ) -> None:
     settings = HostCacheSettings(record_file=tmp_path / "records")
@@ -470,7 +470,7 @@ def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
     assert room == "reduced to 4"
 
 
-def test_a_host_cache_killed_while_it_cooks_and_writes_leaves_a_file_of_whole_records(
+def test_a_host_cache_killed_while_it_repacks_and_writes_leaves_a_file_of_whole_records(
     tmp_path: Path, checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     path = tmp_path / "records"

@@ -129,7 +129,8 @@ def test_the_kill_switch_drops_a_migration_and_serving_goes_on(group: Group) -> 
 
 
 def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
-    # Rank 1's live copy of expert 1 in layer 2 rots: rank 0 must take it from the host instead.
+    # Rank 1's live copy of expert 1 in layer 2 becomes corrupted: rank 0 must take it from the host
+    # instead.
     group.banks[1].live(2, 0)[5] ^= 255
     group.publish(FULL)
 

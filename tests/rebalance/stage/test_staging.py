@@ -51,14 +51,14 @@ def record_of(record: Record) -> torch.Tensor:
 
 @dataclass
 class Simulated:
-    """A transport whose chunks take ``latency_s``; what is ``rotten`` gives wrong bytes."""
+    """A transport whose chunks take ``latency_s``; what is ``corrupted`` gives wrong bytes."""
 
     clock: Clock
     latency_s: float = 0.0
     jitter: Callable[[], float] = float  # added to the latency of each chunk
     readable: frozenset[int] = frozenset(range(4))
     reachable: frozenset[int] = frozenset()  # over the network
-    rotten: set[Place] = field(default_factory=set)
+    corrupted: set[Place] = field(default_factory=set)
     refusing: set[Place] = field(default_factory=set)
     ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Simulated:
         self.reloaded.append(record)
         if self.is_beyond_repair:
             raise MigrationError("the disk has other bytes too")
-        self.rotten.discard(HOST)
+        self.corrupted.discard(HOST)
 
     def release(self, records: Sequence[Record]) -> None:
         self.released.append(list(records))
@@ -114,7 +114,7 @@ class Simulated:
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         if place in self.refusing:
             raise MigrationError(f"{place} is out of reach")
-        part = record_of(record)[offset : offset + len(into)] + (place in self.rotten)
+        part = record_of(record)[offset : offset + len(into)] + (place in self.corrupted)
         # Chunks of one kind of link land in order, as on a stream.
         earlier = [left.due for (at, _), left in self.ordered if (at == HOST) == (place == HOST)]
         due = max([self.clock() + self.latency_s + self.jitter(), *earlier[-1:]])
@@ -256,7 +256,7 @@ def test_ranks_that_cannot_be_read_are_no_source() -> None:
 
 
 def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again() -> None:
-    made = bench(0, rotten={ON_3})
+    made = bench(0, corrupted={ON_3})
     for _ in range(2):
         (into,) = made.stage(FROM_3)
         assert torch.equal(into, record_of((0, 1)))
@@ -268,7 +268,7 @@ def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again
 
 
 def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
 
     (into,) = made.stage(FROM_3)
 
@@ -283,7 +283,7 @@ def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_
     unwanted_at: float, asked_again: int
 ) -> None:
     """Asked at 0 s for a record and at 1 s for it again: each answer takes the host 1 s."""
-    made = bench(0, readable=frozenset([0]), rotten={HOST}, host_answers_s=1.0)
+    made = bench(0, readable=frozenset([0]), corrupted={HOST}, host_answers_s=1.0)
 
     work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock.now < unwanted_at)
     assert made.run(work) is (unwanted_at > 2.0)
@@ -295,7 +295,7 @@ def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_
 
 
 def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
 
     with pytest.raises(MigrationError, match=r"no source is left \(the host: digest mismatch\)"):
@@ -305,12 +305,12 @@ def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
 
 
 def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_quarantine() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     with pytest.raises(MigrationError, match="digest mismatch"):
         made.stage(FROM_3)
     made.clock.now += HOST_RETRY_S - 1  # its disk is well again, but nobody knows yet
-    made.transport.rotten.clear()
+    made.transport.corrupted.clear()
     with pytest.raises(MigrationError, match=r"no source is left \(none known\)"):
         made.stage(FROM_3)
 
@@ -321,7 +321,7 @@ def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_qua
 
 
 def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
-    made = bench(0, readable=frozenset([0]), rotten={HOST})
+    made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     for _ in range(2):
         with pytest.raises(MigrationError, match="digest mismatch"):
@@ -334,7 +334,7 @@ def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None
 
 
 def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
-    made = bench(3, rotten={ON_2})
+    made = bench(3, corrupted={ON_2})
     on_0 = Place(Source.PEER, 0, 0)
 
     # All three at once are wrong; rank 2, asked alone, is wrong too; the host is right.
@@ -350,7 +350,7 @@ def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
 
 
 def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
-    made = bench(3, rotten={ON_1}, readable=frozenset([1, 2, 3]))
+    made = bench(3, corrupted={ON_1}, readable=frozenset([1, 2, 3]))
 
     made.stage(FROM_2)
 
@@ -359,7 +359,7 @@ def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
 
 
 def test_a_host_without_records_is_no_attempt_and_another_replica_is_still_read() -> None:
-    made = bench(3, rotten={ON_2}, has_records=False)
+    made = bench(3, corrupted={ON_2}, has_records=False)
 
     made.stage(FROM_2)
 
@@ -378,7 +378,7 @@ def test_a_source_that_refuses_is_passed_over() -> None:
 
 
 def test_when_every_source_is_bad_each_is_named() -> None:
-    made = bench(0, rotten={ON_3}, refusing={HOST})
+    made = bench(0, corrupted={ON_3}, refusing={HOST})
 
     with pytest.raises(MigrationError) as refusal:
         made.stage(FROM_3)
@@ -415,7 +415,7 @@ def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -
 
 def test_a_late_chunk_of_a_dead_peer_never_lands_on_the_bytes_of_the_next_source() -> None:
     delays = iter([0.0, 3.0])
-    made = bench(0, latency_s=1.0, rotten={ON_3}, jitter=lambda: next(delays, 0.0))
+    made = bench(0, latency_s=1.0, corrupted={ON_3}, jitter=lambda: next(delays, 0.0))
     pull = pull_of(FROM_3)
     work = made.stager.stage([pull], lambda: True)
     assert made.run(work, until=0.5) is None
@@ -496,7 +496,7 @@ def test_whatever_happens_what_counts_as_staged_is_right_and_stays_so(seed: int)
     made.transport.jitter = lambda: float(draw.choice([0.0, 0.0, 1.5]))
     slots = [Place(Source.PEER, rank, slot) for rank in range(4) for slot in range(2)]
     spoilt = [HOST, *(place for place in slots if place.rank != receiver)]
-    made.transport.rotten = {place for place in spoilt if draw.random() < 0.25}
+    made.transport.corrupted = {place for place in spoilt if draw.random() < 0.25}
     made.transport.refusing = {place for place in spoilt if draw.random() < 0.15}
     dies_at = float(draw.uniform(0, 3))
     unwanted_at = float(draw.choice([math.inf, draw.uniform(0, 4)]))

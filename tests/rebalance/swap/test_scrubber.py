@@ -1,4 +1,4 @@
-"""The scrubber on rank agents in one process: rotten bytes are found, said, and replaced."""
+"""The scrubber on rank agents in one process: corrupted bytes are found, said, and replaced."""
 
 from __future__ import annotations
 
@@ -181,8 +181,10 @@ def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
 
 
 def test_peers_of_the_host_are_asked_before_the_host_cache(group: Group) -> None:
-    # Before any step: no look may come between the two, or the first is mended from the second.
-    group.banks[1].live(1, 0)[9] ^= 255  # both replicas of expert 1: rank 0 finds its own rotten,
+    # Before any step: no look may come between the two, or the first is repaired from the second.
+    group.banks[1].live(1, 0)[9] ^= (
+        255  # both replicas of expert 1: rank 0 finds its own corrupted,
+    )
     group.banks[0].live(1, 2)[9] ^= 255  # and so is what rank 1 gives
 
     group.step_until(lambda: len(group.scrubs("repaired")) == 2)
@@ -424,7 +426,7 @@ def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -
 
     assert (said.generation, said.prepared) == (0, 0)
     done = group.agents[0]._core.shared
-    with done.changed:  # it ends as soon as it can, and mends nothing
+    with done.changed:  # it ends as soon as it can, and repairs nothing
         assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
     assert group.agents[0]._core.mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])

@@ -124,11 +124,11 @@ def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
 def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
     run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
-    def rot(rank: int, bank: ExpertBank, handles: list[str]) -> None:
+    def corrupt(rank: int, bank: ExpertBank, handles: list[str]) -> None:
         if rank == 2:
             bank.live(1, 2)[3] ^= 255  # its own last slot: nothing that it reads can be trusted
 
-    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, rot))
+    said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, corrupt))
 
     refusal = (
         "start-up check failed for a rank's own slots or its host cache: rank 2: layer 1 expert 7 "

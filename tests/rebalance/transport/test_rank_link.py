@@ -362,13 +362,17 @@ def test_nothing_is_left_after_the_end() -> None:
 
 
 def be_a_rank(
-    pipe: Connection, settings: RankLinkSettings, rank: int, how: signal.Signals | None, rot: int
+    pipe: Connection,
+    settings: RankLinkSettings,
+    rank: int,
+    how: signal.Signals | None,
+    corrupt: int,
 ) -> None:
     """Hold expert 0 in slot 1; signal itself once its bytes are sent, before they count."""
     threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
     bank, looks = ExpertBank(SCHEMA, 1, 2, num_staging=0), itertools.count()
     bank.live(0, 1).copy_(record_of(0))
-    bank.live(0, 1)[17] ^= rot
+    bank.live(0, 1)[17] ^= corrupt
 
     def served() -> Served:
         if how is not None and next(looks) == 1:
@@ -421,18 +425,18 @@ class Receiver:
 
 @pytest.fixture
 def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
-    """Rank 0, and others as processes: ``receiver(how rank 1 ends, what rots in rank 1)``."""
+    """Rank 0, and others as processes: ``receiver(how rank 1 ends, its corruption)``."""
     with ExitStack() as stack:
 
         def started(
             how: signal.Signals | None = None,
-            rot: int = 0,
+            corrupt: int = 0,
             topology: Topology = UNMAPPED,
             present: tuple[int, ...] = (1, 2, 3),
         ) -> Receiver:
             settings = links(topology.num_ranks, silence_s=SHORT_S)
             for rank in present:
-                harm = (how, rot) if rank == 1 else (None, 0)
+                harm = (how, corrupt) if rank == 1 else (None, 0)
                 assert fork(be_a_rank, settings, rank, *harm).hears() == "ready"
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
@@ -488,7 +492,7 @@ def test_a_source_that_falls_silent_costs_its_silence_and_is_left_for_the_next_r
 def test_wrong_bytes_are_refused_by_their_digest_and_their_slot_is_not_read_again(
     receiver: Callable[..., Receiver],
 ) -> None:
-    made = receiver(rot=255)
+    made = receiver(corrupt=255)
     for _ in range(2):
         assert torch.equal(made.stage(), record_of(0))
 

@@ -307,7 +307,7 @@ def pulling(
     mine = ExpertBank(small_schema, 2, 2, num_staging=4)
     if request.param == "local":
         peers = [ExpertBank(small_schema, 2, slots, num_staging=4) for slots in (3, 2)]
-        records = {(1, 6): cooked(small_checkpoint, small_schema, (1, 6))}
+        records = {(1, 6): repacked(small_checkpoint, small_schema, (1, 6))}
         transport = LocalTransport(TOPOLOGY, 0, [mine, *peers], records)
         yield Pulling(transport, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
         return
@@ -334,9 +334,9 @@ def pulling(
     host_cache.close()
 
 
-def cooked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torch.Tensor:
+def repacked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> torch.Tensor:
     into = torch.zeros(schema.record_bytes, dtype=torch.uint8)
-    checkpoint.cook(*record, schema, into)
+    checkpoint.repack(*record, schema, into)
     return into
 
 
@@ -371,7 +371,7 @@ def test_a_record_is_preloaded_from_disk_once_and_then_copied(
     loaded = [pulling.transport.preload([(1, 6)], DEADLINE_S) for _ in range(2)]
 
     assert [brought["disk"] for brought in loaded] == [small_schema.record_bytes, 0]
-    assert torch.equal(pulling.pull((1, 6), HOST), cooked(small_checkpoint, small_schema, (1, 6)))
+    assert torch.equal(pulling.pull((1, 6), HOST), repacked(small_checkpoint, small_schema, (1, 6)))
 
 
 def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:

@@ -83,7 +83,7 @@ def test_samples_older_than_they_are_kept_become_roll_ups_of_a_minute(store: Loa
     assert (first.run, first.phase, first.num_samples) == ("run-1", "decode", 6)
     assert (first.first_step, first.last_step) == (0, 29)
     assert (first.generations, first.ranks) == ({1}, {0, 1})
-    assert (turn.minutes, turn.samples, turn.left_out, turn.standing) == (2, 12, 0, 0)
+    assert (turn.minutes, turn.samples, turn.excluded, turn.standing) == (2, 12, 0, 0)
     assert store.sample_counts("run-1") == {0: 9, 1: 9}
 
 
@@ -160,7 +160,7 @@ def test_samples_that_do_not_fit_their_run_are_left_out_and_counted(store: LoadS
 
     turn = Keeper(store, SHORT).turn(START + 250.0)
 
-    assert (turn.minutes, turn.samples, turn.left_out) == (1, 4, 3)
+    assert (turn.minutes, turn.samples, turn.excluded) == (1, 4, 3)
     assert turn.reason == "run 'run-3' is not recorded, expected its start"
     assert store.rollups(MINUTE)[0].num_samples == 1
 
@@ -179,7 +179,7 @@ def test_a_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
 
     turn = Keeper(store, SHORT).turn(START + 4.0 * HOUR)
 
-    assert (turn.samples, turn.left_out, turn.standing) == (180, 0, 0)
+    assert (turn.samples, turn.excluded, turn.standing) == (180, 0, 0)
     assert [(hour.run, hour.num_samples) for hour in store.rollups(HOUR)] == [
         ("run-1", 60),
         ("run-2", 60),

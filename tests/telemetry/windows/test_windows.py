@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
-from telemetry.windows.step_windows import Window, WindowFolder, fold, history, left_out
+from telemetry.windows.step_windows import Window, WindowFolder, excluded, fold, history
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
 HELD = ([[0, 1]], [[0, 2]])
@@ -178,7 +178,7 @@ def test_windows_left_out_are_named_with_the_ranks_that_miss() -> None:
     windows = folded(make_sample(0, 0, [1, 1]), make_sample(0, 10, [1, 1]))
 
     assert history(windows, last=3) is None
-    assert left_out(windows)[1] == (
+    assert excluded(windows)[1] == (
         "window 1 (steps 10..19) is incomplete: no samples of every step from ranks 1"
     )
 
