@@ -111,7 +111,7 @@ class RankAgent:
         return True
 
     def _may_begin(self, step: int) -> bool:
-        """Say whether a step is new, and refuse one that must not be run."""
+        """Return whether a step is new; reject one that must not run."""
         rank, last = self._parts.rank, self._core.steps.last
         if self._survival.is_recovering:
             raise RankError(f"rank {rank}: no step may follow a death in the group")
@@ -174,7 +174,7 @@ class RankAgent:
         self._update.begin(version)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
-        """Give (layer, slot of this rank, expert) of every live slot: where weights belong now.
+        """Return (layer, slot of this rank, expert) of every live slot: where weights belong now.
 
         Not where they belonged at the start: experts have moved since.
         """
@@ -266,7 +266,7 @@ class RankAgent:
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
-        """Say whether a plan is published, or has been finished by ranks that were quicker.
+        """Return whether a plan is published, or was already committed by faster ranks.
 
         Then the verdict that they have read is on its way to this one.
         """
@@ -280,5 +280,5 @@ class RankAgent:
         return self._swapper.settled()
 
     def describe(self) -> RankState:
-        """Say how this rank stands, for the store."""
+        """Return how this rank stands, for the store."""
         return rank_state(self._core, self._swapper, self._scrubber, self.notes)

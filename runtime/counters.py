@@ -31,7 +31,7 @@ class Cut:
         self.arrival = Completion(is_cuda=received.is_cuda)  # of the figures, on the host
 
     def is_ready(self) -> bool:
-        """Say whether the figures have arrived; on a CPU they always have."""
+        """Return whether the figures have arrived; on a CPU they always have."""
         return self.arrival.is_complete()
 
     def tokens(self) -> NDArray[np.int64]:

@@ -53,7 +53,7 @@ class Completion:
             self._event.record(stream)
 
     def is_complete(self) -> bool:
-        """Say whether the stream has passed it."""
+        """Return whether the stream has passed it."""
         return self._event is None or bool(self._event.query())
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:

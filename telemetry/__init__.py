@@ -16,7 +16,7 @@ __all__ = ["file_of", "open_store"]
 
 
 def file_of(url: str | Path) -> Path | None:
-    """Give the file that a store's URL names; None where it names no file."""
+    """Return the file that a store's URL names; None where it names no file."""
     scheme, colon, rest = str(url).partition(":")
     if isinstance(url, Path) or not colon or "/" in scheme:
         return Path(url)

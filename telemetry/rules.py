@@ -31,7 +31,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 
 
 def details_to_text(details: Details) -> str:
-    """Give details as JSON text, the form in which every store keeps them.
+    """Return details as JSON text, the form in which every store keeps them.
 
     Raises:
         StoreError: a value that JSON cannot hold.
@@ -43,7 +43,7 @@ def details_to_text(details: Details) -> str:
 
 
 def details_from_text(text: str) -> dict[str, Any]:
-    """Make details of what ``details_to_text`` gave."""
+    """Return details from what ``details_to_text`` gave."""
     details: dict[str, Any] = json.loads(text)
     return details
 
@@ -205,12 +205,12 @@ def given_up(
 
 
 def lease_to_text(lease: Lease) -> str:
-    """Give a lease as JSON text."""
+    """Return a lease as JSON text."""
     return details_to_text(vars(lease))
 
 
 def lease_from_text(text: str) -> Lease:
-    """Make a lease of what ``lease_to_text`` gave, or a program that knew but three fields."""
+    """Return a lease from what ``lease_to_text`` gave, or a program that knew but three fields."""
     return Lease(**{"ttl_s": OLD_TTL_S, "since": 0.0, "renewals": 0} | details_from_text(text))
 
 
@@ -283,7 +283,7 @@ def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
 
 
 def report_to_text(report: SurvivorReport) -> str:
-    """Give a survivor report as JSON text."""
+    """Return a survivor report as JSON text."""
     return details_to_text(vars(report))
 
 
@@ -294,12 +294,12 @@ def report_from_text(text: str) -> SurvivorReport:
 
 
 def recovery_to_text(record: Recovery) -> str:
-    """Give a recovery record as JSON text."""
+    """Return a recovery record as JSON text."""
     return details_to_text(vars(record))
 
 
 def recovery_from_text(text: str) -> Recovery:
-    """Make a recovery record of what ``recovery_to_text`` gave."""
+    """Return a recovery record from what ``recovery_to_text`` gave."""
     detail = details_from_text(text)
     return Recovery(**detail | {"survivors": tuple(detail["survivors"])})
 

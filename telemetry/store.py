@@ -206,7 +206,7 @@ class LoadStore(Protocol):
         """
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up; False when it has run out, was given up or is another's by now."""
+        """Release the lease; False when it has run out, was given up or is another's by now."""
 
     def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now, as far as this object has seen, or None."""

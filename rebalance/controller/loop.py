@@ -350,7 +350,7 @@ def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
 
 
 def summary(proposal: Plan) -> dict[str, Any]:
-    """Give a plan as the detail of an event."""
+    """Return a plan as the detail of an event."""
     return {
         "decision": proposal.decision.value,
         "reason": proposal.reason,

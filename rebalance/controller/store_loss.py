@@ -24,7 +24,7 @@ class Serving(Protocol):
         """Return what is committed as far as this rank knows, and the newest plan id it saw."""
 
     def describe(self) -> RankState:
-        """Say how this rank stands."""
+        """Return how this rank stands."""
 
 
 class StoreLoss:

@@ -30,7 +30,7 @@ class BackOff:
         self._rest_s, self._until, self._why = 0.0, -math.inf, ""
 
     def reason(self) -> str:
-        """Say why it is not asked now; "" if it may be."""
+        """Return why requests are suspended; "" if they are not."""
         with self._lock:
             left_s = self._until - self._clock()
             return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""

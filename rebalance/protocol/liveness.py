@@ -205,7 +205,7 @@ class LivenessConnections:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether nobody but the own machine can reach an address; of a name it is not known."""
+    """Return whether an address is a loopback address; False for a name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -122,7 +122,7 @@ def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
 
 
 def may_stage(state: RankPhase, reads_after: int) -> bool:
-    """Say whether bytes may be staged that need ``reads_after`` transactions applied everywhere."""
+    """Return whether bytes that need ``reads_after`` applied transactions may be staged."""
     return (
         state.plan is not None
         and state.phase is not Phase.ABORTED
@@ -283,7 +283,7 @@ def _move(state: RankPhase, phase: Phase) -> RankPhase:
 
 
 def _works_on(state: RankPhase, plan_id: int) -> bool:
-    """Say whether news of a plan still matter; late news of a dropped one do not."""
+    """Return whether updates of a plan still apply; those of a dropped plan do not."""
     return (
         state.plan is not None
         and state.plan.plan_id == plan_id

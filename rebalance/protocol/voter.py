@@ -19,7 +19,7 @@ class Exchange(Protocol):
     """A collective under way (torch.distributed.Work)."""
 
     def is_completed(self) -> bool:
-        """Say whether it has ended, well or badly."""
+        """Return whether it has ended, well or badly."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Wait for its end; raises RuntimeError when it is late or has failed."""

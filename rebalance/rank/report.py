@@ -16,7 +16,7 @@ REPORTED_PAUSES = 256  # of the latest swaps
 def rank_state(
     core: RankCore, swapper: Swapper, scrubber: Scrubber, notes: Mapping[str, Any]
 ) -> RankState:
-    """Say how a rank stands; ``notes`` are the engine's own."""
+    """Return how a rank stands; ``notes`` are the engine's own."""
     with core.shared.changed:
         state = core.shared.state
         migration = swapper.migration if state.plan is not None else None

@@ -78,7 +78,7 @@ class Sampler:
         return self._last_strays.arrival
 
     def hand_over(self, *, wait: bool = False) -> None:
-        """Give the sink the samples whose figures have arrived, or wait and give it all.
+        """Pass the samples whose figures have arrived to the sink, or wait and pass all.
 
         Raises:
             RankError: a router gave ids that are no expert's. Their tokens were dropped, so what

@@ -55,7 +55,7 @@ class WatchedAgent(Protocol):
         """Take in what the store says now; False to be told again soon."""
 
     def describe(self) -> RankState:
-        """Say how this rank stands."""
+        """Return how this rank stands."""
 
     def settled(self) -> tuple[Placement, int]:
         """Return what is committed as far as this rank knows, and the newest plan id it saw."""
@@ -117,7 +117,7 @@ class Watcher:
         return [] if self._closing.is_set() else sorted(started - alive)
 
     def has_mover(self) -> bool:
-        """Say whether the mover's thread lives."""
+        """Return whether the mover's thread lives."""
         return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
 
     def bring(self, migration: Migration) -> None:

@@ -102,12 +102,12 @@ class Lane:
 
     @property
     def is_active(self) -> bool:
-        """Say whether something is in line or under way."""
+        """Return whether something is in line or under way."""
         return bool(self._queue or self.flying)
 
     @property
     def is_flowing(self) -> bool:
-        """Say whether another chunk goes now, or as soon as one lands."""
+        """Return whether another chunk goes now, or as soon as one lands."""
         is_full = len(self.flying) >= self._in_flight
         return bool(self._queue) and (is_full or self.ready_at() <= self._clock())
 

@@ -47,7 +47,7 @@ class Proofs:
 
     @property
     def is_active(self) -> bool:
-        """Say whether a record is to be proved."""
+        """Return whether a record is to be proved."""
         return bool(self._ordered or self._proofs)
 
     @property

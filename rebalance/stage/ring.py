@@ -46,7 +46,7 @@ class StagingRing:
         return entry
 
     def release(self, moves: Sequence[Move], completion: Completion) -> None:
-        """Give the entries of moves back once their copy into the live slots is complete."""
+        """Free the entries of moves once their copy into the live slots is complete."""
         self._copying.append((completion, [self._held.pop(move) for move in moves]))
 
     def release_all(self) -> None:

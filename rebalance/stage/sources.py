@@ -62,7 +62,7 @@ class Sources:
         return len(self._quarantined)
 
     def is_alive(self, place: Place) -> bool:
-        """Say whether a place can still be read; a dead peer's memory may vanish at any moment."""
+        """Return whether a place can be read; a dead peer's memory may vanish at any moment."""
         return place.rank not in self._dead()
 
     def choose(

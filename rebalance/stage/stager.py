@@ -63,7 +63,7 @@ class Stager:
         self._is_wanted: IsWanted = always  # what is being staged
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
-        """Say whether the host cache is where a move's bytes are taken from first."""
+        """Return whether the host cache is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
 
     def preload(

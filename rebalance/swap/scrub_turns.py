@@ -196,7 +196,7 @@ class ScrubTurns:
         return not (self._is_stopping or self._shared.is_closing)
 
     def _give_up(self, where: LiveSlot, why: str) -> None:
-        """Give a slot up: only people can repair it."""
+        """Freeze migrations on this rank: the slot cannot be repaired."""
         del self._scrubber.suspects[where]
         self._report("lost", where, why)
         self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")

@@ -85,7 +85,7 @@ class Scrubber:
         return LiveSlot(layer, slot, int(held[layer, slot]))
 
     def holds(self, placement: Placement, where: LiveSlot) -> bool:
-        """Say whether the slot still holds this expert by the placement."""
+        """Return whether the slot still holds this expert by the placement."""
         slot = int(self._topology.first_slot[self.rank]) + where.slot
         return bool(placement.slot_to_expert[where.layer, slot] == where.expert)
 
@@ -99,7 +99,7 @@ class Scrubber:
         return Damage(LiveSlot(layer, slot, expert), found, (first, second))
 
     def right_bytes(self, where: LiveSlot, placement: Placement, loan: Loan) -> Pull:
-        """Say what to bring for a slot that lost its bytes: peers are asked before the host."""
+        """Return what to bring for a slot that lost its bytes: peers are asked before the host."""
         own_slot = int(self._topology.first_slot[self.rank]) + where.slot
         held = placement.slot_to_expert.copy()
         held[where.layer, own_slot] = EMPTY  # it is what must not be read

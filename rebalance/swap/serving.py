@@ -26,7 +26,7 @@ class Serving:
 
 
 def serving_after_each(migration: Migration, table: RoutingTable) -> Iterator[Serving]:
-    """Give what serves after each transaction; the table's new entries lie ready beside it.
+    """Return what serves after each transaction; the table's new entries lie ready beside it.
 
     Raises:
         PlacementError: the table has no room for a placement.

@@ -60,7 +60,7 @@ class WeightUpdate:
         self._wait_until_idle()
 
     def held(self) -> Iterator[tuple[int, int, int]]:
-        """Give (layer, slot of this rank, expert) of every live slot."""
+        """Return (layer, slot of this rank, expert) of every live slot."""
         slots_on_rank = self._core.settings.topology.slots_on(self._core.rank)
         slots = self._swapper.placement.slot_to_expert[:, slots_on_rank]
         for layer, slot in np.argwhere(slots != EMPTY).tolist():

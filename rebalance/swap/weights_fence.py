@@ -25,7 +25,7 @@ class Fence:
 
     @property
     def is_open(self) -> bool:
-        """Say whether steps may run and plans may be adopted."""
+        """Return whether steps may run and plans may be adopted."""
         return self.next_version is None
 
     @property

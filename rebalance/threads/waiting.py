@@ -27,7 +27,7 @@ class Wait:
     completions: tuple[Completion, ...] = ()  # of the device; any of them ends the wait
 
     def is_over(self, now: float) -> bool:
-        """Say whether to look again, news apart."""
+        """Return whether the deadline has passed or a completion has arrived."""
         return now >= self.until or any(done.is_complete() for done in self.completions)
 
 
@@ -60,13 +60,13 @@ class SharedPhase:
             self._on_change(before, after)
 
     def is_live(self, plan_id: int) -> bool:
-        """Say whether a verdict on a plan may still come."""
+        """Return whether a verdict on a plan may still come."""
         state = self._state
         is_current = state.plan is not None and state.plan.plan_id == plan_id
         return is_current and state.phase is not Phase.ABORTED and not self.is_closing
 
     def is_wanted(self, plan_id: int) -> bool:
-        """Say whether work on a plan is still of use."""
+        """Return whether work on a plan is still wanted."""
         return self.is_live(plan_id) and not self._state.abort_reason
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class Heartbeat:
         self._beat = (doing, None)
 
     def standing(self) -> Standing:
-        """Say what the thread is at, and since when."""
+        """Return what the thread is at, and since when."""
         doing, since = self._beat
         age_s = 0.0 if since is None else max(0.0, self._clock() - since)
         return Standing(self._thread, doing, age_s)
@@ -80,11 +80,11 @@ class Watchdog:
 
     @property
     def is_watcher_stuck(self) -> bool:
-        """Say whether the thread that reports this rank has stood still."""
+        """Return whether the thread that reports this rank has stood still."""
         return self.watcher.standing().age_s > self._deadline_s
 
     def objection(self, state: RankPhase) -> str:
-        """Say why the plan that a rank works on is to be dropped; empty while it gets on."""
+        """Return why the plan of this rank must be dropped; "" while it makes progress."""
         if state.plan is None or state.phase is Phase.ABORTED:
             self._not_adopted = None
             return ""

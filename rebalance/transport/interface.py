@@ -85,7 +85,7 @@ class WeightTransport(Protocol):
         """Records that the host has room for at a time, for this rank, whatever others hold."""
 
     def hint(self, records: Sequence[Record]) -> None:
-        """Say what will be preloaded next; the host may read ahead when it has time and room.
+        """Name records to preload next; the host may read ahead when idle and not full.
 
         Raises:
             MigrationError: the host is gone.

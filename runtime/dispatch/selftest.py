@@ -39,7 +39,7 @@ class Trial:
 
 
 def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give (name, slots [T, K]) of each case; T may differ by rank."""
+    """Return (name, slots [T, K]) of each case; T may differ by rank."""
     random = torch.Generator().manual_seed(trial.seed * 1009 + rank)
     num_slots, shape = trial.topology.num_slots, (trial.num_tokens, trial.top_k)
 

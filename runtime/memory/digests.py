@@ -36,7 +36,7 @@ class PendingDigests:
     place: _Place | None  # None: on a CPU they are worked out when they are read
 
     def is_complete(self) -> bool:
-        """Say whether they may be read."""
+        """Return whether they may be read."""
         return all(completion.is_complete() for completion in self.completions)
 
 

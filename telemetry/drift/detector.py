@@ -57,7 +57,7 @@ class Change:
 
 
 def drift(planned_on: LoadHistory, latest: LoadHistory) -> Drift:
-    """Say how far the latest windows are from those that a placement was planned on.
+    """Return how far the latest windows are from those that a placement was planned on.
 
     Args:
         planned_on: the windows that the plan looked at.
@@ -146,7 +146,7 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Ch
 def planning_history(
     history: LoadHistory, *, last: int, false_alarm: float = FALSE_ALARM
 ) -> LoadHistory:
-    """Give the windows that a plan should look at: the latest ones, none from before a change.
+    """Return the windows that a plan should look at: the latest ones, none from before a change.
 
     Args:
         history: more windows than ``last``, so that a change can be told from noise.

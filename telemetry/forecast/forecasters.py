@@ -183,7 +183,7 @@ class DomainMix:
 def candidates(
     training: LoadHistory, *, period: int | None = None, seed: int = 0
 ) -> Sequence[Forecaster]:
-    """Give all forecasters worth trying, persistence first; those that learn have learnt.
+    """Return all forecasters worth trying, persistence first; those that learn have learnt.
 
     Args:
         training: windows that none of them will be judged on.

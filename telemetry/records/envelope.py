@@ -96,7 +96,7 @@ def check(record: bytes, kind: str, found: int) -> None:
 
 
 def narrowest(values: NDArray[np.signedinteger[Any]]) -> NDArray[Any]:
-    """Give counts in the narrowest type that holds them all."""
+    """Return counts in the narrowest type that holds them all."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for dtype, (least, most) in zip(DTYPES, _BOUNDS, strict=True):
         if least <= low and high <= most:
@@ -105,18 +105,18 @@ def narrowest(values: NDArray[np.signedinteger[Any]]) -> NDArray[Any]:
 
 
 def shuffled(values: NDArray[Any]) -> bytes:
-    """Give an array's bytes: the lowest of every value, then the next, and so on."""
+    """Return an array's bytes: the lowest of every value, then the next, and so on."""
     return values.reshape(-1, 1).view(np.uint8).T.tobytes()
 
 
 def unshuffled(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Make the array again of what ``shuffled`` gave."""
+    """Restore the array from what ``shuffled`` gave."""
     sorted_bytes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
     return np.ascontiguousarray(sorted_bytes.T).view(dtype).reshape(shape)
 
 
 def compress(data: bytes) -> bytes:
-    """Give bytes as one zstd frame that names its size."""
+    """Return bytes as one zstd frame that names its size."""
     return _coders.packer.compress(data)
 
 

@@ -45,7 +45,7 @@ class SpoolDisk:
         return self._folder.num_overflows if self._folder else 0
 
     def figures(self) -> dict[str, int]:
-        """Give what SpoolCounts says of the folder."""
+        """Return what SpoolCounts says of the folder."""
         folder = self._folder
         return {
             "torn": folder.num_torn if folder else 0,

@@ -65,7 +65,7 @@ class Drain:
         self._state = state
 
     def has_state(self) -> bool:
-        """Say whether a state waits to be written."""
+        """Return whether a state waits to be written."""
         return self._state is not self._written
 
     def nudge(self) -> bool:

@@ -29,13 +29,13 @@ def new_holder() -> str:
 
 
 def shown(holder: str) -> str:
-    """Give a holder's name as people read it."""
+    """Return a holder's name as people read it."""
     found = _NAME.fullmatch(holder)
     return f"process {found['pid']} on host {found['host']}" if found else repr(holder)
 
 
 def is_dead(holder: str) -> bool:
-    """Say whether the process of that name is known to have ended; False when it is not known."""
+    """Return whether the process of that name has ended; False when unknown."""
     found = _NAME.fullmatch(holder)
     if found is None or found["place"] in (_NOWHERE, "") or found["place"] != _place():
         return False

@@ -27,7 +27,7 @@ class LeaseWatch:
         self._seen: dict[LeaseOf, tuple[_Mark, float]] = {}
 
     def is_over(self, lease: Lease) -> bool:
-        """Say whether another may take this lease, the last one that was given out."""
+        """Return whether another may take this lease, the last one that was given out."""
         return self.age_s(lease) >= lease.ttl_s or is_dead(lease.holder)
 
     def age_s(self, lease: Lease) -> float:

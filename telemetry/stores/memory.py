@@ -165,7 +165,7 @@ class MemoryStore:
             return self._lease.acquire(holder, ttl_s, of, self._clock())
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
         with self._use():
             return self._lease.release(lease, self._clock())
 

@@ -100,7 +100,7 @@ class LeaseTable:
         self._watch = LeaseWatch(monotonic)
 
     def acquire(self, holder: str, ttl_s: float, of: LeaseOf, now: float) -> Lease | None:
-        """Give the lease to ``holder``, unless another holds it."""
+        """Grant the lease to ``holder``, unless another holds it."""
         latest, is_over = self._latest.get(of), self._watch.is_over
         lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
         return None if lease is None else self._write(lease)

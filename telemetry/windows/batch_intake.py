@@ -90,5 +90,5 @@ def _take_alike(samples: list[LoadSample], fit: Fit, place: Place, taken: Taken)
 
 
 def as_sequence(samples: Iterable[LoadSample]) -> Sequence[LoadSample]:
-    """Give samples as something that can be cut into chunks."""
+    """Return samples as a sequence that can be cut into chunks."""
     return samples if isinstance(samples, Sequence) else list(samples)

@@ -17,7 +17,7 @@ Folder = WindowFolder | TimeFolder
 def folder_of(
     info: RunInfo, model: ModelShape, topology: Topology, *, keep: int = DEFAULT_KEEP
 ) -> Folder:
-    """Give an empty folder for the samples of a run.
+    """Return an empty folder for the samples of a run.
 
     Args:
         model, topology: those that ``info`` describes.

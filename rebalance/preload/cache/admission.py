@@ -66,7 +66,7 @@ class Admission:
         self._num_refused = 0
 
     def admit(self, client: socket.socket, holder: int) -> bool:
-        """Say whether a client gets a session; ``leave`` ends it."""
+        """Return whether a client gets a session; ``leave`` ends it."""
         peer = peer_of(client)
         with self._lock:
             of_process = Counter(one.peer.pid for one in self._unauthenticated.values())

@@ -182,7 +182,7 @@ class HostCache:
         return None
 
     def is_backed(self, entry: Entry) -> bool:
-        """Say whether the memory of an entry was found before."""
+        """Return whether the memory of an entry was found before."""
         with self._changed:
             return self._places.is_backed(entry)
 

@@ -246,7 +246,7 @@ class HostCacheClient:
         self._send({"ask": "release", "records": list(records)})
 
     def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
-        """Say what may be asked for next, so that it is read when the disk has nothing to do.
+        """Name records to load next, so that the host reads them when the disk is idle.
 
         Raises:
             MigrationError: the preload process is gone, or stands still.

@@ -58,7 +58,7 @@ class EntryTable:
         return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
 
     def occupy(self, record: Record) -> Entry:
-        """Give a place to a record that has none; there must be room."""
+        """Assign an entry to a record that has none; there must be room."""
         if not self._free:
             _, oldest = self._idle.popitem(last=False)
             self._give_away(oldest)
@@ -66,7 +66,7 @@ class EntryTable:
         return entry
 
     def occupy_for_hint(self, record: Record, hint: int) -> Entry | None:
-        """Give a place to a hinted record, but none of this or a later hint; None without one."""
+        """Assign an entry to a hinted record, never one of this or a later hint; or None."""
         if not self._free:
             older = (entry for entry in self._idle.values() if entry.hint < hint)
             oldest = next(older, None)
@@ -138,14 +138,14 @@ class EntryTable:
         return {holder for holder, count in self.num_leases.items() if count}
 
     def has_unheld_load(self) -> bool:
-        """Say whether an entry will be free without anybody letting go."""
+        """Return whether an entry will become free without a release."""
         return any(
             not entry.holders and entry.state is not State.READY
             for entry in chain(self.entries.values(), self._void)
         )
 
     def is_backed(self, entry: Entry) -> bool:
-        """Say whether the memory of an entry was found."""
+        """Return whether the memory of an entry was found."""
         return entry.place in self._backed
 
     def back(self, entry: Entry) -> None:

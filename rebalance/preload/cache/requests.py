@@ -31,7 +31,7 @@ class Request:
 
 
 def refusal_of(request: Request, places: EntryTable, weights_version: int) -> str | None:
-    """Say why a request can never be granted, if so.
+    """Return why a request can never be granted, if so.
 
     Records come from the checkpoint, whose weights are version 0.
     """
@@ -58,7 +58,7 @@ def refusal_of(request: Request, places: EntryTable, weights_version: int) -> st
 
 
 def no_room(request: Request, places: EntryTable) -> str:
-    """Say what keeps a request waiting."""
+    """Return what keeps a request waiting."""
     held = sum(bool(entry.holders) for entry in places.entries.values())
     return (
         f"no room for {len(set(request.records))} records: {held} of {places.num_entries} entries "

@@ -40,11 +40,11 @@ class KnownHost:
 
     @property
     def has_inventory(self) -> bool:
-        """Say whether it was ever asked what it holds."""
+        """Return whether it was ever asked what it holds."""
         return self._inventory_until > -math.inf
 
     def is_inventory_old(self) -> bool:
-        """Say whether it is to be asked what it holds."""
+        """Return whether it is to be asked what it holds."""
         return self._clock() >= self._inventory_until
 
     def note_inventory(self, inventory: int) -> None:
@@ -52,5 +52,5 @@ class KnownHost:
         self._inventory, self._inventory_until = inventory, self._clock() + INVENTORY_AGE_S
 
     def holds(self, number: int) -> bool:
-        """Say whether it held a record when it was asked last."""
+        """Return whether it held a record when it was asked last."""
         return bool(self._inventory >> number & 1)

@@ -44,7 +44,7 @@ class DirectFile:
 
     @property
     def is_direct(self) -> bool:
-        """Say whether the page cache is left out."""
+        """Return whether reads and writes bypass the page cache."""
         return self._direct is not None
 
     def read_into(self, into: NDArray[np.uint8], offset: int) -> None:

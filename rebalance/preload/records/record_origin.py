@@ -64,7 +64,7 @@ class RecordOrigin:
         return layer * self.num_experts + expert
 
     def difference(self, found: Mapping[str, object]) -> str:
-        """Say in what ``found`` differs, or nothing."""
+        """Return in what ``found`` differs, or nothing."""
         return ", ".join(
             f"{name} {found.get(name)!r}, expected {expected!r}"
             for name, expected in asdict(self).items()

@@ -170,7 +170,7 @@ class _OtherRank:
         return "rank {} at {} port {}".format(self.rank, *self.address)
 
     def is_kept(self) -> bool:
-        """Say whether the connection may be used for another question.
+        """Return whether the connection can carry another request.
 
         Not where the rank has hung up since, or may be about to; and one that has spoken without
         being asked is not understood.

@@ -66,7 +66,7 @@ class Decisions:
         return lease
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
 
         def decision(state: State, change: Change) -> bool:
             latest, is_over = state.lease_of(lease.of), self._watch.is_over

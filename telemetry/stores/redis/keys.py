@@ -53,5 +53,5 @@ class Keys:
         )
 
     def of(self, name: str, *parts: object) -> str:
-        """Give the key of a name, or of one thing among many of that name."""
+        """Return the key of a name, or of one thing among many of that name."""
         return self._prefix + ":".join([name, *map(str, parts)])

@@ -13,7 +13,7 @@ Entry = tuple[bytes, Mapping[bytes, bytes]]  # of a stream: id, fields
 
 
 def run_to_text(info: RunInfo) -> str:
-    """Give a start as JSON text."""
+    """Return a start as JSON text."""
     detail = vars(info) | {"model": dict(info.model), "topology": dict(info.topology)}
     if not info.window_seconds:  # so that programs that do not know it yet can read all others
         del detail["window_seconds"]
@@ -21,41 +21,41 @@ def run_to_text(info: RunInfo) -> str:
 
 
 def run_from_text(text: bytes | str) -> RunInfo:
-    """Make a start of what ``run_to_text`` gave."""
+    """Return a start from what ``run_to_text`` gave."""
     return RunInfo(**_details(text))
 
 
 def rank_state_to_text(state: RankState) -> str:
-    """Give a rank's report as JSON text."""
+    """Return a rank's report as JSON text."""
     return details_to_text(vars(state) | {"detail": dict(state.detail)})
 
 
 def rank_state_from_text(text: bytes | str) -> RankState:
-    """Make a rank's report of what ``rank_state_to_text`` gave."""
+    """Return a rank's report from what ``rank_state_to_text`` gave."""
     return RankState(**_details(text))
 
 
 def task_to_text(task: Task) -> str:
-    """Give a task as JSON text."""
+    """Return a task as JSON text."""
     return details_to_text(
         vars(task) | {"request": dict(task.request), "result": dict(task.result)}
     )
 
 
 def task_from_text(text: bytes | str) -> Task:
-    """Make a task of what ``task_to_text`` gave."""
+    """Return a task from what ``task_to_text`` gave."""
     return Task(**_details(text))
 
 
 def event_of(entry: Entry) -> Event:
-    """Make an event of an entry of the events."""
+    """Return an event from an entry of the events."""
     entry_id, fields = entry
     detail = _details(fields[b"detail"])
     return Event(first_of(entry_id), float(fields[b"time"]), fields[b"kind"].decode(), detail)
 
 
 def placement_of(entry: Entry) -> CommittedPlacement:
-    """Make a committed placement of an entry of the placements."""
+    """Return a committed placement from an entry of the placements."""
     _, fields = entry
     return CommittedPlacement(
         placement_from_bytes(fields[b"record"]),
@@ -66,7 +66,7 @@ def placement_of(entry: Entry) -> CommittedPlacement:
 
 
 def first_of(entry_id: bytes) -> int:
-    """Give the number before the dash of a stream's id."""
+    """Return the number before the dash of a stream's id."""
     return int(entry_id.partition(b"-")[0])
 
 

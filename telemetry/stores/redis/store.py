@@ -159,7 +159,7 @@ class RedisStore:
         return self._decisions.acquire_lease(holder, ttl_s, of)
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
         return self._decisions.release_lease(lease)
 
     def lease(self, of: LeaseOf = "controller") -> Lease | None:

@@ -37,7 +37,7 @@ class Change:
     def acquire_lease(
         self, holder: str, ttl_s: float, of: LeaseOf, is_over: Callable[[Lease], bool]
     ) -> Lease | None:
-        """Give the lease to ``holder``, unless another holds it."""
+        """Grant the lease to ``holder``, unless another holds it."""
         latest = self._latest_lease(of)
         lease = rules.next_lease(holder, ttl_s, of, now=self.time, latest=latest, is_over=is_over)
         if lease is not None:

@@ -98,32 +98,32 @@ RUNNING_TASKS = f"{TASK} AND state = 'running' ORDER BY id"
 
 
 def run_row(info: RunInfo) -> Row:
-    """Give a run as the values of RUN."""
+    """Return a run as the values of RUN."""
     model, topology = details_to_text(info.model), details_to_text(info.topology)
     return info.run, info.time, info.window_steps, model, topology, info.window_seconds
 
 
 def run_of(row: Row) -> RunInfo:
-    """Make a run of a row of RUN."""
+    """Return a run from a row of RUN."""
     run, started, window_steps, model, topology, window_seconds = row
     details = details_from_text(model), details_from_text(topology)
     return RunInfo(run, started, *details, window_steps, window_seconds)
 
 
 def rank_state_row(state: RankState) -> Row:
-    """Give a rank's report as the values of RANK_STATES."""
+    """Return a rank's report as the values of RANK_STATES."""
     *plain, detail = vars(state).values()
     return (*plain, details_to_text(detail))
 
 
 def rank_state_of(row: Row) -> RankState:
-    """Make a rank's report of a row of RANK_STATES."""
+    """Return a rank's report from a row of RANK_STATES."""
     *plain, detail = row
     return RankState(*(*plain, details_from_text(detail)))
 
 
 def sample_row(sample: LoadSample, version: int) -> Row:
-    """Give a sample as the values of INSERT_SAMPLE, its record in that version."""
+    """Return a sample as the values of INSERT_SAMPLE, its record in that version."""
     return (
         sample.deployment,
         sample.run,
@@ -138,36 +138,36 @@ def sample_row(sample: LoadSample, version: int) -> Row:
 
 
 def rollup_row(rollup: Rollup) -> Row:
-    """Give a roll-up as the values of INSERT_ROLLUP, all but the deployment."""
+    """Return a roll-up as the values of INSERT_ROLLUP, all but the deployment."""
     record = rollup_to_bytes(rollup)
     start, run, phase = rollup.start, rollup.run, rollup.phase
     return rollup.seconds, start, run, phase, rollup.num_samples, record
 
 
 def lease_row(lease: Lease) -> Row:
-    """Give a lease as the values of LEASE."""
+    """Return a lease as the values of LEASE."""
     return tuple(vars(lease).values())
 
 
 def lease_of(row: Row | None) -> Lease | None:
-    """Make a lease of a row of LEASE."""
+    """Return a lease from a row of LEASE."""
     return Lease(*row) if row else None
 
 
 def placement_of(row: Row) -> CommittedPlacement:
-    """Make a committed placement of a row of PLACEMENT."""
+    """Return a committed placement from a row of PLACEMENT."""
     record, *rest = row
     return CommittedPlacement(placement_from_bytes(record), *rest)
 
 
 def event_of(row: Row) -> Event:
-    """Make an event of a row of EVENTS."""
+    """Return an event from a row of EVENTS."""
     *plain, detail = row
     return Event(*(*plain, details_from_text(detail)))
 
 
 def task_of(row: Row) -> Task:
-    """Make a task of a row of TASK."""
+    """Return a task from a row of TASK."""
     task_id, submitted, kind, request, state, result = row
     return Task(
         task_id, submitted, kind, details_from_text(request), state, details_from_text(result)

@@ -158,7 +158,7 @@ class SqliteStore:
         return lease
 
     def release_lease(self, lease: Lease) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
         with self._change() as change:
             return change.release_lease(lease, self._watch.is_over)
 

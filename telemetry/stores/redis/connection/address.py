@@ -118,7 +118,7 @@ def _split(url: str) -> SplitResult:
 
 
 def without_password(url: str) -> str:
-    """Give a URL of any scheme as it may be shown."""
+    """Return a URL of any scheme as it may be shown."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     login, at, place = rest.rpartition("@")
     return f"{scheme}{separator}{login.partition(':')[0]}{at}{place.partition('?')[0]}"

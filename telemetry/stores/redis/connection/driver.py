@@ -67,7 +67,7 @@ class RedisDriver:
         return Subscription(pubsub)
 
     def trouble_of(self, exc: Exception) -> Trouble:
-        """Say what kind of failure an error of this driver is."""
+        """Return what kind of failure an error of this driver is."""
         errors = self._redis.exceptions
         told = trouble_in(f"{getattr(exc, 'status_code', None) or ''} {exc}".lstrip())
         if told is not None:
