@@ -1,16 +1,16 @@
-"""The one object that a serving process holds: a rank's part in balancing.
+"""Entry point of a rank: the object that a serving process holds to take part in balancing.
 
     agent.start()
     while agent.step():        # between forward passes, on every rank, dummy batches included
         model.forward(batch)
     agent.close()
 
-``step`` reads the counters, votes, and swaps what the vote decided. Everything slow happens on the
-agent's own threads: one brings bytes, two talk to the store. A dead store or a failed
-migration never fails a step; a dead peer always does, because its tokens would be lost.
+``step`` reads the counters, votes, and applies swaps that a vote decided. Slow work runs on the
+agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
+never fails a step. A dead peer always does, because its tokens would be lost.
 
-What the agent does is in its parts: ``voting`` (ballots and verdicts), ``swapper`` (what serves),
-``update`` (new weights), ``survival`` (after a death), ``scrub_turns`` (idle steps), ``report``.
+The parts: ``voting`` (ballots and verdicts), ``swapper`` (the placement that serves), ``update``
+(new weights), ``survival`` (after a death), ``scrub_turns`` (idle steps), ``report``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class RankAgent:
         return True
 
     def _watch_over(self) -> None:
-        """Let nothing stop in silence: freeze without a thread, drop a plan that stands still."""
+        """Detect stopped threads and stalled plans: freeze migrations, or request an abort."""
         rank, state, ended = self._parts.rank, self._shared.state, self._core.watcher.ended()
         if ended:
             reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
@@ -139,14 +139,15 @@ class RankAgent:
         if objection and state.plan is not None:
             self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
-            self._core.links.reporter.state(self.describe())  # whose task this is, does not
+            # Otherwise the watcher's task, which has stopped.
+            self._core.links.reporter.state(self.describe())
 
     def wait(self, completion: Completion) -> None:
-        """Wait for the device, but not for one that waits for a dead peer.
+        """Wait for the device; raise as soon as a peer is known to be dead.
 
-        A kernel of a dispatch may wait minutes for a rank that is gone (DeepEP v1.2.1: about 100 s)
-        and take the host with it. The liveness connections, which are the host's, know within
-        milliseconds.
+        A dispatch kernel may wait minutes for a dead rank (DeepEP v1.2.1: about 100 s) and block
+        the
+        host. The liveness connections on the host detect the death within milliseconds.
 
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
@@ -214,9 +215,9 @@ class RankAgent:
         self._voting.wants_halt = True
 
     def pause_staging(self) -> None:
-        """Hold weights back, during a prefill or a transfer of KV cache, say; from any thread.
+        """Pause staging, for example during a prefill or a transfer of KV cache. Thread-safe.
 
-        It goes on at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
+        Staging resumes at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
         """
         self._core.mover.pause()
 
@@ -226,7 +227,7 @@ class RankAgent:
         self._shared.wake()
 
     def close(self) -> None:
-        """Stop the threads and leave the group. The last samples are the reporter's to flush."""
+        """Stop the threads and leave the group. The caller flushes the reporter."""
         self._core.watcher.close()
         self._core.links.transport.close()
         if self._link_server is not None:
@@ -236,21 +237,21 @@ class RankAgent:
     # -- after a death (rebalance.recovery.survivors)
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone."""
+        """Ranks that are known to be dead."""
         return self._core.links.votes.dead()
 
     def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
-        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
+        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
         return self._survival.survivor_report(deadline_s)
 
     def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
         self._survival.take_over(record)
 
     # -- what the watcher calls, on its own thread
 
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
-        """Take in what the store says now; False to be told again soon."""
+        """Process an update of the store; return False to be called again soon."""
         state = self._shared.state
         if state.plan is not None:
             if not control.movement:
@@ -276,7 +277,7 @@ class RankAgent:
         return committed is not None and committed.plan_id == plan_id
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
         return self._swapper.settled()
 
     def describe(self) -> RankState:

@@ -1,16 +1,16 @@
-"""The right to act as a deployment's controller, or to run it, kept for as long as one is at work.
+"""The lease of a deployment: only its holder acts as controller, or runs the deployment.
 
               another holds it              asked, and it is free
     STANDS BY <--------------- (asks) -----------------------------> LEADS
         ^                                                               |
         +------- another has it, or it was not renewed in time ---------+
 
-Each turn of the controller asks. Whoever leads renews at a third of the time to live, and not in a
-thread of its own: a controller that hangs must lose the lease. Whatever it writes carries the
-lease's token, and the store refuses all but the newest; so one that slept through the end of its
-lease can do no harm, even before it knows.
+Each turn of the controller asks for the lease. The leader renews it at a third of the time to
+live, in the same thread as its work: a controller that hangs must lose the lease. Each write
+carries the lease's fencing token, and the store rejects all but the newest. So a controller that
+was suspended past the end of its lease cannot do harm.
 
-A plan that takes longer than the time to live is lost to whoever stands by: give it more.
+A plan that takes longer than the time to live loses the lease to a standby: configure more.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class ControllerLease:
 
     @property
     def token(self) -> int:
-        """The fencing token, for whoever leads."""
+        """The fencing token of the held lease."""
         assert self._lease is not None, "only who leads writes"
         return self._lease.token
 
     def is_held(self) -> bool:
-        """Take the lease or renew it, if that is due, and say whether this controller leads.
+        """Acquire or renew the lease if that is due; return whether this process holds it.
 
         Raises:
-            StoreError: the store failed; nobody may act until it answers.
+            StoreError: the store failed; no process may act until it answers.
         """
         now = self._clock()
         if self._lease is not None and now < self._asked_at + self._ttl_s / RENEWALS:

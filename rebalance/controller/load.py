@@ -1,7 +1,7 @@
-"""The load as it arrives: the run that serves now, its samples in windows, and what did not fit.
+"""Load intake: the run that serves now, its samples folded into windows, and rejected samples.
 
-No sample ends the controller. What cannot be counted as load is counted by what is wrong with it,
-and told to the store: at once the first time, then once a minute at most.
+No sample stops the controller. Samples that cannot be counted are counted by reason and reported
+to the store: the first at once, later ones at most once a minute.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Arrivals:
         self._group = Group(info, model, topology, folder, intake, self._phase)
         self._cursor = 0
         self._unreadable_before = self._num_unreadable()
-        self._reported = self._counts(intake)  # what a reader may believe without being told
+        self._reported = self._counts(intake)  # what a reader may assume without a report
         self._reported_at = -REPORT_EVERY_S
 
     def _fold(self, group: Group) -> None:
@@ -81,7 +81,7 @@ class Arrivals:
             self._cursor = arrived[-1][0]
 
     def report_rejected(self) -> None:
-        """Write down what became of samples that were not accepted, if it is news and due."""
+        """Write an event about rejected samples, if there are new ones and a report is due."""
         assert self._group is not None, "told about a run"
         counts, now = self._counts(self._group.intake), self._clock()
         news = {name: counts[name] - reported for name, reported in self._reported.items()}

@@ -1,11 +1,11 @@
-"""The one that decides: window -> plan -> publish -> watch the commit.
+"""The controller loop: window -> plan -> publish -> watch the commit.
 
-It runs in a process of its own and remembers nothing that the store does not: killed at any moment
-and started again, it folds the samples anew and goes on. It never speaks to a rank, and it commits
-nothing: what serves is written by the ranks, after the swap.
+The controller runs in its own process and keeps no state outside the store: after a restart it
+folds the samples again and continues. It never contacts a rank and commits nothing: the ranks
+write the committed placement after the swap.
 
-There may be several, of which one leads: the holder of the lease. The others fold samples too, so
-that the next one can plan at once.
+Several controllers may run. The holder of the lease leads. The others fold samples too, so that a
+new leader can plan at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ControllerSettings:
     migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
     phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
     retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
-    lease_ttl_s: float = 10.0  # longer than a plan takes; so long may nobody lead after a death
+    lease_ttl_s: float = 10.0  # longer than a plan takes; nobody leads for so long after a death
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
 
     @property
@@ -67,8 +67,10 @@ class Controller:
     """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever.
 
     Args:
-        holder: under which it holds the lease. Whoever starts a controller again after a death
-            that it has seen may give the same name, and need not wait for the lease to run out.
+            holder: name under which it holds the lease. A supervisor that restarts a controller
+            after
+                its death may reuse the name; the new process then need not wait for the lease to
+                expire.
         clock: seconds since the epoch.
 
     Raises:
@@ -89,7 +91,7 @@ class Controller:
         self._arrivals = Arrivals(store, settings.phase, clock)
         self._group: Group | None = None
         self._planned_window = -1  # newest window that was planned on
-        self._noted_window = -1  # newest window whose KEEP was written down
+        self._noted_window = -1  # newest window whose KEEP was recorded
         self._noted_decision = ""
         self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
         self._open = OpenPlan(store, settings.migration_deadline_s, clock)
@@ -110,7 +112,7 @@ class Controller:
         self.close()
 
     def close(self) -> None:
-        """Give up the lease, so that nobody has to wait for it to run out."""
+        """Release the lease, so that no controller has to wait for it to expire."""
         self._lease.give_up()
 
     def turn(self) -> None:
@@ -172,7 +174,7 @@ class Controller:
         try:
             self._plan_on_new_window(group)
         except StoreError:
-            self._planned_window = before  # by nobody: this window is still to be planned on
+            self._planned_window = before  # not planned: this window remains due
             raise
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
@@ -203,7 +205,7 @@ class Controller:
         track = self._judged(group, current)
         unseen = track.unseen(group.complete_windows(), current)
         if past.num_windows < self._settings.plan_windows:
-            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
+            unseen = min(unseen, past.num_windows)  # a change of load restarts the count
         if spare_slots:
             current, topology = compact(current, topology, spare_slots)
         begun = time.perf_counter()
@@ -231,7 +233,7 @@ class Controller:
         return self._track
 
     def _suggest(self, candidates: Candidates) -> None:
-        """Have hosts read ahead what a coming plan may bring them, where that is news."""
+        """Publish the experts that hosts should preload for a coming plan, if they changed."""
         if candidates != self._store.candidates():
             self._store.suggest(candidates)
 
@@ -264,7 +266,7 @@ class Controller:
         return migration
 
     def _note_keep(self, proposal: Plan, window: int) -> None:
-        """Write a KEEP down when it is news: a first one, or after a while."""
+        """Record a KEEP decision if it is the first one or the previous record is old enough."""
         is_due = window - self._noted_window >= self._settings.keep_every_windows
         if is_due or self._noted_decision != proposal.decision.value:
             self._note(proposal, window)
@@ -293,7 +295,7 @@ class Controller:
             try:
                 result = self._work_off(group, task)
             except FencedOut:
-                raise  # whoever leads now ends it
+                raise  # the new leader ends the task
             except EplbError as exc:
                 self._store.finish(task.id, "failed", {"error": str(exc)}, fence=fence)
             else:

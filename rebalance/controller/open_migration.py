@@ -1,7 +1,7 @@
-"""The migration that is open: withdrawn when it cannot be finished, or is not finished in time.
+"""The open migration: withdrawn when it cannot be finished, or not in time.
 
-Ranks drop what stands still on one of them; this is for what no rank can tell, such as a plan that
-none of them has taken up.
+Ranks abort a plan that stalls on one of them. This covers what no rank can detect, such as a plan
+that no rank has adopted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class OpenPlan:
-    """What the controller knows of the open migration: since when it has seen it.
+    """The controller's view of the open migration: when it was first seen.
 
     Args:
         store: where it is open.
@@ -38,11 +38,11 @@ class OpenPlan:
         *,
         fence: int,
     ) -> None:
-        """Withdraw it if that is due.
+        """Withdraw the migration if that is due.
 
         Args:
-            migration: the one that the store says is open.
-            states: what the ranks that serve now have reported last.
+                migration: the open migration of the store.
+                states: latest reports of the ranks that serve now.
             served_weights: version of the weights on all of them; None while they differ.
             fence: the token of the controller's lease.
 
@@ -54,7 +54,7 @@ class OpenPlan:
             return
         outcome, reason = objection
         if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason, fence=fence):
-            # What people asked for is no warning.
+            # # A switch that a user has set is not a warning.
             level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
             log.log(level, "plan_id=%d withdrawn: %s", migration.plan_id, reason)
 

@@ -1,9 +1,9 @@
-"""A store that lost its contents (FLUSHALL, a server back without its files) is written anew.
+"""Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
 
-Every rank knows what was lost that balancing cannot go on without: its run, the placement that
-serves, the switches, and how far plan ids have come. Each looks after every look for news; the
-first to find no placement writes all of it at once, the others find it there. Samples, tasks,
-events and the history of placements are gone.
+Every rank knows the state that balancing needs: the run, the serving placement, the switches, and
+the highest plan id. Each rank checks after every poll. The first to find no placement restores
+all of it in one change; the others find it there. Samples, tasks, events and the history of
+placements are lost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Serving(Protocol):
-    """A rank, as far as it can say what the store must hold."""
+    """A rank's state, as far as the store must hold it."""
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
 
     def describe(self) -> RankState:
         """Return how this rank stands."""
@@ -36,7 +36,7 @@ class StoreLoss:
         self._control: Control | None = None
 
     def is_restored(self, control: Control) -> bool:
-        """Write the store anew if it was lost; say whether what was just read of it is void.
+        """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
             control: the switches as they were read last.

@@ -1,7 +1,7 @@
-"""What the controller's plans promised and gave, from placements, windows and events of the store.
+"""Compares the promised with the measured gain of the controller's plans.
 
-A plan that was committed is judged once enough windows have come under its placement. The sums are
-an event, so that a controller that is started again goes on from them.
+A committed plan is judged once enough windows were measured under its placement. The sums are
+stored as an event, so that a restarted controller continues from them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LOOKED_AT = 1000  # events at a time
 
 
 class TrackRecord:
-    """Judges each MOVE once it has served, and keeps the sums.
+    """Judges each MOVE after it has served, and keeps the sums.
 
-    New shares alone are a new generation, but leave the experts where they were.
+    A RESPLIT is a new generation with the same slots, and does not end a judgement.
     """
 
     def __init__(self, store: LoadStore) -> None:

@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class BackOff:
-    """Whether somebody may be asked now. Any thread may call any method.
+    """Suspends requests to one host or rank after failures. Thread-safe.
 
     Args:
-        name: of whom; for people.
-        most_s: for so long it is left alone after failures, at most.
-        clock: which time passes for it.
+        name: of the host or rank, for messages.
+            most_s: upper limit of one back-off.
+            clock: monotonic seconds.
     """
 
     def __init__(

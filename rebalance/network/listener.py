@@ -1,8 +1,7 @@
-"""A door at which others knock: one thread listens, and each client gets a thread of its own.
+"""TCP listener: one thread accepts, and each client is served by a thread of its own.
 
-Whoever calls proves that it knows the deployment's secret before anything is said to it but a
-nonce. What is said after that is the owner's: a host cache's for other hosts, a rank's for other
-ranks.
+A client must prove that it has the deployment's secret; before that it receives only a nonce. The
+owner (host cache or rank) serves the connection after the handshake.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from eplb.errors import MigrationError
 from rebalance.network.wire import Message, Wire, server_handshake
 
-MAX_CLIENTS = 64  # connections that a door holds open; a further client is turned away in words
+MAX_CLIENTS = 64  # open connections of one listener; further clients are refused
 HANDSHAKE_DEADLINE_S = 5.0
 REFUSAL_TIMEOUT_S = 0.1
 ACCEPT_RETRY_S = 1.0
@@ -28,23 +27,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ListenerSettings:
-    """Where a door is, and for whom."""
+    """Address, protocol and limits of a listener."""
 
     peer_kind: str  # "host" or "rank", for messages and for the names of threads
     address: tuple[str, int]
     protocol: str
     secret: bytes = field(repr=False)
-    silence_s: float  # without a byte, after which a client is hung up on
+    silence_s: float  # without a byte, after which the connection is closed
 
 
 class ConnectionListener:
-    """Open until ``close``.
+    """Listens until ``close``.
 
     Args:
-        settings: where, and for whom.
-        hello: what a client that knows the secret is told of the owner.
-        serve: answers one client, on that client's thread, with a deadline that it sets itself.
-        is_closing: set when it closes, so that what ``serve`` waits for can end too.
+            settings: address, protocol and limits.
+            hello: what an authenticated client receives about the owner.
+            serve: serves one client, on that client's thread; it sets its own deadline.
+            is_closing: set on close, so that waits in ``serve`` can end.
 
     Raises:
         MigrationError: the address cannot be listened on.
@@ -76,7 +75,7 @@ class ConnectionListener:
                     log.warning(
                         "cannot accept the connection of a %s: %s", self._settings.peer_kind, exc
                     )
-                    self._is_closing.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
+                    self._is_closing.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
                 continue
             args = client, str(host)
             thread = threading.Thread(target=self._serve_client, args=args, name=name, daemon=True)
@@ -121,14 +120,14 @@ class ConnectionListener:
                 self._clients.pop(client, None)
 
     def stop(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting connections."""
         self._is_closing.set()
         self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
         self._listening.close()
         self._accepting.join(CLOSE_DEADLINE_S)
 
     def close(self) -> None:
-        """Let nobody in any more, and hang up on whoever is connected."""
+        """Stop accepting connections and close those that are open."""
         if not self._is_closing.is_set():
             self.stop()
         with self._lock:

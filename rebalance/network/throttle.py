@@ -1,8 +1,8 @@
 """How fast staging may go: a budget of bytes for each kind of link, and a hold for the engine.
 
-Pulls that run flat out make serving late: 88 MB from a peer in every step added 52 % to the slowest
-steps, 8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in small
-chunks, at a steady rate. Nothing here waits: it says when to look again.
+Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest
+steps, 8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in
+small chunks, at a steady rate. Nothing here waits: the caller gets the time of the next attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOW = -math.inf  # a time that has always passed
 
 
 class TokenBucket:
-    """So many bytes a second, and at most ``burst_bytes`` at once after a time of silence."""
+    """A rate in bytes per second, with a burst of at most ``burst_bytes`` after idle time."""
 
     def __init__(
         self, bytes_per_second: float, burst_bytes: int, clock: Callable[[], float]
@@ -51,10 +51,11 @@ class TokenBucket:
 
 
 class Hold:
-    """An engine's wish that nothing be staged now: during prefill, or a transfer of its KV cache.
+    """A pause of staging that an engine requests, for example during a prefill or a KV cache
+    transfer.
 
-    ``pause`` and ``resume`` may be called from any thread. A hold that is forgotten ends by itself,
-    because a migration that never ends would hold back every later one.
+    Thread-safe. A pause without a resume ends at its deadline, because a migration that never ends
+    would block every later one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -63,17 +64,17 @@ class Hold:
         self._until = NOW
 
     def pause(self, deadline_s: float) -> None:
-        """Stage nothing until ``resume``, or for ``deadline_s``; a second call starts anew."""
+        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it."""
         with self._lock:
             self._until = self.clock() + deadline_s
 
     def resume(self) -> None:
-        """Let staging go on."""
+        """Resume staging."""
         with self._lock:
             self._until = NOW
 
     def ready_at(self) -> float:
-        """When staging may go on; a time that has passed means now."""
+        """When staging may continue; a time in the past means now."""
         with self._lock:
             if self._until != NOW and self.clock() >= self._until:
                 log.warning(

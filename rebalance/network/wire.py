@@ -1,15 +1,15 @@
-"""What two ends of a connection say to each other, and for how long either waits for the other.
+"""Framing, handshake and deadlines of a connection between two hosts or two ranks.
 
-    asker                                    who is asked
-      | <------ protocol, nonce ---------------- |   or why it takes no more clients
+    client                                   server
+      | <------ protocol, nonce ---------------- |   or: connection limit reached
       | ------- nonce, proof of the secret ----> |
-      | <------ proof, origin, version --------- |   or that the secret is another
-      | ------- what is asked -----------------> |
-      | <------ an answer, then a record's bytes |   or why not
+      | <------ proof, origin, version --------- |   or: the secrets differ
+      | ------- request -----------------------> |
+      | <------ response, then the record ------ |   or the reason of a refusal
 
-Between the host caches of two hosts a connection carries one question: nothing of an earlier one
-can be taken for an answer, and its end frees whatever it held on the other host. Between two ranks
-it is kept for further questions. Messages are JSON behind their length.
+Between two host caches a connection carries one request: no earlier response can be mistaken for
+a later one, and closing it frees what it held on the server. Between two ranks it is kept for
+further requests. Messages are JSON with a length prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
 from rebalance.network.throttle import TokenBucket
 
-PROTOCOL = "eplb-hosts-1"  # of host caches; each kind of door has a name of its own
+PROTOCOL = "eplb-hosts-1"  # of host caches; each kind of listener has its own
 CHUNK_BYTES = 8 * 2**20  # between two looks at the budget, and worked into the digest at once
 MAX_MESSAGE_BYTES = 2**20  # after authentication
 MAX_PROOF_BYTES = 512  # before it: a nonce and a proof take 150
@@ -41,16 +41,16 @@ T = TypeVar("T")
 
 
 class RefusedError(MigrationError):
-    """The other side is well, and says no."""
+    """The other side works, and refuses the request."""
 
 
 class Wire:
-    """One end of a connection; whatever goes wrong is told in words.
+    """One end of a connection. Every failure is a MigrationError with the reason.
 
     Args:
         end: connected; closed by its owner.
-        deadline: for all that is said, by time.monotonic; may be set anew.
-        silence_s: for the next byte.
+            deadline: of the whole exchange, by time.monotonic; may be replaced.
+            silence_s: for the next byte.
     """
 
     def __init__(self, end: socket.socket, deadline: float, silence_s: float) -> None:
@@ -63,22 +63,21 @@ class Wire:
         return max(0.0, self.deadline - time.monotonic())
 
     def wait_for_data(self, timeout_s: float) -> bool:
-        """Wait until the other side says something; False if it hangs up first, or is silent.
+        """Wait for the next message; False if the connection closes first, or on a timeout.
 
-        None of it is taken in. Nothing is wrong with a connection that has ended between two
-        questions.
+        Nothing is consumed. A connection that ends between two requests is not an error.
         """
         try:
             self._end.settimeout(timeout_s)
             return bool(self._end.recv(1, socket.MSG_PEEK))
-        except OSError:  # too late, or a connection that broke: either way there is no question
+        except OSError:  # timeout or broken connection: either way there is no request
             return False
 
     def send(self, message: Message) -> None:
-        """Say something.
+        """Send one message.
 
         Raises:
-            MigrationError: the other side is gone, or takes nothing in.
+            MigrationError: the connection failed, or the other side does not read.
         """
         text = json.dumps(message).encode()
         self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
@@ -86,10 +85,10 @@ class Wire:
     def receive(
         self, *, max_bytes: int = MAX_MESSAGE_BYTES, until_deadline: bool = False
     ) -> Message:
-        """Hear something; patient: up to the deadline, because the other side may be reading.
+        """Receive one message; with ``until_deadline`` wait for it up to the deadline.
 
         Raises:
-            MigrationError: the other side is gone, or silent, or does not speak as we do.
+            MigrationError: the connection failed or timed out, or the message is malformed.
         """
         silence_s = self.left_s if until_deadline else self._silence_s
         head = self._read(_LENGTH.size, silence_s)
@@ -111,7 +110,7 @@ class Wire:
         """Send all of it.
 
         Raises:
-            MigrationError: the other side is gone, or takes nothing in.
+                MigrationError: the connection failed, or the other side does not read.
         """
         # Copied, not sendfile: a place may hold another record before pages that are sent by
         # reference have left the machine.
@@ -122,7 +121,7 @@ class Wire:
         """Fill ``into``.
 
         Raises:
-            MigrationError: the other side is gone, or silent.
+                MigrationError: the connection failed or timed out.
         """
         self._fill(into, self._silence_s)
 
@@ -153,10 +152,10 @@ class Wire:
 
 
 def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """Connect.
+    """Open a TCP connection.
 
     Raises:
-        MigrationError: nobody is there, or not in time.
+        MigrationError: the connection was refused or timed out.
     """
     try:
         return socket.create_connection(address, timeout=deadline_s)
@@ -165,14 +164,14 @@ def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
 
 
 def client_handshake(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> Message:
-    """Prove to the side that is asked that this one knows the secret, and have it prove the same.
+    """Authenticate to a server and check its proof.
 
     Returns:
-        What it says of itself.
+        The server's hello message.
 
     Raises:
-        RefusedError: it takes no more clients.
-        MigrationError: it knows another secret, or is not of this kind.
+        RefusedError: the server's connection limit is reached.
+        MigrationError: the secrets differ, or the protocol is another one.
     """
     theirs = wire.receive(max_bytes=MAX_PROOF_BYTES)
     if "refused" in theirs:
@@ -195,10 +194,10 @@ def client_handshake(wire: Wire, secret: bytes, *, protocol: str = PROTOCOL) -> 
 def server_handshake(
     wire: Wire, secret: bytes, hello: Message, *, protocol: str = PROTOCOL
 ) -> None:
-    """Have a client prove that it knows the secret; only then say who we are.
+    """Authenticate a client, then send the hello message.
 
     Raises:
-        MigrationError: it does not know it.
+        MigrationError: the client has no proof of the secret.
     """
     own = secrets.token_hex(16)
     wire.send({"protocol": protocol, "nonce": own})
@@ -217,12 +216,12 @@ def server_handshake(
 
 
 def _proof(secret: bytes, protocol: str, role: str, nonces: tuple[str, str]) -> str:
-    """Bound to the role, so that nobody's proof can be handed back to it."""
+    """Bound to the role, so that a proof cannot be replayed to its sender."""
     return hmac.new(secret, "|".join((protocol, role, *nonces)).encode(), "sha256").hexdigest()
 
 
 def field(message: Message, name: str, kind: type[T]) -> T:
-    """Take one field of what the other side said.
+    """Return one field of a received message.
 
     Raises:
         TypeError: it is missing, or of another kind.

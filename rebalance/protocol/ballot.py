@@ -2,7 +2,7 @@
 
 Every rank casts a ballot; an all-reduce with MIN makes one vector of them, alike everywhere. A
 field that must agree is cast with its negation: MIN then yields both the smallest and the largest
-value, so "they differ" is the same finding on every rank. Nobody ever acts on a flag of its own.
+value, so a disagreement is detected alike on every rank. No rank acts on its own flag alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Ballot:
     weights_version: int  # number of the model weights being served
     plan_id: int  # NO_PLAN: works on none
     plan_hash: int  # Migration.vote_hash; 0 without a plan
-    prepared: int  # transactions of the plan whose bytes are staged and checked here
+    prepared: int  # transactions of the plan that are staged and verified here
     applied: int  # transactions of the plan that serve here, completely
-    abort: bool  # this rank wants the plan dropped
-    halt: bool  # this rank wants serving to end
+    abort: bool  # this rank requests an abort of the plan
+    halt: bool  # this rank requests the end of serving
 
     def encode(self) -> list[int]:
         """The vector that is reduced with MIN."""
@@ -48,7 +48,7 @@ BALLOT_SIZE = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ballots say together; the same on every rank."""
+    """The combined ballots; the same on every rank."""
 
     step: int | None  # None where ranks disagree, here and in the next three fields
     generation: int | None
@@ -58,10 +58,11 @@ class Verdict:
     newest_plan_id: int  # the highest id that any rank works on
     prepared: int  # transactions that every rank has prepared
     applied: int  # transactions that serve on every rank
-    # Plans up to this id are dropped: the highest that a rank wants dropped; NO_PLAN: none does.
-    # Not all that are voted on: others may be at a newer one already, which nobody objects to.
+    # # Plans up to this id are aborted: the highest that any rank wants aborted; NO_PLAN: none.
+    # Others
+    # may work on a newer plan, to which no rank objects.
     unwanted_up_to: int
-    halt: bool  # at least one rank wants serving to end
+    halt: bool  # at least one rank requests the end of serving
 
     @staticmethod
     def decode(reduced: list[int]) -> Verdict:
@@ -86,7 +87,7 @@ class Verdict:
 
 
 class Outcome(Enum):
-    """How a vote can end. They are told apart by what happened, never by a timer alone."""
+    """How a vote can end; decided by what happened, never by a timer alone."""
 
     VALUE = "value"  # every rank voted
     LATE = "late"  # some rank has not voted yet

@@ -58,7 +58,7 @@ class GlooVotes:
         return self._liveness.dead()
 
     def close(self) -> None:
-        """Take leave of the other ranks."""
+        """Announce the leave to all ranks and close the connections."""
         self._liveness.close()
 
 
@@ -90,7 +90,7 @@ class _GlooVote:
         if self._failed or self._is_late(timeout_s):
             return (Outcome.BROKEN if self._failed else Outcome.LATE), []
         try:
-            self._work.wait()  # it has ended, well or badly: this only says which
+            self._work.wait()  # it has ended, successfully or not: this raises in the second case
         except RuntimeError:
             self._failed = True
             return Outcome.BROKEN, []
@@ -98,7 +98,7 @@ class _GlooVote:
 
     def _is_late(self, timeout_s: float) -> bool:
         try:
-            if timeout_s > 0:  # zero would mean "for ever" to torch
+            if timeout_s > 0:  # zero means "no timeout" to torch
                 self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError:
             # A time-out or a failure, the type does not tell; and a vote that ends right after the

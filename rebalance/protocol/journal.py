@@ -1,8 +1,8 @@
-"""What happened on a rank, line by line, for whoever asks after a death why.
+"""A rank's journal: what happened, as JSON lines, for the analysis of a failure.
 
-One file a rank, of JSON lines, in the state folder; the lines of all starts follow each other. The
-step never waits for it: notes go into a bounded queue, and a thread writes them. When the queue is
-full the oldest note is dropped and counted: what came last matters most after a death.
+One file per rank in the state folder; the entries of all starts follow each other. The step never
+waits for it: entries go into a bounded queue, and a thread writes them. When the queue is full
+the oldest entry is dropped and counted: the latest ones matter most after a death.
 
 A line is in the operating system's hands as soon as it is written, so SIGKILL costs only what was
 still queued, and at most the last line of a file is torn (power loss).
@@ -36,7 +36,7 @@ class Entry:
 
     run: str
     rank: int
-    number: int  # counts the notes of a start, those included that were dropped
+    number: int  # counts the entries of a start, including dropped ones
     time: float  # seconds since the epoch
     monotonic: float  # seconds; for distances within one process
     step: int  # -1 before the first
@@ -47,14 +47,14 @@ class Entry:
 
 
 class JournalSink(Protocol):
-    """Takes notes; never blocks, never raises."""
+    """Accepts journal entries; never blocks, never raises."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        """Take a note of what happened at ``where``: (step, generation, plan id)."""
+        """Record an event at ``where``: (step, generation, plan id)."""
 
 
 class NoJournal:
-    """Takes no notes: for ranks without a state folder."""
+    """Drops all entries: for ranks without a state folder."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
         """Drop it."""
@@ -64,11 +64,11 @@ class Journal:
     """A rank's journal file.
 
     Args:
-        folder: made if it is missing.
-        run: name of this start.
-        rank: whose journal it is.
-        max_bytes: a file that has grown beyond this becomes ``.1``, in place of the one before.
-        capacity: notes that may wait to be written.
+            folder: created if missing.
+            run: name of this start.
+            rank: the rank of this journal.
+            max_bytes: a larger file is renamed to ``.1``, which replaces the previous one.
+            capacity: maximum number of queued entries.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Journal:
     ) -> None:
         self.path = folder / f"rank-{rank:04d}.jsonl"
         self._run, self._rank, self._max_bytes = run, rank, max_bytes
-        self.num_dropped = 0  # notes that found the queue full, or no room on the disk
+        self.num_dropped = 0  # entries lost to a full queue or a failed write
         self._num_noted = 0
         self._waiting: deque[Entry] = deque()
         self._capacity = capacity
@@ -92,7 +92,7 @@ class Journal:
         self._thread.start()
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        """Take a note; the oldest that waits gives way when there is no room."""
+        """Queue an entry; drop the oldest one if the queue is full."""
         with self._changed:
             self._num_noted += 1
             place = (self._run, self._rank, self._num_noted, time.time(), time.monotonic())
@@ -114,7 +114,7 @@ class Journal:
             try:
                 lines = "".join(json.dumps(asdict(entry), default=str) + "\n" for entry in entries)
                 self._append(lines.encode())
-            except (OSError, TypeError, ValueError) as exc:  # serving goes on, and this says so
+            except (OSError, TypeError, ValueError) as exc:  # serving continues; the loss is logged
                 self.num_dropped += len(entries)
                 log.warning("%s: %d journal entries lost: %s", self.path, len(entries), exc)
 
@@ -161,7 +161,7 @@ def _entry_of(line: bytes) -> Entry | None:
 
 
 class JournalRecorder:
-    """What of a rank agent's life is worth a note. Votes are, only when they change something."""
+    """Records the events of a rank agent. Votes are recorded only when they change."""
 
     def __init__(self, sink: JournalSink, step: Callable[[], int]) -> None:
         self._sink, self._step = sink, step
@@ -199,7 +199,7 @@ class JournalRecorder:
 
 
 def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Say in words what is new in a state of the phase machine."""
+    """Name what changed in a state of the phase machine."""
     plan = after.plan or before.plan
     if before.plan is None and after.plan is not None:
         yield "plan seen", {"transactions": after.plan.num_transactions}
@@ -226,7 +226,7 @@ def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str
 
 
 def _differences(before: Ballot | Verdict | None, after: Ballot | Verdict) -> dict[str, Any]:
-    """Fields that changed; the step alone is no news."""
+    """Return the changed fields; a new step alone is not a change."""
     found = vars(after)
     known = vars(before) if before is not None else {}
     return {

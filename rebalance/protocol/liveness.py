@@ -1,14 +1,14 @@
-"""Who of the other ranks is gone, known within milliseconds and without asking anybody.
+"""Detects dead ranks within milliseconds, without polling.
 
-Every two ranks hold a connection open that carries nothing. When a process dies, by any way of
-dying, its system closes the connection, and the other end reads that. A vote cannot tell as much:
-between two votes there is none that could break, and meanwhile a kernel of the dispatch may wait
-for the dead rank and take the host with it (DeepEP v1.2.1: about 100 s).
+Every two ranks keep a connection open that carries no data. When a process dies, its operating
+system closes the connection, and the other end reads that. A vote cannot detect it as fast:
+between two votes nothing would fail, and meanwhile a dispatch kernel may wait for the dead rank
+and block the host (DeepEP v1.2.1: about 100 s).
 
-A host that vanishes closes nothing; keep-alive probes find that out after about ``SILENCE_S``.
+A vanished host closes nothing; keep-alive probes detect it after about ``SILENCE_S``.
 
-    rank r listens --> all ranks exchange (host, port, key) --> r calls those below it
-                                                                and is called by those above it
+        rank r listens --> all ranks exchange (host, port, key) --> r connects to those below it
+                                                                  and accepts those above it
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from contextlib import ExitStack
 
 from eplb.errors import RankError
 
-SILENCE_S = 30  # a host that answers no probe for so long is gone: as long as a vote may take
+SILENCE_S = 30  # a host that answers no probe for so long is dead: as long as a vote may take
 # So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for
 # each core, and its group ended though nobody had died.
 PROBES = 5
 CLOSE_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"
 LEAVING = b"\x01"  # sent before a connection is closed on purpose
-HELLO = struct.Struct("!I16s")  # the caller's rank, and the key of the rank that it calls
+HELLO = struct.Struct("!I16s")  # the client's rank, and the key of the rank that it connects to
 
 Address = tuple[str, int, bytes]  # host, port, key
 Exchange = Callable[[Address], Sequence[Address]]  # every rank's address, by rank
@@ -91,14 +91,14 @@ class LivenessConnections:
             ) from exc
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone. A rank that took its leave is not among them."""
+        """Ranks that are known to be dead, without those that left regularly."""
         return self._dead
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Take leave of every rank; twice is no harm."""
+        """Announce the leave to every rank and close; idempotent."""
         if self._is_closed.is_set():
             return
-        os.write(self._wake, b"\0")  # first: once it is told, the thread may close this pipe
+        os.write(self._wake, b"\0")  # first: once the flag is set, the thread may close this pipe
         self._is_closed.set()
         self._thread.join(deadline_s)
         if self._thread.is_alive():
@@ -133,12 +133,13 @@ class LivenessConnections:
                 raise RankError(
                     f"rank {self._rank}: ranks {sorted(missing)} did not connect: {exc}"
                 ) from exc
-            # Half of what is left: whoever says nothing must not take the time of those behind.
+            # # Half of the remaining time: a silent client must not use up the time of those
+            # behind.
             line.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
             try:
                 rank, key = HELLO.unpack(line.recv(HELLO.size, socket.MSG_WAITALL))
             except (struct.error, OSError):
-                line.close()  # a stranger who says too little, or nothing, or hangs up
+                line.close()  # malformed or incomplete hello
                 continue
             if rank in missing and hmac.compare_digest(key, own_key):
                 self._open.callback(line.close)
@@ -162,7 +163,7 @@ class LivenessConnections:
         return line
 
     def _advice(self, host: str) -> str:
-        """What to do about a rank whose address nobody but its own machine can reach."""
+        """Return advice for a loopback address that other machines cannot reach."""
         if not is_loopback(host) or is_loopback(self._host):
             return ""
         return f"; {host} is a loopback address: configure that rank's host"
@@ -213,12 +214,13 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the own address from which this machine would speak to another one.
+    """Return the local address from which this machine would connect to another one.
 
-    The other ranks, which reach that one too, are taken to reach this address. Nothing is sent.
+    It is assumed that other ranks, which reach that machine too, reach this address. Nothing is
+    sent.
 
     Raises:
-        RankError: there is no way to it.
+        RankError: there is no route.
     """
     refusals: list[str] = []
     try:
@@ -226,7 +228,7 @@ def address_towards(host: str, port: int) -> str:
         for family, kind, protocol, _, address in found:
             try:
                 with socket.socket(family, kind, protocol) as towards:
-                    towards.connect(address)  # only picks the way: UDP shakes no hands
+                    towards.connect(address)  # only selects the route: UDP sends nothing on connect
                     return str(towards.getsockname()[0])
             except OSError as exc:
                 refusals.append(f"{address[0]}: {exc}")

@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(end: socket.socket) -> Peer:
-    """Return who is at the other end of a Unix socket."""
+    """Return the process at the other end of a Unix socket."""
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid)
@@ -51,12 +51,12 @@ def peer_of(end: socket.socket) -> Peer:
 @dataclass(frozen=True)
 class _Unauthenticated:
     peer: Peer
-    end: socket.socket  # a duplicate, open until the client has proved itself or is gone
+    end: socket.socket  # a duplicate, open until the client authenticates or disconnects
     deadline: float
 
 
 class Admission:
-    """Counts sessions. ``admit`` and ``expire`` are one thread's, the rest of any."""
+    """Counts sessions. ``admit`` and ``expire`` belong to one thread; the rest is thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -111,7 +111,7 @@ class Admission:
         )
 
     def authenticated(self, holder: int) -> None:
-        """Note that a client knows the key: it may be silent from now on."""
+        """Note that a client is authenticated: it may stay idle from now on."""
         with self._lock:
             if one := self._unauthenticated.pop(holder, None):
                 one.end.close()
@@ -137,8 +137,8 @@ class Admission:
             return math.ceil(1e3 * (soonest - now))  # up: never early
 
     def _disconnect(self, holder: int) -> Peer:
-        """End the reads of a session, whose own thread leaves then."""
+        """Shut down a session's socket, which ends its thread."""
         one = self._unauthenticated.pop(holder)
-        with one.end, suppress(OSError):  # the client may be gone already
+        with one.end, suppress(OSError):  # the client may have disconnected already
             one.end.shutdown(socket.SHUT_RDWR)
         return one.peer

@@ -1,11 +1,11 @@
-"""Which records the host cache holds, who reads them, and what is loaded next: decisions, no I/O.
+"""Bookkeeping of the host cache: entries, leases and what is loaded next. No I/O.
 
 The host cache has a fixed number of entries, each with room for one record. A rank's request leases
 all of its records at once, or waits until it can, so that no two ranks each hold half of what they
 need. A leased entry is never given to another record.
 
-A record is hinted by whoever may need it: loaded when no rank waits, and never in place of a
-leased record or of one hinted in the same breath.
+A hinted record is loaded when no rank waits, and never in place of a leased record or of one from
+the same hint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rebalance.preload.cache.requests import Request, no_room, refusal_of
 from rebalance.preload.cache.wire import Digest
 from rebalance.transport.interface import Record
 
-WAIT_S = 1.0  # a lost wake-up would cost this long, not for ever
+WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
 WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1
 
 
 class HostCache:
-    """The host cache's book. Any thread may call any method; none of them waits but ``take``."""
+    """State of the host cache. Thread-safe; only ``take`` waits."""
 
     def __init__(self, num_entries: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -32,7 +32,9 @@ class HostCache:
         self._changed = threading.Condition()
         self._places = EntryTable(num_entries)
         self._waiting: list[Request] = []  # for room, in order of arrival
-        self._loading: dict[Entry, list[Request]] = {}  # who waits for an entry to be READY
+        self._loading: dict[
+            Entry, list[Request]
+        ] = {}  # requests that wait for an entry to be READY
         self._queued: OrderedDict[Entry, None] = OrderedDict()
         self._hinted: OrderedDict[Record, int] = OrderedDict()  # and in which hint
         self._num_hints = 0
@@ -50,7 +52,8 @@ class HostCache:
             self._admit()
             if request in self._waiting:
                 self.counts["waits"] += 1
-                # All who could let go wait themselves: the one who came last gives way.
+                # # All holders that could release entries are waiting: the latest request is
+                # refused.
                 if self._is_stuck():
                     self._end(
                         request, f"{no_room(request, self._places)}, and all holders are waiting"
@@ -82,7 +85,7 @@ class HostCache:
             self._admit()
 
     def withdraw(self, request: Request) -> None:
-        """End a request whose rank has given up, answered or not, and the leases it brought."""
+        """Cancel a request, answered or not, and end the leases that it added."""
         with self._changed:
             if request.is_ended:
                 self._undo(request)
@@ -101,7 +104,7 @@ class HostCache:
                 self._admit()
 
     def drop(self, holder: int) -> None:
-        """End everything that a rank that is gone has asked for."""
+        """End all requests and leases of a disconnected rank."""
         with self._changed:
             asked = [*self._waiting, *(r for rs in self._loading.values() for r in rs)]
             for request in asked:
@@ -195,7 +198,7 @@ class HostCache:
         is_from_host: bool = False,
         for_writer: bool = False,
     ) -> None:
-        """Hand a loaded entry out to all who wait for it, and keep it for the writer."""
+        """Mark an entry as loaded and answer its requests; the writer may lease it."""
         with self._changed:
             from_disk = "repacked" if is_repacked else "from_record_file"
             self.counts["from_hosts" if is_from_host else from_disk] += 1
@@ -215,7 +218,7 @@ class HostCache:
             self._admit()
 
     def failed(self, entry: Entry, error: str) -> None:
-        """Refuse an entry's record to all who wait for it; a later request tries again."""
+        """Fail the requests that wait for an entry's record; a later request tries again."""
         with self._changed:
             entry.state = State.READY
             if entry.is_void:
@@ -225,7 +228,7 @@ class HostCache:
             self._admit()
 
     def out_of_memory(self, entry: Entry, error: str) -> None:
-        """Make do with the entries whose memory was found so far."""
+        """Continue with the entries whose memory was allocated so far."""
         with self._changed:
             self._places.shrink(entry)
             self.failed(entry, f"{error}; host cache reduced to {self._places.num_entries} records")
@@ -258,7 +261,7 @@ class HostCache:
         return not self._places.has_unheld_load() and self._places.holders() <= holders_that_wait
 
     def _admit(self) -> None:
-        """Grant what fits, in order; a rank that holds leases may overtake: it lets go later."""
+        """Grant requests that fit, in order; a rank with leases may overtake others."""
         is_blocked = False
         for request in list(self._waiting):
             if is_blocked and not self._places.num_leases[request.holder]:
@@ -323,7 +326,9 @@ class HostCache:
     def _let_go(self, entry: Entry, holder: int) -> None:
         self._places.let_go(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
-            self._void(entry, "released by its rank before it was loaded")  # nobody wants it now
+            self._void(
+                entry, "released by its rank before it was loaded"
+            )  # no request needs it now
 
     def _void(self, entry: Entry, error: str) -> None:
         if entry in self._queued:

@@ -1,8 +1,8 @@
-"""A rank's view of its host cache: lease records, read them through a mapping, let them go.
+"""A rank's client of the host cache: lease records, read them through a mapping, release them.
 
-The process that owns the host cache may die and be started again under the same address. Its leases
-end with it; the next load or hint connects anew and maps the new process's memory. A mapping
-outlives its owner, so what is being read meanwhile stays readable, and the digest judges it.
+The process of the host cache may die and be restarted under the same address. Its leases end with
+it; the next load or hint connects again and maps the new process's memory. A mapping outlives its
+process, so a running read stays valid, and the digest is checked afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's reason arrives
-# A host that stands still leaves room for some 70 messages; a little later a send would block.
+# # A stopped host leaves room for some 70 messages; after that a send would block.
 SEND_S = 2.0
 CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
@@ -54,7 +54,7 @@ class HostCacheClient:
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
         self._places: dict[Record, int] = {}  # of the records that are leased
-        self.bytes_from_other_hosts = 0  # that loads have brought, since the start
+        self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # places; their addresses never change
         self._connect(deadline_s)
 
@@ -66,7 +66,7 @@ class HostCacheClient:
                 f"the preload process of host {self._name} does not answer: "
                 f"{exc or 'connection closed'}"
             ) from exc
-        self._takes = select.poll()  # says whether the host has room for a message
+        self._takes = select.poll()  # polls whether the socket accepts a message
         self._takes.register(self._connection, select.POLLOUT)
         hello = decode_json(self._receive("the first message", deadline_s))
         found = hello["num_experts"], hello["record_bytes"]
@@ -78,7 +78,7 @@ class HostCacheClient:
         self._memory = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
 
     def _connect_again(self) -> None:
-        """Attach to the process that has taken the place of one that is gone.
+        """Connect to the process that has replaced a dead one.
 
         Raises:
             MigrationError: there is none yet.
@@ -236,10 +236,10 @@ class HostCacheClient:
         self._registered.add(place)
 
     def release(self, records: Collection[Record]) -> None:
-        """End the leases on records; those that are not leased are no harm. Waits for nothing.
+        """End leases on records; unknown ones are ignored. Does not wait for an answer.
 
         Raises:
-            MigrationError: the preload process is gone, or stands still.
+            MigrationError: the preload process disconnected, or does not read.
         """
         for record in records:
             self._places.pop(record, None)
@@ -249,16 +249,16 @@ class HostCacheClient:
         """Name records to load next, so that the host reads them when the disk is idle.
 
         Raises:
-            MigrationError: the preload process is gone, or stands still.
+                MigrationError: the preload process disconnected, or does not read.
         """
         hint = {"ask": "hint", "records": list(records), "weights_version": weights_version}
         self._in_either_process(lambda: self._send(hint))
 
     def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
-        """Have the host hand out no record of older weights, for anyone, from now on.
+        """Have the host invalidate all records of older weights, for every rank.
 
         Raises:
-            MigrationError: the preload process is gone, or late.
+            MigrationError: the preload process disconnected or timed out.
         """
         self._weights_version = weights_version
         if weights_version > 0:
@@ -270,7 +270,7 @@ class HostCacheClient:
         """Return the host's counters.
 
         Raises:
-            MigrationError: the preload process is gone, or late.
+                MigrationError: the preload process disconnected or timed out.
         """
         return HostCacheStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
@@ -287,7 +287,7 @@ class HostCacheClient:
         try:
             answer = self._answer_to(self._num_asked, what, deadline_s, is_wanted)
         except (CalledOff, _Late):
-            # Else the host would read on, and hold records for a rank that knows of no lease.
+            # # Else the host would read on, and hold records for a rank that has no lease for them.
             self._send({"ask": "give up", "number": self._num_asked})
             raise
         if "error" in answer:

@@ -1,4 +1,4 @@
-"""The host cache's entries: places of one record each, who holds them, and which may be given away.
+"""Entries of the host cache: one record each, their holders, and the order of eviction.
 
 QUEUED --> LOADING --> READY --> given to another record, least recently used first
 """
@@ -31,16 +31,16 @@ class Entry:
     record: Record
     state: State = State.QUEUED
     digest: Digest | None = None
-    hint: int = 0  # which hint brought it; 0 once a rank has asked for it
+    hint: int = 0  # number of the hint that loaded it; 0 once a rank has requested it
     is_for_host: bool = False  # only another host has asked for it: it comes from disk
     is_void: bool = False  # of older weights, or damaged: never handed out again
     holders: set[int] = field(default_factory=set)
 
 
 class EntryTable:
-    """All entries. Guarded by its owner's lock.
+    """All entries. The owner's lock guards them.
 
-    An entry without holders is given away only when READY: before that the disk writes it.
+    An entry without holders is evicted only when READY: before that the disk writes it.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -83,7 +83,7 @@ class EntryTable:
         self.num_evicted += 1
 
     def lease(self, entry: Entry, holder: int) -> bool:
-        """Keep an entry for a holder; say whether it was not kept for it before."""
+        """Lease an entry to a holder; return whether the holder had no lease on it before."""
         self._idle.pop(entry.record, None)
         if holder in entry.holders:
             return False
@@ -99,7 +99,7 @@ class EntryTable:
             self.rest(entry)
 
     def rest(self, entry: Entry) -> None:
-        """Let an entry that nobody holds or writes be given away."""
+        """Make an entry evictable if no holder reads it and no load writes it."""
         if entry.holders or entry.state is not State.READY:
             return
         if not entry.is_void:
@@ -111,7 +111,7 @@ class EntryTable:
                 self._free.append(entry.place)
 
     def void(self, entry: Entry) -> None:
-        """Never hand an entry out again; its place is free when nobody reads or writes it."""
+        """Invalidate an entry; it becomes free when no one reads or writes it."""
         assert not entry.is_void, "an entry becomes void once"
         entry.is_void = True
         del self.entries[entry.record]
@@ -134,7 +134,7 @@ class EntryTable:
         return chain(found, self._void)
 
     def holders(self) -> set[int]:
-        """Everyone who has a lease."""
+        """All holders that have a lease."""
         return {holder for holder, count in self.num_leases.items() if count}
 
     def has_unheld_load(self) -> bool:
@@ -153,7 +153,7 @@ class EntryTable:
         self._backed.add(entry.place)
 
     def shrink(self, entry: Entry) -> None:
-        """Do without the places whose memory was not found yet, this entry's among them."""
+        """Drop the entries whose memory was not allocated yet, including this one."""
         backed = [place for place in self._free if place in self._backed]
         self.num_entries -= len(self._free) - len(backed) + 1
         self._free = backed

@@ -71,7 +71,8 @@ class RecordSources:
         Args:
             record: which.
             into: where to.
-            is_for_host: says whether none but another host asks, by now: then no third is asked.
+                is_for_host: returns whether only another host requests it: then no third host is
+                asked.
 
         Raises:
             CheckpointError: the disk does not have it.

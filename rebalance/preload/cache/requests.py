@@ -12,7 +12,7 @@ from rebalance.transport.interface import Record
 
 @dataclass(eq=False)
 class Request:
-    """Records that one rank wants to read. ``ended`` is called once; it must not block."""
+    """A rank's request for records. ``ended`` is called once and must not block."""
 
     holder: int
     number: int
@@ -23,7 +23,7 @@ class Request:
     num_from_disk: int = 0
     num_from_hosts: int = 0
     fetched: set[Record] = field(default_factory=set)  # read for this request, not for an earlier
-    added: list[Entry] = field(default_factory=list)  # leases that this request brought
+    added: list[Entry] = field(default_factory=list)  # leases that this request added
     missing: set[Record] = field(default_factory=set)
     found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place
     error: str | None = None
@@ -31,7 +31,7 @@ class Request:
 
 
 def refusal_of(request: Request, places: EntryTable, weights_version: int) -> str | None:
-    """Return why a request can never be granted, if so.
+    """Return why a request can never be granted, or None.
 
     Records come from the checkpoint, whose weights are version 0.
     """

@@ -58,11 +58,12 @@ log = logging.getLogger(__name__)
 
 
 class HostCacheServer:
-    """The host cache's owner: loads records on demand and answers ranks until ``close``.
+    """The process's host cache: loads records on demand and serves ranks until ``close``.
 
     Raises:
-        MigrationError: another process listens under this name, or at the door for other hosts; or
-            there is no memory.
+            MigrationError: another process listens under this name, or at the address for other
+            hosts;
+                or there is no memory.
         CheckpointError: a weight file is missing.
         ConfigError: the settings leave no room for a record, or no source of records.
     """
@@ -153,7 +154,7 @@ class HostCacheServer:
                 if self._is_closed.is_set():
                     return
                 log.warning("cannot accept the connection of a rank: %s", exc)
-                self._is_closed.wait(ACCEPT_RETRY_S)  # out of file descriptors, say
+                self._is_closed.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
 
     def _start_session(self, connection: Connection, holder: int) -> None:
         try:
@@ -165,7 +166,8 @@ class HostCacheServer:
             return
 
         def run() -> None:
-            # Here, not in accept: a stranger who says nothing must not keep ranks waiting.
+            # # Here, not in accept: an unauthenticated client that sends nothing must not block
+            # others.
             session.run(self._key, partial(self._admission.authenticated, holder))
             self._sessions.pop(session, None)
             self._admission.leave(holder)

@@ -1,7 +1,7 @@
-"""The host cache's side of one rank's connection: hear what it asks, answer when that is done.
+"""One rank's session in the host cache: receive requests, answer when they are complete.
 
-While records are being loaded the session goes on listening, so that the leases of a rank that
-dies, or gives up, end at once and not when its records have come.
+While records are loaded the session keeps receiving, so that the leases of a rank that dies or
+cancels end at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostCacheParts:
 
 
 class HostCacheSession:
-    """One rank that is connected. ``run`` is a thread of its own; ``stop`` comes from another."""
+    """A connected rank. ``run`` has its own thread; ``stop`` is called from another one."""
 
     def __init__(self, parts: HostCacheParts, connection: Connection, holder: int) -> None:
         self._parts, self._connection, self._holder = parts, connection, holder
@@ -50,10 +50,10 @@ class HostCacheSession:
         self._deadlines: dict[Request, float] = {}  # of those that are not answered yet
         self._last: Request | None = None  # what a rank that gives up has asked for
         self._is_stopping = self._is_over = False
-        self._ending = threading.Lock()  # nobody writes to a descriptor that was given away
+        self._ending = threading.Lock()  # guards a descriptor that may already be reused
 
     def run(self, key: bytes, on_authenticated: Callable[[], None]) -> None:
-        """Serve until either side hangs up; ``on_authenticated`` once the other knows the key."""
+        """Serve until the connection closes; call ``on_authenticated`` after the handshake."""
         with self._connection:
             try:
                 server_handshake(self._connection, key)
@@ -62,7 +62,7 @@ class HostCacheSession:
                 while not self._is_stopping:
                     self._turn()
             except (AuthenticationError, EOFError, OSError):
-                pass  # a stranger without the key, or a rank that is gone
+                pass  # an unauthenticated client, or a disconnected rank
             except (KeyError, TypeError, ValueError) as exc:
                 log.error("malformed request of a rank; closing the connection: %r", exc)
             finally:

@@ -11,8 +11,8 @@ from eplb.errors import ConfigError
 from rebalance.preload.hosts.settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
-# Disks want more than one request in flight, and each reader also digests: on a host of 64 cores
-# four of them brought 72 % of what the disk gives.
+# # Disks need several requests in flight, and each reader also digests: on a host of 64 cores four
+# readers reached 72 % of the disk's bandwidth.
 NUM_READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
 RING_RECORDS = 64
 

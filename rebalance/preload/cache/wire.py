@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from eplb.errors import MigrationError
 from rebalance.preload.cache.admission import peer_of
 
-MESSAGE_DEADLINE_S = 10.0  # for the rest of a message that has begun, and for room to send one
+MESSAGE_DEADLINE_S = 10.0  # for the rest of a started message, and for room to send one
 Digest = tuple[int, int]
 
 
@@ -48,7 +48,7 @@ def listen(address: HostCacheAddress) -> socket.socket:
 
 
 def connect(address: HostCacheAddress, deadline_s: float) -> Connection:
-    """Reach the preload process, which proves that it knows the key, as does the caller."""
+    """Connect to the preload process; both sides prove that they have the key."""
     with socket.socket(socket.AF_UNIX) as end:
         _limit_waits(end, deadline_s)
         end.connect(address.socket)
@@ -61,7 +61,7 @@ def connect(address: HostCacheAddress, deadline_s: float) -> Connection:
 
 
 def server_handshake(connection: Connection, key: bytes) -> None:
-    """Let the caller prove that it knows the key, and prove the same to it."""
+    """Authenticate a client, and prove the key to it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         _limit_waits(end, MESSAGE_DEADLINE_S)
         deliver_challenge(connection, key)

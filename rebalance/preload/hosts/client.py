@@ -1,11 +1,10 @@
 """Client for the host caches of other hosts, a record source between local memory and local disk.
 
-A pairwise TCP stream and nothing collective: a stream has a deadline of its own and a host's death
-breaks its own streams, where the members of a group would hang or abort together.
+Each transfer is a pairwise TCP stream with its own deadline. A dead host breaks only its own
+streams, where the members of a collective would hang or abort together.
 
-What is brought is proven on the way in: its digest must be the one that the other host declares,
-and the one that this host cache knows, if it knows one. A host that fails is left alone for a
-while.
+Received bytes are verified: their digest must be the one that the other host announced, and the
+one that this host cache knows, if any. A host that fails is in back-off for a while.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ class WrongBytesError(MigrationError):
 
 
 class OtherHosts:
-    """Asks other hosts for records; any thread may.
+    """Requests records from other hosts. Thread-safe.
 
     Args:
-        settings: who they are.
-        origin: what this host cache's records are of. One without a checkpoint takes that of the
-        first
-            host that gives it a record, and then sticks to it.
-        weights_version: of this host cache, at any time.
+        settings: addresses, secret and limits.
+        origin: origin of this host cache's records. Without a checkpoint, the origin of the first
+            host that sends a record is adopted.
+        weights_version: returns the current version of this host cache.
     """
 
     def __init__(
@@ -134,7 +132,7 @@ class OtherHosts:
             return
         host.back_off.record_failure(str(failure))
 
-    # -- one question
+    # # -- one request
 
     def _refresh_inventory(self, host: KnownHost) -> None:
         """Ask a host what it holds, if that is not known; one thread asks."""
@@ -200,7 +198,7 @@ class OtherHosts:
             try:
                 self._inward.spend(len(chunk), wire.deadline)
             except MigrationError as exc:
-                raise RefusedError(str(exc)) from exc  # the other host is not to blame
+                raise RefusedError(str(exc)) from exc  # the local budget, not the other host
             wire.receive_bytes(chunk.data)
             running.add(chunk)
         if running.value != declared:
@@ -226,7 +224,7 @@ class OtherHosts:
                     self._open.discard(end)
 
     def _check(self, hello: Message) -> None:
-        """Refuse a host whose records are others than this one's.
+        """Reject a host whose records have another origin or version.
 
         Raises:
             RefusedError: it has none yet, or of other weights.

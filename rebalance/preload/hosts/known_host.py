@@ -11,16 +11,16 @@ from rebalance.network.back_off import BackOff
 from rebalance.preload.hosts.settings import HostAddress
 from rebalance.transport.interface import Record
 
-INVENTORY_AGE_S = 1.0  # a host's list of what it holds is asked for anew when it is as old as this
+INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory
 
 
 class KnownHost:
-    """Any thread may call any method.
+    """State of one other host. Thread-safe.
 
     Args:
         address: where it listens.
-        back_off_s: for so long it is left alone after failures, at most.
-        clock: which time passes for it.
+        back_off_s: upper limit of one back-off.
+        clock: monotonic seconds.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Server of a host cache for other hosts: sends records that it holds, or reads them first.
 
-A record that is asked for is leased like a rank's, so its place is not given away while its bytes
-are sent. Nothing that another host asks for is asked of a third: a question is passed on to disk
-at most, so hosts that lack the same record never wait for one another in a circle.
+A requested record is leased like a rank's, so its entry is not evicted while its bytes are sent. A
+request of another host is never forwarded to a third host, only to the local disk, so hosts that
+lack the same record never wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class HostLinkServer:
-    """Answers other hosts until ``close``. ``origin`` says what the records are of, by now.
+    """Serves other hosts until ``close``. ``origin`` returns the origin of the records.
 
     Raises:
         MigrationError: the address cannot be listened on.
@@ -105,8 +105,9 @@ class HostLinkServer:
         """Send a record.
 
         Raises:
-            RefusedError: it is not here, or cannot be read in time, or others are being sent.
-            MigrationError: the other host is gone, or takes nothing in.
+                RefusedError: it is not in memory, cannot be read in time, or the transfer limit is
+                reached.
+                MigrationError: the connection failed, or the other host does not read.
         """
         layer, expert = ask["record"]
         answer_s = min(wire.left_s, float(ask["answer_s"]))
@@ -171,7 +172,7 @@ class HostLinkServer:
         return request.found[record]
 
     def close(self) -> None:
-        """Stop answering, and hang up on whoever is connected."""
+        """Stop accepting requests and close all connections."""
         self._listener.stop()
         with self._lock:
             serving = set(self._serving)

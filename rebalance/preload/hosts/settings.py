@@ -25,14 +25,14 @@ class HostLinkSettings:
     """
 
     hosts: tuple[HostAddress, ...]
-    secret: bytes = field(repr=False)  # of the deployment; a stranger without it gets nothing
+    secret: bytes = field(repr=False)  # of the deployment; clients without it are refused
     listen: HostAddress | None = None  # None: it asks, and gives nothing
     order: Order = "before_disk"
     bytes_per_second: float = SERVING_BYTES_PER_SECOND  # inward, and as much outward
     max_transfers: int = 4  # records on their way outward at a time; further ones take turns
     silence_s: float = 2.0  # without a byte, after which a host counts as dead
-    deadline_s: float = 10.0  # for one record, a host's reading of its own disk included
-    back_off_s: float = 30.0  # at most; for so long a host that failed is left alone
+    deadline_s: float = 10.0  # for one record, including the other host's disk read
+    back_off_s: float = 30.0  # upper limit of the back-off of a failed host
 
     def __post_init__(self) -> None:
         check_secret(self.secret, "hosts")

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class DirectFile:
     """A file whose bytes go between disk and page-aligned memory without a copy.
 
-    Where the file system refuses O_DIRECT, it goes through the page cache, which is then told to
-    drop what was read.
+    Where the file system does not support O_DIRECT, reads and writes go through the page cache, and
+    the pages are dropped afterwards.
 
     Raises:
         OSError: the file cannot be opened, or later read or written.
@@ -89,7 +89,7 @@ class DirectFile:
             os.posix_fadvise(self.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _fall_back(self, exc: OSError) -> None:
-        if exc.errno != errno.EINVAL:  # what a file system says that has no O_DIRECT
+        if exc.errno != errno.EINVAL:  # returned by file systems without O_DIRECT
             raise exc
         # Another thread may be inside a call on the descriptor: it stays open until close.
         self._direct = None

@@ -57,13 +57,13 @@ class _Part:
 
 
 class PartReader:
-    """Reads one file for any number of callers; its threads start with the first.
+    """Reads one file for any number of callers; its threads start with the first read.
 
     Args:
-        file: what is read; it stays the caller's.
-        name: the file's, for messages.
-        num_threads: requests that the disk has at a time.
-        part_bytes: of one request, at most.
+        file: open file; the caller closes it.
+        name: of the file, for messages.
+        num_threads: concurrent disk requests.
+        part_bytes: maximum size of one request.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class PartReader:
             self._file.read_into(part.into, part.offset + part.first)
             found.add(part.into)
             return found
-        except Exception as exc:  # told to the caller, whose thread can be blamed
+        except Exception as exc:  # raised again on the caller's thread
             return exc
 
     def close(self) -> None:
-        """End the threads; no caller may be waiting."""
+        """Stop the threads; no read may be waiting."""
         for _ in self._threads:
             self._parts.put(None)
         for thread in self._threads:

@@ -1,8 +1,8 @@
-"""Repacked records on disk: what the host cache can take in at the disk's full speed.
+"""File of expert records, from which the host cache loads at the disk's full speed.
 
-A checkpoint keeps an expert in pieces; repacking puts them together, through the page cache and one
-core. A record file keeps what was repacked, page-aligned and in kernel layout, beside a mark for
-each record that is complete (``record_layout.py`` says where).
+A checkpoint stores an expert in several tensors; repacking assembles them through the page cache
+on one core. A record file stores the repacked records, page-aligned and in kernel layout, with a
+mark for each complete record (see ``record_layout.py``).
 
 A record is marked after its bytes are on the disk, so a crash at any byte leaves it unmarked or
 whole.
@@ -28,7 +28,7 @@ from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.transport.interface import Record
 from runtime.memory.shared import PAGE_BYTES
 
-FLUSH_RECORDS = 64  # written records whose marks may wait; a crash costs repacking them again
+FLUSH_RECORDS = 64  # unmarked written records; a crash costs repacking them again
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class RecordFile:
             self._complete[record] = digest
 
     def forget(self, record: Record) -> None:
-        """Take back the mark of a record whose bytes are not what it says."""
+        """Clear the mark of a record whose bytes do not match it."""
         self._complete.pop(record, None)
         if self.may_write:
             os.pwrite(self._file.buffered, UNMARKED, self._layout.mark_offset(record))

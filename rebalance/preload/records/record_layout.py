@@ -1,10 +1,10 @@
-"""Where everything lies in a file of expert records.
+"""Layout of a file of expert records.
 
      page 0      header: magic, length and digest of a JSON text that names the origin
      pages       marks: 32 bytes for each record, zeros until it is complete
      pages       records, each at its place; what was never written is a hole
 
-A mark is bound to the header, to its place and to the digest, so a torn one is no mark.
+A mark depends on the header, the index and the digest, so a torn mark is detected.
 """
 
 from __future__ import annotations
