@@ -33,7 +33,7 @@ from enum import Enum
 from eplb.errors import RankError
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 
-ELSEWHERE = "requested by another rank"  # all that a verdict tells of an abort's reason
+ELSEWHERE = "requested by another rank"  # the only reason of an abort that a verdict carries
 
 
 class Phase(Enum):
@@ -80,7 +80,7 @@ class RankPhase:
     swapped: int = 0  # ordered into the live slots
     applied: int = 0  # complete there, on the device
     applied_everywhere: int = 0  # the smallest ``applied`` that a verdict on this plan has named
-    abort_reason: str = ""  # why this rank wants the plan dropped
+    abort_reason: str = ""  # why this rank requests an abort of the plan
     refused_up_to: int = NO_PLAN  # plans with ids up to this are never adopted (again)
     frozen_reason: str = ""  # why this rank adopts no plan any more
     weights_version: int = 0  # of the weights that this rank serves
@@ -153,7 +153,7 @@ def want_abort(state: RankPhase, plan_id: int, reason: str) -> RankPhase:
 
 
 def freeze(state: RankPhase, reason: str) -> RankPhase:
-    """Adopt no further plan, and ask for the present one to be dropped. Serving goes on."""
+    """Adopt no further plan, and request an abort of the present one. Serving continues."""
     frozen = replace(state, frozen_reason=state.frozen_reason or reason)
     return want_abort(frozen, state.plan.plan_id, reason) if state.plan else frozen
 
@@ -242,7 +242,7 @@ def finish_swap(state: RankPhase) -> RankPhase:
 
 
 def _drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
-    """Drop plans with ids up to one. What was applied stays, as a generation of its own."""
+    """Drop plans with ids up to one. Applied transactions stay, as a new generation."""
     state = replace(state, refused_up_to=max(state.refused_up_to, up_to))
     if state.plan is None or state.phase is Phase.ABORTED:
         return state

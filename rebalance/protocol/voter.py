@@ -1,4 +1,4 @@
-"""A rank's side of the votes: cast, read when due, and never wait for a rank that is gone."""
+"""A rank's votes: cast, read when due, and end the wait as soon as a rank is dead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rebalance.transport.interface import PendingVote, VoteGroup
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
-VOTE_POLL_S = 0.02  # how often a late vote's wait looks whether a rank is gone
+VOTE_POLL_S = 0.02  # poll interval for dead ranks during a late vote
 
 
 class Exchange(Protocol):
     """A collective under way (torch.distributed.Work)."""
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or badly."""
+        """Return whether it has ended, successfully or not."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Wait for its end; raises RuntimeError when it is late or has failed."""
@@ -38,11 +38,13 @@ class Voter:
         self._pending = (ballot, self._votes.cast(ballot.encode()))
 
     def read(self, step: int, *, swapped: int, must_finish: bool) -> tuple[Ballot, Verdict] | None:
-        """Read the vote under way, if there is one; None while it may be read later.
+        """Read the vote under way, if there is one; None if it may be read later.
 
         A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
-        smallest of all, so nobody can have swapped by it. A rank that had must wait, and if the
-        vote never ends it must not serve: others may have swapped.
+        minimum,
+        so no rank can have swapped by it. A rank that had prepared transactions must wait. If the
+        vote
+        never ends, this rank must not serve: others may have swapped.
 
         Args:
             step: the step that is about to begin.
@@ -99,18 +101,18 @@ class Voter:
             try:
                 exchange.wait(timedelta(seconds=VOTE_POLL_S))
             except RuntimeError:
-                continue  # late or failed, the type does not tell: only whether it has ended counts
-        exchange.wait()  # says how
+                continue  # timeout or failure, alike by type: only is_completed counts
+        exchange.wait()  # raises if it failed
 
     def wait_for_device(
         self, completion: Completion, step: int, *, is_halting: bool = False
     ) -> None:
-        """Wait for the device, but not for one that waits for a dead peer.
+        """Wait for the device; raise as soon as a peer is known to be dead.
 
         Args:
             completion: what to wait for.
             step: in which the device is.
-            is_halting: whether all ranks end here: then peers may be gone in good order.
+                is_halting: whether all ranks stop here; then peers may have left regularly.
 
         Raises:
             BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.
@@ -125,5 +127,5 @@ class Voter:
                     f"{self._deadline_s:.0f} s; a peer is dead or late"
                 )
             # A device's event can be asked or waited for without end, nothing between: a wait with
-            # a deadline, and with an eye on the liveness connections, has to ask.
+            # # a deadline that also watches the liveness connections has to poll.
             time.sleep(DEVICE_POLL_S)

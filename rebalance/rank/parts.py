@@ -35,7 +35,7 @@ class AgentSettings:
     sample_steps: int  # steps per sample; a divisor of the window
     vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
     vote_deadline_s: float = 30.0
-    plan_deadline_s: float = 30.0  # how long a migration may stand still; then it is dropped
+    plan_deadline_s: float = 30.0  # a migration without progress for so long is aborted
     scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
     load_phase: LoadPhase = "mixed"
     stage: StageSettings = field(default_factory=StageSettings)

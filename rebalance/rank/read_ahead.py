@@ -1,7 +1,7 @@
-"""Has a host read what a coming plan may bring it, before there is such a plan.
+"""Has a host load candidate experts ahead of the plan that may need them.
 
-The controller names candidates with each window; one rank of each host passes its host's on. The
-host cache reads them when nothing else is to be done, and never in place of what a rank holds.
+The controller publishes candidates with each window; one rank of each host forwards its host's.
+The host cache loads them when idle, and never evicts a leased record for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank says of itself, for the store and whoever watches."""
+"""A rank's report to the store: progress, counters, versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORTED_PAUSES = 256  # of the latest swaps
 def rank_state(
     core: RankCore, swapper: Swapper, scrubber: Scrubber, notes: Mapping[str, Any]
 ) -> RankState:
-    """Return how a rank stands; ``notes`` are the engine's own."""
+    """Return a rank's report; ``notes`` are fields that the engine adds."""
     with core.shared.changed:
         state = core.shared.state
         migration = swapper.migration if state.plan is not None else None

@@ -20,7 +20,7 @@ from runtime.streams import Completion
 
 @dataclass(frozen=True)
 class SampleLabel:
-    """What every sample of a rank says of itself."""
+    """Identity of the samples of one rank."""
 
     deployment: str
     run: str
@@ -81,8 +81,9 @@ class Sampler:
         """Pass the samples whose figures have arrived to the sink, or wait and pass all.
 
         Raises:
-            RankError: a router gave ids that are no expert's. Their tokens were dropped, so what
-                was served since the sample before is wrong.
+            RankError: a router gave ids that no expert has. Their tokens were dropped, so answers
+            since
+                the previous sample are wrong.
         """
         while self._on_the_way and (wait or self._on_the_way[0][2].is_ready()):
             sample, cut, strays = self._on_the_way.popleft()

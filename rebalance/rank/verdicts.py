@@ -35,7 +35,7 @@ class Voting:
         core.voter.cast(ballot)
 
     def read(self, step: int, *, must_finish: bool) -> Verdict | None:
-        """Read the vote under way and obey it; None while it may be read later.
+        """Read the vote under way and apply its verdict; None if it may be read later.
 
         Raises:
             RankError: a rank is dead or too late, or ranks are at different steps.

@@ -1,10 +1,10 @@
-"""The threads of a rank that are not the step: one watches the store, one brings bytes.
+"""Background threads of a rank: store watcher, mover, and commit writer.
 
-None of them ends in silence. The mover, once failed, is started again, once; what fails twice would
-fail again, and freezes the rank's part in migrations. Serving goes on.
+No thread ends unnoticed. A failed mover is restarted once; a second failure freezes migrations on
+this rank. Serving continues.
 
-A store that fails is retried for as long as the rank serves; meanwhile no plan is heard and nothing
-is lost, because what must be written (a commit) waits here until it is.
+A failing store is retried for as long as the rank serves. Meanwhile no plan is received, and
+commits wait in a queue until the store accepts them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from telemetry.store import Control, Details, LoadStore, Outcome, RankState
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
 SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
-DEFERS_S = 1.0  # to the rank that knows why a plan was dropped; it may be dead
+DEFERS_S = 1.0  # extra time for the rank that knows the reason of an abort; it may be dead
 CLOSE_DEADLINE_S = 10.0
 MOVER = "eplb-mover"
 
@@ -45,20 +45,20 @@ class SampleSink(Protocol):
         """Take a sample; never blocks, never raises. False when one was dropped for it."""
 
     def state(self, state: RankState) -> None:
-        """Take what the rank says of itself; only the newest matters."""
+        """Accept the rank's report; only the newest is kept."""
 
 
 class WatchedAgent(Protocol):
     """The agent, as the watcher sees it."""
 
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
-        """Take in what the store says now; False to be told again soon."""
+        """Process an update of the store; return False to be called again soon."""
 
     def describe(self) -> RankState:
         """Return how this rank stands."""
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Writing:
 
     what: str
     write: Callable[[], object]
-    plan_id: int = NO_PLAN  # whose end others may write down too, with a better reason
+    plan_id: int = NO_PLAN  # other ranks may write its end too, with a better reason
     defers_until: float = 0.0
 
 
@@ -111,17 +111,17 @@ class Watcher:
             thread.join(CLOSE_DEADLINE_S)
 
     def ended(self) -> list[str]:
-        """Name the threads that were started and are no more, though nobody closed them."""
+        """Return the names of threads that have exited before ``close``."""
         started = {thread.name for thread in self._threads if thread.ident is not None}
         alive = {thread.name for thread in self._threads if thread.is_alive()}
         return [] if self._closing.is_set() else sorted(started - alive)
 
     def has_mover(self) -> bool:
-        """Return whether the mover's thread lives."""
+        """Return whether the mover's thread is alive."""
         return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
 
     def bring(self, migration: Migration) -> None:
-        """Have the mover bring a migration's bytes."""
+        """Queue a migration for the mover."""
         self.do(partial(self._mover.bring, migration, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
@@ -136,10 +136,11 @@ class Watcher:
     def commit(
         self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
     ) -> None:
-        """Have it written down that ``serving`` is what serves after ``migration``.
+        """Queue the commit of ``serving`` as the outcome of ``migration``.
 
-        Every rank writes the same, but for the reason of an abort, which only the rank that asked
-        for it knows. The first to write is the one that people read, so the others let it be first.
+        Every rank writes the same commit, except for the reason of an abort, which only the
+        requesting
+        rank knows. The first write counts, so the other ranks wait for that rank for a moment.
         """
         write = partial(self._write, migration, serving, outcome, reason)
         what, now = f"writing the end of plan {migration.plan_id}", self._watchdog.clock()
@@ -182,10 +183,10 @@ class Watcher:
                 return
 
     def poll_store(self, version: int, patience_s: float) -> tuple[int, float] | None:
-        """Hear the store's news, once.
+        """Poll the store once.
 
         Returns:
-            Their version, and how long to wait for the next; None if it failed.
+            The store's version, and the timeout of the next poll; None if the store failed.
         """
         self._watchdog.watcher.busy("polling the load store")
         try:
@@ -198,8 +199,9 @@ class Watcher:
         except StoreError as exc:
             log.warning("load store failed, retrying: %s", exc)
         except Exception:
-            # A bug here must not end the thread in silence (vLLM issue 57883): no plan is
-            # adopted any more, the rank's state says so, and serving goes on.
+            # # A bug here must not end the thread unnoticed (vLLM issue 57883): no plan is adopted
+            # any
+            # more, the rank's report has the reason, and serving continues.
             log.exception("the watcher failed")
             self._shared.update(phases.freeze, "the watcher thread failed, see the log")
         return None
@@ -222,7 +224,7 @@ class Watcher:
                 return False
             writing.write()
         except StaleGeneration as exc:
-            # What serves here is not what the store says serves: only people can tell why.
+            # # The slots differ from the store's placement: an operator has to find out why.
             log.exception("the store rejected a commit")
             self._shared.update(phases.freeze, f"the store rejected a commit: {exc}")
         except StoreError as exc:
@@ -257,7 +259,7 @@ class Watcher:
         if self.num_mover_failures > 1:
             words = f"the mover failed twice, the second time with {type(exc).__name__}: {exc}"
             plan = self._shared.update(phases.freeze, words).plan
-            if plan is not None:  # adopted since, or before the mover could begin: never brought
+            if plan is not None:  # adopted since, or before the mover could begin: never staged
                 self._mover.wait_for_end(self._shared, plan.plan_id)
         elif not self._closing.is_set():
             log.warning("restarting the mover after its first failure")

@@ -1,6 +1,6 @@
 """A rank agent's part in a recovery: its survivor report, and the survivors' record applied.
 
-``rebalance/recovery/survivors.py`` says what all survivors do, and in which order.
+``rebalance/recovery/survivors.py`` has the order of the steps on all survivors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Survival:
         self.is_recovering = False  # no step may follow
 
     def survivor_report(self, deadline_s: float) -> SurvivorReport:
-        """Adopt, swap and repair nothing any more, and say how far this rank has come.
+        """Stop adopting, swapping and repairing; return how far this rank has come.
 
         Args:
-            deadline_s: for the scrubber's look under way to end; the reports come by then all the
-                same, because others take a rank for dead that says none.
+            deadline_s: for the running check of the scrubber to end. The report is written by then
+            in
+                any case, because a rank without a report counts as dead.
         """
         core = self._core
         self.is_recovering = True
@@ -73,7 +74,7 @@ class Survival:
         )
 
     def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
         core, state = self._core, self._core.shared.state
         core.recorder.note("recovery", state, membership=record.membership, reason=record.reason)
         verdicts = missed_verdicts(state, record)

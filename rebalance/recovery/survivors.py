@@ -1,12 +1,12 @@
-"""What survivors of a death do: agree on one placement, write it down, and end together.
+"""Recovery after a death: survivors agree on one placement, record it, and end together.
 
     reports ----> decide ----> record (first writer wins) ----> roll forward ----> commit
-    each to                  compare and set,                 what the others
-    the store                in the store                     swapped already
+    each to                    compare and set,                 what the others
+    the store                  in the store                     swapped already
 
-The group that broke is never used again: after a death every vote on it fails. A new one is made
-from the record, through a rendezvous that lives in no rank. Survivors never serve in it here; they
-prove that they hold one placement, and end. A start of all ranks then loads what is committed.
+The broken group is never used again: after a death every vote on it fails. A new group is formed
+from the record, through a rendezvous outside of all ranks. Survivors do not serve in it. They
+verify that they hold one placement, and end. A start of all ranks then loads the committed one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.group.listeners import gloo_listeners_closed
 from telemetry.store import LoadStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
-REPORT_DEADLINE_S = 5.0  # for what a rank is still at, before it says its reports
+REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its report
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +49,20 @@ class Survivor(Protocol):
         """What this rank holds."""
 
     def survivor_report(self, deadline_s: float) -> SurvivorReport:
-        """Adopt and swap nothing any more, and say how far this rank has come, in time."""
+        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone."""
+        """Ranks that are known to be dead."""
 
     def take_over(self, record: Recovery) -> None:
-        """Swap what the record says and is not swapped here yet, and end the migration."""
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
     """How long a survivor waits."""
 
-    reports_s: float = 10.0  # for the others' reports; who is silent for longer counts as dead
+    reports_s: float = 10.0  # for the others' reports; a rank without one counts as dead
     store_s: float = 20.0  # for a store that fails, in all
     group_s: float = 20.0  # for the new group, and for its vote
 
@@ -76,13 +76,13 @@ def membership_of_start(store: LoadStore) -> int:
 def recover(
     survivor: Survivor, store: LoadStore, *, num_ranks: int, deadlines: Deadlines | None = None
 ) -> Recovery:
-    """Agree with the other survivors. Called by each of them after a BrokenGroup, once.
+    """Agree with the other survivors. Each of them calls it once, after a BrokenGroup.
 
-    Afterwards every survivor holds one placement, and the store names it as committed.
+    Afterwards every survivor holds one placement, and the store has it as committed.
 
     Raises:
-        RankError: there was no agreement in time, or this rank counts as dead. What the store says
-            is committed is still right for a start, because a start loads every slot anew.
+        RankError: there was no agreement in time, or this rank counts as dead. The committed
+            placement of the store is still valid for a start, which loads every slot.
     """
     deadlines = deadlines or Deadlines()
     # The others wait for them no longer than reports_s, and may have begun to a little earlier.
@@ -117,7 +117,7 @@ def recover(
 def _agree(
     survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: float
 ) -> Recovery:
-    """Return another survivor's record, or write one once all who live have spoken."""
+    """Return another survivor's record, or write one once all live ranks have reported."""
     overtaken_by: int | None = None
     while True:
         version, standing = store.version(), store.recovery()
@@ -147,7 +147,7 @@ def _agree(
 
 
 def _written_end(survivor: Survivor, store: LoadStore, report: SurvivorReport) -> WrittenEnd | None:
-    """What the store says of this rank's migration, if it is over: a dead rank may have told it."""
+    """The end of this rank's migration in the store, if a dead rank has written it."""
     committed = store.committed()
     if committed is None or committed.plan_id != report.plan_id or report.plan_id == NO_PLAN:
         return None
@@ -211,16 +211,16 @@ class _Retries:
                         f"{exc}"
                     ) from exc
                 log.warning("rank %d cannot %s, retrying: %s", self._rank, what, exc)
-                time.sleep(RETRY_S)  # a store that fails tells nobody when it is well again
+                time.sleep(RETRY_S)  # a failing store sends no notification when it works again
 
 
 # -- rolling forward
 
 
 def missed_verdicts(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
-    """Return the verdicts that bring a survivor to the record, as if it had read them in time.
+    """Return the verdicts that bring a survivor to the record, as if read in time.
 
-    First the swap that others have made and this rank has not, then the end of what is left.
+    First the swap that others have made and this rank has not, then the abort of the rest.
     """
     verdicts = []
     if state.plan is None or state.phase is Phase.ABORTED:
@@ -267,17 +267,17 @@ def rejoin(
     host: str | None = None,
     deadline_s: float = 20.0,
 ) -> SurvivorVotes:
-    """Form the group of the survivors, anew and apart from the one that broke.
+    """Form the group of the survivors, separate from the broken one.
 
     Args:
-        record: names the survivors; each of them calls this.
-        rendezvous: a store that outlives every rank, the supervisor's.
-        rank: this rank, by its number among all.
-        host: as for the votes of the group that broke.
+            record: names the survivors; each of them calls this function.
+            rendezvous: a store that outlives every rank, owned by the supervisor.
+            rank: this rank, by its number in the original group.
+            host: as for the votes of the original group.
         deadline_s: for all survivors to have joined.
 
     Raises:
-        RankError: a survivor died or was late meanwhile.
+            RankError: a survivor died or timed out meanwhile.
     """
     place, size = record.survivors.index(rank), len(record.survivors)
     timeout = timedelta(seconds=deadline_s)

@@ -53,7 +53,7 @@ def cast_digests(
 def agreed_digests(
     vote: PendingVote, num_layers: int, num_experts: int, *, deadline_s: float
 ) -> torch.Tensor:
-    """Read what all ranks have told; see ``agree_on_digests``."""
+    """Read the combined digests of all ranks; see ``agree_on_digests``."""
     outcome, reduced = vote.poll(deadline_s)
     if outcome is not Outcome.VALUE:
         raise BrokenGroup(

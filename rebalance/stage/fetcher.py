@@ -1,7 +1,7 @@
-"""Brings one record outside of any migration; and waits, for every user of staging, until it rests.
+"""Fetches single records outside of migrations, and waits until staging has no copies under way.
 
-Nothing that staging may write to is used again before ``settle`` has found that nothing writes. If
-that cannot be had, it is never used again, and the rank's part in migrations is over.
+Staging memory is reused only after ``settle`` has found that nothing writes to it. If that fails,
+it is never used again, and migrations stay disabled on this rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Fetcher:
         self.is_drained = True  # False once copies could not be ended: they may still be writing
 
     def fetch(self, pull: Pull, shared: SharedPhase, is_wanted: IsWanted) -> bool:
-        """Bring and prove one record, while no migration is being brought.
+        """Fetch and verify one record, while no migration is staged.
 
         Returns:
-            Whether it is there; False if it is not wanted any more. However this ends, nothing
-            writes to its destination any more, unless ``is_drained`` is False.
+            Whether it is there; False if it is not wanted any more. Afterwards nothing writes to
+            its
+            destination, unless ``is_drained`` is False.
 
         Raises:
             MigrationError: no source has it.
@@ -48,7 +49,7 @@ class Fetcher:
             try:
                 is_there = yield from self._stager.stage([pull], is_wanted)
             except Exception as exc:
-                failure = exc  # goes on below, once nothing writes any more
+                failure = exc  # raised below, once nothing writes any more
             yield from self.settle(shared)
 
         drive(work(), shared, self._clock)
@@ -70,7 +71,7 @@ class Fetcher:
             shared.update(phases.freeze, f"rank {self._rank}: staging copies did not end: {exc}")
 
     def _release(self) -> None:
-        """End the leases. A host that is gone has none, and nothing is writing all the same."""
+        """End the leases. A dead host holds none."""
         try:
             self._stager.host.release()
         except MigrationError as exc:

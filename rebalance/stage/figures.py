@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Link(Enum):
-    """A kind of link with a budget of its own.
+    """A kind of link with its own bandwidth budget.
 
     Copies within a rank count as a peer's: they run on the same stream and engines.
     """
@@ -37,12 +37,12 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """How staging stands on one rank: a copy, which nobody changes."""
+    """Statistics of staging on one rank: an immutable copy."""
 
     bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # records that were proven
     links: Mapping[str, LinkFigures] = field(default_factory=dict)
-    num_staged: int = 0  # moves of the present migration whose bytes are here and right
-    num_retries: int = 0  # records that were begun anew, from another source
+    num_staged: int = 0  # moves of the present migration that are staged and verified
+    num_retries: int = 0  # records that were restarted from another source
     num_wrong_digests: int = 0
     num_quarantined: int = 0  # slots and host records that gave wrong bytes
     ring_in_use: int = 0

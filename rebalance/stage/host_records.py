@@ -1,4 +1,4 @@
-"""The records that a rank has its host hold: asked for before they are pulled, let go of after."""
+"""The records that a rank leases from its host cache: loaded before pulls, released afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostRecords:
         self._held: set[Record] = set()  # records that preload has answered for
 
     def preload(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
-        """Have the host hold records. May block; see WeightTransport.preload.
+        """Have the host load and lease records. May block; see WeightTransport.preload.
 
         Raises:
             CalledOff: they are not wanted any more.
@@ -48,7 +48,7 @@ class HostRecords:
         self._held.update(missing)
 
     def reload(self, record: Record, is_wanted: IsWanted) -> bool:
-        """Have the host repair a record whose bytes were wrong; its disk is a second try.
+        """Have the host reload a record with a wrong digest from disk.
 
         Raises:
             CalledOff: it is not wanted any more.
@@ -67,12 +67,12 @@ class HostRecords:
         return True
 
     def release(self, records: Iterable[Record] | None = None) -> None:
-        """Let the host forget records, or all that it holds for this rank.
+        """Release some records, or all that the host holds for this rank.
 
         Raises:
-            MigrationError: the host is gone.
+            MigrationError: the host cache disconnected.
         """
         held = self._held if records is None else self._held.intersection(records)
-        self._held = self._held - held  # first: a host that is gone holds nothing any more
+        self._held = self._held - held  # first: a dead host holds nothing
         if held:
             self._transport.release(sorted(held))

@@ -31,14 +31,14 @@ class Pull:
     offset: int = 0  # bytes ordered in this attempt
     num_chunks: int = 0  # ordered in this attempt
     num_flying: int = 0
-    has_failed: bool = False  # this attempt: begun anew once its chunks have landed
+    has_failed: bool = False  # this attempt: restarted once its chunks have arrived
     num_tried: int = 0
     suspected: tuple[Place, ...] = ()  # gave wrong bytes together
     is_reloaded: bool = False  # the host has read it again, once
     failed: dict[Place, str] = field(default_factory=dict)  # and why
 
     def __post_init__(self) -> None:
-        self.num_bytes = self.into.numel()  # asked for often, and torch takes its time to say
+        self.num_bytes = self.into.numel()  # read often, and slow to get from torch
 
     @property
     def name(self) -> str:
@@ -156,10 +156,10 @@ class Lane:
         self.rest()
 
     def land(self) -> Pull | None:
-        """Take note of the oldest chunk if it has landed, and return its record.
+        """Return the record of the oldest chunk if that has arrived.
 
         Raises:
-            MigrationError: it has not, and is overdue.
+            MigrationError: it has not arrived before its deadline.
         """
         if not self.flying:
             return None

@@ -1,9 +1,10 @@
-"""What brings a migration's bytes to a rank: preload, then stage, one transaction at a time.
+"""The mover: loads a migration's bytes to a rank. Preload, then stage, one transaction at a time.
 
-It never touches a slot that serves, and it tells the phase machine what it has; it decides nothing.
+It never writes to a slot that serves. It reports progress to the phase machine and decides
+nothing.
 
-``Mover.work`` is a generator that says what it waits for and never waits itself: a thread drives it
-in a rank (``bring``), a scheduler may drive it step by step, over a simulated transport and clock.
+``Mover.work`` is a generator that yields what it waits for and never blocks: in a rank a thread
+drives it (``bring``), in tests a scheduler may, with a simulated transport and clock.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ class MoverParts:
 
 
 class Mover:
-    """Brings one rank's share of each migration.
+    """Loads one rank's share of each migration.
 
     Args:
         parts: the rank's pieces.
         transport: where bytes come from.
         settings: what staging may take.
-        dead: ranks that are known to be gone; no source of anything.
-        clock: of seconds, for budgets and deadlines.
-        beat: where it says what it does.
+            dead: returns the ranks that are known to be dead; they are no source.
+            clock: of seconds, for budgets and deadlines.
+            beat: its heartbeat.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Mover:
         )
         self.fetcher = Fetcher(parts.rank, self._stager, self.beat, clock)
         self.ring = StagingRing(parts.bank.num_staging)
-        self.serving: list[Serving] = []  # of the migration being brought, one per transaction
+        self.serving: list[Serving] = []  # of the present migration, one per transaction
 
     # -- from any thread
 
@@ -103,7 +104,7 @@ class Mover:
         self._stager.hold.pause(self._settings.pause_deadline_s)
 
     def resume(self) -> None:
-        """Let staging go on; whoever drives ``work`` is to be woken too."""
+        """Resume staging; the caller must also wake the driver of ``work``."""
         self._stager.hold.resume()
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
@@ -118,7 +119,7 @@ class Mover:
         self._transport.begin()
 
     def read_ahead(self, records: Sequence[Record]) -> None:
-        """Have the host read records that may be wanted soon, when nothing else is to be done."""
+        """Have the host load records that may be needed soon, when it is idle."""
         try:
             self._transport.hint(records)
         except MigrationError as exc:
@@ -132,12 +133,13 @@ class Mover:
         drive(self.work(migration, shared), shared, self._clock)
 
     def work(self, migration: Migration, shared: SharedPhase) -> Iterator[Wait]:
-        """Work one migration off, step by step; ends when it is done or dropped, or the rank halts.
+        """Process one migration step by step; ends when it is done or dropped, or the rank halts.
 
-        Each Wait says when to resume; news in the shared state are always a reason to. When it has
-        ended, nothing that it ordered writes any more. What is not an EplbError is a bug, or a
-        broken device: the migration is dropped, and once nothing of it is left the exception goes
-        on.
+        Each Wait has the time of the next step; a change of the shared state resumes it too. After
+        the
+        end nothing that it ordered writes any more. An exception other than an EplbError is a bug
+        or a
+        broken device: the migration is aborted, and after the cleanup the exception is raised.
         """
         plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()
@@ -177,10 +179,10 @@ class Mover:
             shared.update(phases.staged, plan_id, number + 1)
 
     def _check(self, migration: Migration) -> None:
-        """Refuse what could never be brought, or would be written over what serves.
+        """Reject a migration that can never be staged, or that would overwrite serving slots.
 
         Raises:
-            MigrationError: it is such a migration.
+            MigrationError: with the reason.
         """
         if not migration.transactions:
             raise MigrationError(f"plan {migration.plan_id} has no transactions, expected one")
@@ -199,7 +201,7 @@ class Mover:
         }
         records = list(wanted)
         if len(records) > self._transport.host_room:
-            # They do not fit together: the first now, the others as they are wanted.
+            # # They do not fit together: the first now, the others when needed.
             wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
@@ -207,7 +209,7 @@ class Mover:
         for first in range(0, len(records), at_once):
             if not shared.is_wanted(plan_id):
                 return False
-            # Named before the others are waited for, so that the disk never rests in between.
+            # # Hinted before the others are waited for, so that the disk is never idle in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
             now = [wanted[record] for record in records[first : first + at_once]]
             try:
@@ -218,7 +220,7 @@ class Mover:
         return True
 
     def destination(self, move: Move, mode: Mode) -> torch.Tensor:
-        """The memory [record_bytes] that a move's bytes are brought to before they serve.
+        """The memory [record_bytes] that a move is staged in before it serves.
 
         A staging entry, or in flip mode the EMPTY slot itself: no token is routed there yet.
         """
@@ -232,8 +234,8 @@ class Mover:
     ) -> Generator[Wait, None, bool]:
         """Wait until a transaction may be staged; False when the plan is not wanted any more.
 
-        A vote that adopts the plan, or drops it, comes by the votes' own deadlines. A swap's copies
-        have one here.
+        The deadlines of votes cover the wait for a vote. The wait for a swap's copies has its own
+        here.
         """
         transaction, copy, deadline = migration.transactions[number], None, 0.0
         moves = self.own_moves(transaction) if migration.pace.mode == "copy" else []

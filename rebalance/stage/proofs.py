@@ -1,4 +1,4 @@
-"""Proves what staging has brought: every record's digest, ordered while its bytes are on their way.
+"""Verifies staged records: computes each digest while further bytes are under way.
 
 Digests of a few records are ordered in one launch where more are about to come, because a launch
 takes the host as long as a fast link takes for 44 MB.
@@ -63,7 +63,7 @@ class Proofs:
         return None
 
     def add(self, pull: Pull, completion: Completion) -> None:
-        """Note a record whose last chunk was ordered, and what tells that it has landed."""
+        """Queue a record whose last chunk was ordered, with the completion of that chunk."""
         self._ordered.append((pull, completion))
 
     def order(self, *, is_more_coming: bool) -> bool:

@@ -31,7 +31,7 @@ class StagingRing:
 
     @property
     def num_in_use(self) -> int:
-        """Entries that hold bytes or are being copied from, as far as anybody has looked."""
+        """Entries that hold bytes or are being copied from, as of the latest poll."""
         return self.num_entries - len(self._free)
 
     @property
@@ -59,9 +59,9 @@ class StagingRing:
         return self._held[move]
 
     def borrow(self) -> int | None:
-        """Reserve an entry for bytes of no migration; None while none is free.
+        """Reserve an entry outside of migrations; None while none is free.
 
-        ``release_all`` leaves it alone: it is given back by whoever borrowed it.
+        ``release_all`` does not free it: the borrower gives it back.
         """
         return self._free.pop() if self.num_free else None
 

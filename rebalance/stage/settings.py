@@ -33,7 +33,7 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What staging may take.
+    """Limits of staging.
 
     Without a budget chunks are large, because the host needs about 25 us to order one, as long as a
     fast link needs for 8 MB. While serving they are small, because serving waits behind one that is

@@ -1,11 +1,10 @@
-"""Where a rank may take a record from, best first, and what it must not use again.
+"""Sources of a record, best first, and their quarantine.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host cache, which other hosts and the disk fill, then ranks that must be asked over the network,
-one after the other. A move that was planned from the host takes that first. A slot that gave wrong
-bytes is not used again by this rank in this run: memory that becomes corrupted once becomes
-corrupted again. A host's record is, after a while: its disk may be well by then, and bytes that are
-right lift it.
+host cache, then ranks over the network, one after the other. A move that was planned from the
+host takes that first. A slot with a wrong digest is never used again by this rank in this run:
+memory that was corrupted once may be corrupted again. A host's record is retried after a while,
+and a correct digest ends its quarantine.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ Key = tuple[int, int, int]  # (layer, rank, slot), or (layer, NO_RANK, expert) o
 
 
 class Sources:
-    """What one rank may read.
+    """Selects the sources of one rank.
 
     Args:
         rank: the receiver.
         topology: says which slots a rank has.
-        readable: ranks whose live slots can be read from here, this one included.
-        dead: ranks that are known to be gone by now.
-        clock: of seconds.
-        reachable: further ranks, which can be asked for what their live slots hold.
+            readable: ranks whose live slots can be read from here, including this one.
+            dead: returns the ranks that are known to be dead.
+            clock: of seconds.
+            reachable: further ranks, which send live slots over the network.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Sources:
     def wrong(self, move: Move, places: Sequence[Place]) -> None:
         """Note that the bytes from ``places`` together were not the expert's."""
         if len(places) > 1:
-            # Any of them may be to blame: none is read together with others any more.
+            # # Any of them may be the cause: none is read together with others any more.
             self._suspects |= {_key(move, place) for place in places}
             return
         rest_s = HOST_RETRY_S if places[0] == HOST else math.inf
@@ -144,7 +143,7 @@ class Sources:
     def right(self, move: Move, place: Place, suspected: Sequence[Place]) -> None:
         """Note that ``place`` alone gave right bytes, after ``suspected`` together had not."""
         self._suspects.discard(_key(move, place))
-        self._quarantined.pop(_key(move, place), None)  # it was tried again, and is well
+        self._quarantined.pop(_key(move, place), None)  # correct when tried again
         others = [other for other in suspected if other != place]
         left = [other for other in others if _key(move, other) not in self._quarantined]
         if len(others) < len(suspected) and len(left) == len(others) == 1:

@@ -1,12 +1,12 @@
-"""Phase two, stage: brings records in chunks, within budgets, and proves each before it counts.
+"""Phase two, stage: pulls records in chunks, within budgets, and verifies each of them.
 
     in line -> chunks under way, then its digest -> landed -> right: done
        ^                                               | wrong, or a source failed
        +----------------- from the next source --------+
 
-``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when only time or
-the device can bring it further. A record's digest is ordered behind its last chunk, so records
-follow one another without a gap. Nothing is written but the destinations that the caller gives.
+``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when it depends on
+time or the device. A record's digest is ordered behind its last chunk, so records follow each
+other without a gap. Only the caller's destinations are written.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Stager:
     def preload(
         self, wanted: Sequence[tuple[Move, NDArray[np.int32]]], is_wanted: IsWanted
     ) -> None:
-        """Have the host hold what moves take from it, each with what may be read for it.
+        """Have the host load what moves take from it, each with the slots that may be read for it.
 
-        What it cannot hold is looked for elsewhere when its turn comes, where anybody else has it.
+        What the host cannot hold is taken from other sources later, if they exist.
 
         Raises:
             CalledOff: it is not wanted any more.
-            MigrationError: the host cannot, and nobody else has all of it.
+            MigrationError: the host failed, and other sources do not have all of it.
         """
         try:
             self.host.preload([(move.layer, move.expert) for move, _ in wanted], is_wanted)
@@ -85,9 +85,9 @@ class Stager:
             log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
 
     def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
-        """Bring and prove all of ``pulls``; return False if that is not wanted any more.
+        """Pull and verify all of ``pulls``; return False if that is not wanted any more.
 
-        Whatever ends it early, ``drain`` must follow before the destinations are used again.
+        After an early end, ``drain`` must run before the destinations are used again.
 
         Raises:
             MigrationError: a record has no source left, or a chunk does not land.
@@ -109,7 +109,7 @@ class Stager:
         return True
 
     def _advance(self, waiting: deque[Pull]) -> bool:
-        """Order, land and prove what can be; say whether anything was."""
+        """Order, collect and verify what is possible; return whether anything progressed."""
         has_moved = [self._feed(waiting)]
         has_moved += [self._land(lane) for lane in self._lanes.values() if lane.flying]
         has_moved.append(self._prove(is_more_coming=bool(waiting)))
@@ -143,11 +143,11 @@ class Stager:
         return self._proofs.is_active or any(lane.is_active for lane in self._lanes.values())
 
     def _begin(self, pull: Pull) -> None:
-        """Put a record in line for its next source.
+        """Queue a record for its next source.
 
         Raises:
-            CalledOff: nobody wants it any more.
-            MigrationError: there is none left.
+            CalledOff: it is not wanted any more.
+            MigrationError: no source is left.
         """
         while True:
             failed, tried = tuple(pull.failed), pull.num_tried
@@ -214,7 +214,7 @@ class Stager:
             self._again(pull)
 
     def _land(self, lane: Lane) -> bool:
-        """Take note of the oldest chunk, if it has landed."""
+        """Collect the oldest chunk, if it has arrived."""
         pull = lane.land()
         if pull is None:
             return False
@@ -258,7 +258,7 @@ class Stager:
         self._again(pull)
 
     def _report_wait(self) -> None:
-        """Name what it waits for, once: to whoever asks, saying it again would be progress."""
+        """Report once what it waits for: repeated reports would count as progress."""
         self._has_reported_wait = True
         for lane in self._lanes.values():
             if lane.flying:
@@ -271,10 +271,11 @@ class Stager:
             self._beat.idle("waiting for the budget of a link, or for the engine's hold to end")
 
     def _wait(self) -> Wait:
-        """What can bring it further: a landing where no chunk may be ordered before it, or time.
+        """Return what to wait for: the arrival of a chunk or digest, or a time.
 
-        While it is the budget that holds a link back, its landings are seen at the next chunk:
-        asking the device more often would only take the interpreter from the step.
+        While the budget holds a link back, arrivals are collected with the next chunk: polling the
+        device
+        more often would only take the interpreter from the step.
         """
         lanes = [lane for lane in self._lanes.values() if lane.is_active]
         times = [lane.ready_at() for lane in lanes]

@@ -1,26 +1,25 @@
-"""Looks for corrupted bytes in live slots while nothing moves, and puts the right ones back.
+"""The scrubber's schedule: verifies live slots while nothing moves, and repairs corrupted ones.
 
     every 64th idle step:    digest one live slot, in turn -> as agreed by all ranks? -> next
                                                            -> no: fetch the expert from elsewhere,
-                                  between two steps: copy it into the slot, then look at it again
+                                  between two steps: copy it into the slot, then verify it again
 
-Reading is safe because nobody writes live slots meanwhile. Only a step swaps, and only what every
-rank has prepared; this rank prepares nothing until its mover's thread does, and that is the thread
-which reads. So a plan that arrives in the middle waits behind the one slot, and no other rank can
-swap either: what is fetched from a peer's slot stands still too. An engine writes live slots
-between begin_update and end_update; begin_update waits for the look under way and forgets what it
-found, and votes only after that, so that no peer's engine writes earlier.
+Reading is safe because live slots are not written meanwhile. Only a step swaps, and only what
+every rank has prepared. This rank prepares nothing before its mover's thread does, and that thread
+does the reading. So a plan that arrives meanwhile waits for the one slot, and no other rank can
+swap either: a peer's slot that is fetched does not change. An engine writes live slots between
+begin_update and end_update. begin_update waits for the running check, drops its result, and votes
+only afterwards, so that no peer's engine writes earlier.
 
-Repairing takes no vote. The placement, the tables and what any rank believes stay as they are; one
-slot's bytes become what every rank takes them for already. The step's own thread orders the copy,
-on the stream of the forward passes, and only while the rank is idle: then no peer reads the slot.
-In a migration the repair is dropped and made anew after it; peers that pull the corrupted bytes
-find out by the digest.
+A repair needs no vote. Placement and tables stay; the slot's bytes become what every rank expects
+there. The step's thread orders the copy, on the stream of the forward passes, and only while the
+rank is idle: then no peer reads the slot. During a migration the repair is dropped and repeated
+afterwards; peers that pull the corrupted bytes detect it by the digest.
 
-The bytes come the way that a migration's come: in chunks, from peers and then the host, with their
-digest checked. Meanwhile they lie in a staging entry, or in an EMPTY slot of the layer where there
-are no entries (flip mode): no token goes there, and only this rank's mover writes there. After a
-death nothing is looked at or repaired any more, so that what survivors swap is theirs alone.
+The bytes come like a migration's: in chunks, from peers and then the host, verified by digest.
+They are staged in a staging entry, or in an EMPTY slot of the layer where there are no entries
+(flip mode): it receives no tokens, and only this rank's mover writes there. After a death nothing
+is checked or repaired any more, so that only the survivors' recovery writes.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class ScrubTurns:
             self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
             with self._shared.changed:
-                # Whoever ended the look has gone on, and would not give the loan back.
+                # # Otherwise the check was cancelled, and its canceller does not return the loan.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
                 elif loan is not None and self._mover.fetcher.is_drained:

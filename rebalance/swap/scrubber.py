@@ -35,7 +35,7 @@ class LiveSlot:
 
 @dataclass(frozen=True)
 class Damage:
-    """A slot whose bytes are not those of its expert."""
+    """A slot whose digest differs from its expert's."""
 
     where: LiveSlot
     found: Digest
@@ -44,7 +44,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Loan:
-    """Memory that is lent for right bytes: a staging entry, or an EMPTY slot of the layer."""
+    """Borrowed memory for a repair: a staging entry, or an EMPTY slot of the layer."""
 
     record: torch.Tensor  # [record_bytes]
     entry: int | None = None  # None: an EMPTY slot
@@ -67,7 +67,7 @@ class Scrubber:
         self.num_sweeps = self.num_digest_failures = 0
 
     def next_slot(self, placement: Placement) -> LiveSlot | None:
-        """Return the slot whose turn it is; None when this rank holds nothing."""
+        """Return the next slot to verify; None when this rank holds nothing."""
         held = placement.slot_to_expert[:, self._topology.slots_on(self.rank)]
         for suspect in list(self.suspects):
             if self.holds(placement, suspect):
@@ -99,7 +99,7 @@ class Scrubber:
         return Damage(LiveSlot(layer, slot, expert), found, (first, second))
 
     def right_bytes(self, where: LiveSlot, placement: Placement, loan: Loan) -> Pull:
-        """Return what to bring for a slot that lost its bytes: peers are asked before the host."""
+        """Return the pull that fetches a slot's expert: from peers first, then the host."""
         own_slot = int(self._topology.first_slot[self.rank]) + where.slot
         held = placement.slot_to_expert.copy()
         held[where.layer, own_slot] = EMPTY  # it is what must not be read

@@ -42,7 +42,7 @@ class Swapper:
         )
         with core.shared.changed:
             if not core.fence.is_open:
-                return False  # heard again once the new weights serve
+                return False  # called again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
             if not self.last_swap.is_complete():
@@ -91,7 +91,7 @@ class Swapper:
         self._core.watcher.commit(migration, migration.target, "committed", reason)
 
     def drop(self, state: RankPhase) -> None:
-        """Keep what was swapped of a dropped migration, under a generation of its own."""
+        """Keep the swapped part of a dropped migration, as a new generation."""
         migration = self.migration
         assert migration is not None, "a plan that is dropped was seen"
         if state.swapped:
@@ -101,7 +101,7 @@ class Swapper:
         self._core.watcher.commit(migration, self.placement, "aborted", state.abort_reason)
 
     def settled(self) -> tuple[Placement, int]:
-        """Return what is committed as far as this rank knows, and the newest plan id it saw."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
         with self._core.shared.changed:
             state, migration = self._core.shared.state, self.migration
             newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)

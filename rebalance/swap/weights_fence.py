@@ -5,10 +5,10 @@
         load(layer, expert, into=bank.live(layer, slot))
     agent.end_update()
 
-vLLM issue 55228 shows both ways to get this wrong: weights reloaded by the first placement after
-experts have moved, and a staged buffer of old weights written over the new ones. Here the engine is
-told what each slot holds, a migration under way is dropped by vote before the first byte is
-written, every migration names the version it was made for, and ranks vote with the version.
+vLLM issue 55228 shows two failures: weights reloaded by the first placement after experts have
+moved, and a staged buffer of old weights written over the new ones. Here the engine reads from
+``held`` what each slot holds, a running migration is dropped by vote before the first byte is
+written, every migration names its weights version, and ranks vote with the version.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Fence:
 
     @property
     def ballot(self) -> int:
-        """What this rank votes with: negative while its weights are being replaced.
+        """The version in this rank's ballots: negative while its weights are being replaced.
 
-        Ranks that do not all update at once thereby disagree, and every one of them hears it.
+        If not all ranks update at once, the versions differ, and every rank detects the
+        disagreement.
         """
         return self.version if self.next_version is None else -self.next_version
 

@@ -1,20 +1,20 @@
-"""Waiting for somebody else only as long as the answer is wanted.
+"""Cancellation of waits for another process.
 
-Whoever waits is on another thread than whoever calls it off, and waits for a foreign process's
-answer, which no condition can join. So it looks, between slices of its wait, whether to go on.
+The waiting thread is not the cancelling one, and it waits for another process's answer, which no
+condition can signal. So it polls, between slices of its wait, whether to continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-LOOK_S = 0.25  # how late it may notice that nobody wants the answer any more
+LOOK_S = 0.25  # latency of a cancellation
 
 IsWanted = Callable[[], bool]
 
 
 class CalledOff(Exception):
-    """Nobody wants the answer any more. No refusal of anybody's: no other source is to be tried."""
+    """The wait was cancelled. Not a failure of the source: no other source is tried."""
 
 
 def always() -> bool:

@@ -1,8 +1,8 @@
-"""What a generator that must not block says instead: look again when this has happened.
+"""Waits of generators that must not block: what to wait for before the next step.
 
-A wait is over at the earliest of three things: one of its completions is there, its time has come,
-or there is news (the phase machine's state changed). Resuming too early is harmless: the generator
-looks, and waits again. So whoever drives it may take its steps in any order.
+A wait is over at the earliest of three events: one of its completions has arrived, its time has
+come, or the shared state changed. Resuming too early is harmless: the generator checks, and waits
+again. So its driver may schedule the steps in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rebalance.protocol.phases import Phase, RankPhase
 from runtime.streams import Completion
 
-WAIT_S = 1.0  # news that got lost would cost this long, not for ever
+WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
 FIRST_POLL_S, LONGEST_POLL_S = 20e-6, 1e-3
 
 
@@ -22,7 +22,7 @@ FIRST_POLL_S, LONGEST_POLL_S = 20e-6, 1e-3
 class Wait:
     """What to wait for before the next step."""
 
-    what: str  # for people
+    what: str  # for messages
     until: float  # of the generator's clock: look again then at the latest
     completions: tuple[Completion, ...] = ()  # of the device; any of them ends the wait
 
@@ -35,8 +35,8 @@ class SharedPhase:
     """The phase machine's state, shared by the threads of one rank.
 
     Args:
-        state: to begin with.
-        on_change: told (before, after) of every change, under the lock.
+            state: the initial one.
+            on_change: called with (before, after) for every change, under the lock.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SharedPhase:
     ) -> None:
         self.changed = threading.Condition()
         self.is_closing = False  # the rank halts: what was not swapped yet never will be
-        self.version = 0  # grows with each piece of news
+        self.version = 0  # grows with each change
         self._state, self._on_change = state, on_change
 
     @property
@@ -70,19 +70,19 @@ class SharedPhase:
         return self.is_live(plan_id) and not self._state.abort_reason
 
     def close(self) -> None:
-        """End every wait for news: no step follows that could bring any."""
+        """End every wait: no step follows that could change the state."""
         with self.changed:
             self.is_closing = True
             self.wake()
 
     def wake(self) -> None:
-        """Have whoever waits look again."""
+        """Wake all waiting threads."""
         with self.changed:
             self.version += 1
             self.changed.notify_all()
 
     def update(self, transition: Callable[..., RankPhase], *news: object) -> RankPhase:
-        """Apply a transition of ``rebalance.protocol.phases`` and wake whoever waits."""
+        """Apply a transition of ``rebalance.protocol.phases`` and wake all waiting threads."""
         with self.changed:
             self.state = transition(self.state, *news)
             self.changed.notify_all()
@@ -92,7 +92,7 @@ class SharedPhase:
 def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float]) -> None:
     """Run a generator to its end on this thread, resting where it waits."""
     while True:
-        seen = shared.version  # before it looks: what happens meanwhile is news to it
+        seen = shared.version  # before it checks: later changes must end the wait
         wait = next(work, None)
         if wait is None:
             return
@@ -100,7 +100,8 @@ def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float])
 
 
 def _rest(wait: Wait, shared: SharedPhase, seen: int, clock: Callable[[], float]) -> None:
-    # A device's event tells nobody: it has to be asked, ever less often, lest asking takes the
+    # # A device's event sends no notification: it is polled, ever less often, lest polling takes
+    # the
     # interpreter from the step.
     poll_s = FIRST_POLL_S if wait.completions else WAIT_S
     while not wait.is_over(now := clock()):

@@ -1,17 +1,17 @@
-"""Whether a rank's threads get on, and if not, what each is at and since when.
+"""Progress of a rank's threads: what each one does, and since when.
 
-An asynchronous balancer was once dead for hours while its engine's health check said all was well
-(vLLM issue 57883). Here every thread that matters says what it does. A thread at rest is in order
-for ever; one that is at work and says nothing new grows old, and its age and words are in every
-report of the rank:
+An asynchronous balancer was once dead for hours while its engine's health check passed (vLLM
+issue 57883). Here every thread that matters reports what it does. An idle thread has age 0. A
+busy one without a new report ages. The oldest activity and its age are in every report of the
+rank:
 
     progress_age_s = 31.2    progress_of = "mover: pulling layer 3 expert 17 from rank 2"
 
-The step is always at work: while a rank serves, one follows the other.
+The step is always busy: while a rank serves, one follows the other.
 
-A migration is held up by a thread of some rank, and that rank sees it best. So a rank that merely
-waits for the others does not grow impatient with them, with one exception: a rank that never takes
-up a plan has nothing to be stuck in, and the others ask for the plan to be dropped.
+A stalled thread of some rank blocks a migration, and that rank detects it first. So a rank that
+only waits for the others does not request an abort, with one exception: a rank that never adopts
+a plan detects nothing, so the others request the abort.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rebalance.protocol.phases import Phase, RankPhase
 
 @dataclass(frozen=True)
 class Standing:
-    """What a thread is at, and for how long it has said nothing new."""
+    """What a thread does, and the time since its last report."""
 
     thread: str
     doing: str
-    age_s: float  # 0 for a thread at rest
+    age_s: float  # 0 for an idle thread
 
     def __str__(self) -> str:
         return f"{self.thread}: {self.doing}"
@@ -59,10 +59,10 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The heartbeats of one rank, and what follows from them.
+    """The heartbeats of one rank, and the aborts that follow from them.
 
     Args:
-        plan_deadline_s: how long a migration may stand still before it is to be dropped.
+            plan_deadline_s: a migration without progress for so long is aborted.
     """
 
     def __init__(self, plan_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
-"""The start-up proof of the transport: every rank pulls a known record from everywhere it may.
+"""Start-up check of the transport: every rank pulls known records from all of its sources.
 
-Memory that is mapped may still be the wrong memory. What a rank cannot read, no rank relies on: all
-of them take the same way, so that a rank's speed does not depend on luck, and they say why.
+Mapped memory may still be the wrong memory. A source that fails on one rank is used by none: all
+ranks use the same sources, so that their speed does not differ, and report the reason.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def choose_transport(
     known: KnownRecords,
     group: dist.ProcessGroup,
 ) -> tuple[PullTransport, str]:
-    """Make the transport that every rank has proved; collective, and alike on every rank.
+    """Make the transport that passes on every rank; collective, with the same result on every rank.
 
     Args:
         memory: this rank's.
@@ -62,7 +62,7 @@ def choose_transport(
         group: every rank, at start-up.
 
     Returns:
-        The transport, and one sentence that says why it was picked.
+            The transport, and one sentence with the reason of the choice.
 
     Raises:
         MigrationError: some rank reads wrong bytes from its own slots or the host cache of its

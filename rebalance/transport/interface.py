@@ -1,10 +1,9 @@
-"""The seam between the agent and the wires: pull bytes, and vote.
+"""Interfaces between the agent and the transports: pull bytes, and vote.
 
-Pulling is one-sided: the receiver reads, or asks within a deadline, and nothing of serving takes
-part at the source, so a busy or dying source can never make a receiver hang (two-sided transfers
-are where peers' production hangs come from: pytorch issue 174288, sglang issue 7956). Voting is one
-asynchronous all-reduce on a group of its own, so that a slow vote never holds up the tokens'
-exchange.
+Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes
+no part, so a busy or dying source can never block a receiver (two-sided transfers cause hangs
+elsewhere: pytorch issue 174288, sglang issue 7956). A vote is one asynchronous all-reduce on its
+own group, so that a slow vote never delays the exchange of tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class WeightTransport(Protocol):
 
     @property
     def readable(self) -> frozenset[int]:
-        """Ranks whose live slots can be read without their help, this one included."""
+        """Ranks whose live slots can be read from here, including this one."""
 
     @property
     def reachable(self) -> frozenset[int]:
@@ -69,15 +68,15 @@ class WeightTransport(Protocol):
     ) -> Mapping[str, int]:
         """Have the host hold these records until ``release``.
 
-        It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. Where
-        time is simulated it answers at once.
+        It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. With
+        simulated time it returns at once.
 
         Returns:
-            Bytes that were brought into the host's memory for it: "disk", "other_host".
+            Bytes that were loaded into the host cache for it: "disk", "other_host".
 
         Raises:
-            CalledOff: it is not wanted any more; the host was told so.
-            MigrationError: the host cannot, or not in time, or it has no records of these weights.
+            CalledOff: it is not wanted any more; the request was cancelled.
+            MigrationError: the host failed, timed out, or has no records of these weights.
         """
 
     @property
@@ -88,40 +87,40 @@ class WeightTransport(Protocol):
         """Name records to preload next; the host may read ahead when idle and not full.
 
         Raises:
-            MigrationError: the host is gone.
+                MigrationError: the host cache disconnected.
         """
 
     def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Have the host look at a record that it holds, and read it again if it is damaged.
+        """Have the host verify a leased record, and reload it from disk if it is corrupted.
 
         Raises:
-            CalledOff: it is not wanted any more; the host does not hold it for this rank then.
-            MigrationError: it cannot be repaired, or not in time.
+                CalledOff: it is not wanted any more; the lease has ended.
+                MigrationError: it cannot be repaired, or not in time.
         """
 
     def release(self, records: Sequence[Record]) -> None:
-        """Let the host forget these records if it needs the room.
+        """Release these records.
 
         Raises:
-            MigrationError: the host is gone.
+            MigrationError: the host cache disconnected.
         """
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Note that other weights serve: no record of older ones may come from the host any more.
+        """Switch to other weights: the host must serve no record of older ones any more.
 
         Called while nothing moves.
 
         Raises:
-            MigrationError: the host is gone or late.
+            MigrationError: the host cache disconnected or timed out.
         """
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
 
-        From a place that is far it blocks while the bytes come, for as long as a rank may be late.
+        For a place on another host it blocks while the bytes arrive, up to a deadline.
 
         Returns:
-            What tells when the bytes have landed; on a CPU they have on return.
+            Completion of the copy; on a CPU it is complete on return.
 
         Raises:
             MigrationError: the place cannot be read.
@@ -142,13 +141,13 @@ class VoteGroup(Protocol):
     """Every rank of the expert-parallel group, for votes alone."""
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start a vote, whose value is the smallest of every figure.
+        """Start a vote; its value is the element-wise minimum.
 
         Every rank casts the same number of votes, of the same sizes, in the same order.
         """
 
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to be gone: no vote of theirs will come."""
+        """Ranks that are known to be dead: they will not vote any more."""
 
     def close(self) -> None:
         """Leave the group, so that no other rank takes this one for dead."""

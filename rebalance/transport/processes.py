@@ -27,7 +27,7 @@ class Peers(Protocol):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Whose."""
+        """The ranks that can be read."""
 
     def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
         """Order the copy of a slot's bytes from ``offset`` on, on this thread's stream.
@@ -44,7 +44,7 @@ def ranks_beside(rank: int, topology: Topology) -> list[int]:
 
 
 class NoPeers:
-    """Nobody's slots can be read: all bytes come from the rank's own slots and the host cache."""
+    """No peers: all bytes come from the rank's own slots and the host cache."""
 
     ranks: frozenset[int] = frozenset()
 
@@ -54,13 +54,13 @@ class NoPeers:
 
 
 class SharedPeers:
-    """Peers' banks in shared memory: the CPU's counterpart of a peer GPU's mapped memory.
+    """Peers' banks in shared memory: the CPU counterpart of mapped GPU memory.
 
     Args:
-        rank: the reader.
-        topology: says which ranks are on its host.
-        bank: the reader's own.
-        handles: of every rank's bank.
+            rank: the reading rank.
+            topology: names the ranks on its host.
+            bank: the reading rank's own.
+            handles: of every rank's bank.
 
     Raises:
         MigrationError: a peer's memory cannot be attached.
@@ -81,7 +81,7 @@ class SharedPeers:
 
 
 class HostMemory(Protocol):
-    """What a transport asks of its host; ``HostCacheClient`` says what each does and raises."""
+    """What a transport needs of the host cache; ``HostCacheClient`` documents each method."""
 
     @property
     def num_entries(self) -> int:
@@ -151,7 +151,7 @@ class PullTransport:
         self.reachable = asked - self.readable
 
     def begin(self) -> None:
-        """Bind the mover's thread to this rank's device and to a stream of its own, for digests.
+        """Bind the mover's thread to this rank's device and to its own stream, for digests.
 
         A new thread starts on device 0 and on the default stream, which serving may be using.
         """
@@ -225,7 +225,7 @@ class PullTransport:
         return self._others.pull(place.rank, part, into)
 
     def close(self) -> None:
-        """Hang up on other ranks. The host cache's reader and peers' memory are their owner's."""
+        """Close connections to other ranks, but not the host cache client and the peers."""
         if self._others is not None:
             self._others.close()
 

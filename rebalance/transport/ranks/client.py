@@ -1,8 +1,8 @@
-"""Live slots of ranks whose memory is not mapped here: asked for over the network, part by part.
+"""Client for the live slots of ranks whose memory is not mapped here.
 
-The receiver drives and no collective is involved: a question is a pairwise stream with a deadline
-of its own, so a dead or silent rank breaks its own stream and nothing else. It is then left alone
-for a while, and staging takes the next source. What the bytes are worth, staging's digest says.
+The receiver drives, without a collective: a request is a pairwise stream with its own deadline,
+so a dead or stopped rank breaks only its own stream. It is then in back-off for a while, and
+staging takes the next source. Staging verifies the bytes by digest.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class OtherRanks:
         }
         self.ranks = frozenset(self._others)
         self._lock, self._is_closed = threading.Lock(), False
-        self._bounces: list[Bounce] = []  # of a GPU, the one whose turn it is first
+        self._bounces: list[Bounce] = []  # of a GPU; the next one to use is first
 
     def pull(self, rank: int, part: Part, into: torch.Tensor) -> Completion:
-        """Take a part of a rank's live slot into ``into`` [part.num_bytes].
+        """Pull a part of a rank's live slot into ``into`` [part.num_bytes].
 
         Returns:
-            What tells when the bytes have landed; on a CPU they have.
+            Completion of the copy; on a CPU it is complete on return.
 
         Raises:
-            RefusedError: the rank is well, and says why it gives nothing; or is left alone.
-            MigrationError: it is dead, silent or late. Nothing writes to ``into`` any more.
+            RefusedError: the rank works and refuses, with the reason; or it is in back-off.
+            MigrationError: it is dead or timed out. Nothing writes to ``into`` any more.
         """
         other = self._others[rank]
         deadline = time.monotonic() + self._settings.deadline_s
@@ -118,14 +118,14 @@ class OtherRanks:
         end = connect(other.address, self._settings.silence_s)
         with self._lock:
             other.end = end
-            if self._is_closed:  # since: whoever closed it has not seen this one
+            if self._is_closed:  # closed meanwhile, without this connection
                 end.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + self._settings.deadline_s
         wire = Wire(end, deadline, self._settings.silence_s)
         try:
             hello = client_handshake(wire, self._settings.secret, protocol=PROTOCOL)
         except RefusedError:
-            self._disconnect(other)  # turned away, not refused an answer
+            self._disconnect(other)  # connection refused, not a request
             raise
         found = field(hello, "rank", int), field(hello, "record_bytes", int)
         if found != (other.rank, self._record_bytes):
@@ -143,7 +143,7 @@ class OtherRanks:
             end.close()
 
     def close(self) -> None:
-        """Break off what is under way, and hang up on every rank. A second call does nothing."""
+        """Cancel running requests and close all connections; idempotent."""
         with self._lock:
             self._is_closed = True
             ends = [other.end for other in self._others.values() if other.end is not None]
@@ -151,7 +151,7 @@ class OtherRanks:
                 try:
                     end.shutdown(socket.SHUT_RDWR)  # ends a read that is under way
                 except OSError:
-                    continue  # it had hung up already
+                    continue  # closed already
         for other in self._others.values():
             self._disconnect(other)
 
@@ -172,8 +172,7 @@ class _OtherRank:
     def is_kept(self) -> bool:
         """Return whether the connection can carry another request.
 
-        Not where the rank has hung up since, or may be about to; and one that has spoken without
-        being asked is not understood.
+        False if the rank has closed it, or may be about to, or has sent bytes without a request.
         """
         assert self.end is not None, "who was greeted is connected"
         if time.monotonic() - self.used_at >= KEPT_S:

@@ -1,4 +1,4 @@
-"""What an agent tells its door of the rank's slots: what serves, by now."""
+"""Connects an agent to the server of its live slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rebalance.transport.ranks.wire import GroupName
 
 
 def start_link_server(core: RankCore, swapper: Swapper) -> RankLinkServer | None:
-    """Let other ranks ask this one, where the settings say so.
+    """Start the server of this rank's live slots, if the settings have one.
 
     Raises:
         MigrationError: the rank's address cannot be listened on.

@@ -1,9 +1,9 @@
-"""A rank's door for other ranks: gives them bytes of its live slots, and never waits for them.
+"""Server of a rank's live slots for other ranks.
 
-It reads what serves and changes nothing. Neither the step nor the mover knows of it: a client that
-dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
-read of a mapped peer, too (``rebalance.swap.serving.readable``); here it is refused, besides, where
-the slot does not hold the expert by what serves, and while the weights are being replaced.
+It reads what serves and changes nothing. The step and the mover do not depend on it: a dead or
+slow client costs one waiting thread, up to a deadline. Clients also keep to the rules for mapped
+peers (``rebalance.swap.serving.readable``). A request is refused if the slot does not hold the
+expert by the serving placement, and while the weights are being replaced.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankLinkServer:
         self._lock, self.num_bytes_sent = threading.Lock(), 0
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
-        # Whoever holds one is sending.
+        # # Its holder is sending.
         self._turns: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):
             self._turns.put(_Reading(bank.device))
@@ -89,12 +89,13 @@ class RankLinkServer:
                 wire.send({"refused": str(exc)})
 
     def _give(self, wire: Wire, ask: Ask) -> None:
-        """Send what is asked for.
+        """Send the requested part.
 
         Raises:
-            RefusedError: it is not here, or others are being sent; said before any byte, or after
-                the last one, which are void then.
-            MigrationError: the other rank is gone, or takes nothing in.
+            RefusedError: the slot does not hold it, or the transfer limit is reached; sent before
+            any
+                byte, or after the last one, which invalidates them.
+            MigrationError: the connection failed, or the other rank does not read.
         """
         self._refuse(ask)
         answer_at = min(wire.deadline, time.monotonic() + ask.answer_s)
@@ -111,7 +112,7 @@ class RankLinkServer:
                 wire.send_bytes(reading.read(part, wire.deadline))
         finally:
             self._turns.put(reading)
-        self._refuse(ask)  # if it began to change meanwhile, nobody knows which bytes are of what
+        self._refuse(ask)  # a change meanwhile invalidates the bytes
         with self._lock:
             self.num_bytes_sent += ask.part.num_bytes
         wire.send({"is_whole": True})
@@ -166,7 +167,7 @@ class RankLinkServer:
         return self._bank.schema.record_bytes
 
     def close(self) -> None:
-        """Stop answering, and hang up on whoever is connected."""
+        """Stop accepting requests and close all connections."""
         self._listener.close()
 
 

@@ -1,6 +1,6 @@
-"""How the ranks of one group find each other over the network, and what of it they may take.
+"""Settings of the links between ranks: addresses, secret, bandwidth, deadlines.
 
-A rank whose memory is mapped is never asked this way: this is for ranks of other hosts, and for
+A rank with mapped memory is never asked this way. These links serve ranks of other hosts, and
 GPUs of one host that cannot map each other.
 """
 
@@ -26,12 +26,12 @@ class RankLinkSettings:
     """
 
     addresses: tuple[HostAddress, ...]  # of all ranks, in their order
-    secret: bytes = field(repr=False)  # of the deployment; a stranger without it gets nothing
+    secret: bytes = field(repr=False)  # of the deployment; clients without it are refused
     bytes_per_second: float = SERVING_BYTES_PER_SECOND  # that a rank gives out
     max_transfers: int = 4  # that a rank gives out at a time; further ones take turns
     silence_s: float = 2.0  # without a byte, after which a rank is left for the next source
     deadline_s: float = 5.0  # for one chunk
-    back_off_s: float = 30.0  # at most; for so long a rank that failed is left alone
+    back_off_s: float = 30.0  # upper limit of the back-off of a failed rank
 
     def __post_init__(self) -> None:
         check_secret(self.secret, "ranks")

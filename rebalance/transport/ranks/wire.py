@@ -1,14 +1,14 @@
-"""What one rank asks another for: a run of bytes of a live slot.
+"""Messages between two ranks: requests for a part of a live slot.
 
-    asker                                        rank that is asked
-      | <------ greeted, with its number ------------ |   see host_link_wire.py
-      | ------- who asks, which part ---------------> |
-      | <------ how many bytes, the bytes ----------- |   or why not
-      | <------ that the slot held still meanwhile -- |   or that the bytes are void, and why
-      | ------- the next part, or nothing ----------> |
+    client                                       server
+      | <------ hello, with its rank -------------- |   after the handshake of network/wire.py
+      | ------- group, part ----------------------> |
+      | <------ number of bytes, the bytes -------- |   or a refusal
+      | <------ confirmation ---------------------- |   or the reason why the bytes are invalid
+      | ------- the next part, or nothing --------> |
 
-The last word makes the answer whole: bytes are good only if the slot held the expert, and no update
-of the weights had begun, both before the first byte was read and after the last one.
+The confirmation completes the answer: bytes are valid only if the slot held the expert, and no
+update of the weights had begun, both before the first byte was read and after the last one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from rebalance.network.wire import Message, field
 
 PROTOCOL = "eplb-ranks-1"
-KEPT_S = 10.0  # a connection that was not used for so long is not used again by who asks
-IDLE_S = 30.0  # after so long the rank that is asked hangs up
+KEPT_S = 10.0  # a client does not reuse a connection that was idle for longer
+IDLE_S = 30.0  # a server closes a connection that was idle for longer
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Ask:
-    """One question."""
+    """One request."""
 
     group: GroupName
     part: Part
-    answer_s: float  # until the first byte: who is asked gives up first, so that its reason arrives
+    answer_s: float  # until the first byte; below the client's deadline, so a refusal arrives
     deadline_s: float  # for all of it
 
     def message(self) -> Message:
