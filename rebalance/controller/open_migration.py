@@ -54,7 +54,7 @@ class OpenPlan:
             return
         outcome, reason = objection
         if self._store.withdraw(migration.plan_id, outcome=outcome, reason=reason, fence=fence):
-            # # A switch that a user has set is not a warning.
+            # A switch that a user has set is not a warning.
             level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
             log.log(level, "plan_id=%d withdrawn: %s", migration.plan_id, reason)
 

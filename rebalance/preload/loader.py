@@ -136,7 +136,7 @@ class RecordLoader:
         self._guard.check()
         layer, expert = record
         self._checkpoint.repack(layer, expert, self._schema, into)
-        # # Repacking leaves the rest of the last page unchanged, and the digest covers all of it.
+        # Repacking leaves the rest of the last page unchanged, and the digest covers all of it.
         into[sum(spec.num_bytes for spec in self._schema.tensors) :].zero_()
         return digest(into)
 

@@ -58,7 +58,7 @@ class Verdict:
     newest_plan_id: int  # the highest id that any rank works on
     prepared: int  # transactions that every rank has prepared
     applied: int  # transactions that serve on every rank
-    # # Plans up to this id are aborted: the highest that any rank wants aborted; NO_PLAN: none.
+    # Plans up to this id are aborted: the highest that any rank wants aborted; NO_PLAN: none.
     # Others
     # may work on a newer plan, to which no rank objects.
     unwanted_up_to: int

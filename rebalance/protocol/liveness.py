@@ -30,7 +30,7 @@ from eplb.errors import RankError
 
 SILENCE_S = 30  # a host that answers no probe for so long is dead: as long as a vote may take
 # So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for
-# each core, and its group ended though nobody had died.
+# each core, and its group ended although no process had died.
 PROBES = 5
 CLOSE_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"
@@ -133,7 +133,7 @@ class LivenessConnections:
                 raise RankError(
                     f"rank {self._rank}: ranks {sorted(missing)} did not connect: {exc}"
                 ) from exc
-            # # Half of the remaining time: a silent client must not use up the time of those
+            # Half of the remaining time: a silent client must not use up the time of those
             # behind.
             line.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
             try:

@@ -127,5 +127,5 @@ class Voter:
                     f"{self._deadline_s:.0f} s; a peer is dead or late"
                 )
             # A device's event can be asked or waited for without end, nothing between: a wait with
-            # # a deadline that also watches the liveness connections has to poll.
+            # a deadline that also watches the liveness connections has to poll.
             time.sleep(DEVICE_POLL_S)

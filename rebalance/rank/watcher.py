@@ -199,7 +199,7 @@ class Watcher:
         except StoreError as exc:
             log.warning("load store failed, retrying: %s", exc)
         except Exception:
-            # # A bug here must not end the thread unnoticed (vLLM issue 57883): no plan is adopted
+            # A bug here must not end the thread unnoticed (vLLM issue 57883): no plan is adopted
             # any
             # more, the rank's report has the reason, and serving continues.
             log.exception("the watcher failed")
@@ -224,7 +224,7 @@ class Watcher:
                 return False
             writing.write()
         except StaleGeneration as exc:
-            # # The slots differ from the store's placement: an operator has to find out why.
+            # The slots differ from the store's placement: an operator has to find out why.
             log.exception("the store rejected a commit")
             self._shared.update(phases.freeze, f"the store rejected a commit: {exc}")
         except StoreError as exc:

@@ -201,7 +201,7 @@ class Mover:
         }
         records = list(wanted)
         if len(records) > self._transport.host_room:
-            # # They do not fit together: the first now, the others when needed.
+            # They do not fit together: the first now, the others when needed.
             wanted_first = {(m.layer, m.expert) for m in self.own_moves(migration.transactions[0])}
             self._transport.hint([record for record in records if record not in wanted_first])
             records = [record for record in records if record in wanted_first]
@@ -209,7 +209,7 @@ class Mover:
         for first in range(0, len(records), at_once):
             if not shared.is_wanted(plan_id):
                 return False
-            # # Hinted before the others are waited for, so that the disk is never idle in between.
+            # Hinted before the others are waited for, so that the disk is never idle in between.
             self._transport.hint(records[first + at_once : first + 2 * at_once])
             now = [wanted[record] for record in records[first : first + at_once]]
             try:

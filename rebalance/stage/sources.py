@@ -126,7 +126,7 @@ class Sources:
     def wrong(self, move: Move, places: Sequence[Place]) -> None:
         """Note that the bytes from ``places`` together were not the expert's."""
         if len(places) > 1:
-            # # Any of them may be the cause: none is read together with others any more.
+            # Any of them may be the cause: none is read together with others any more.
             self._suspects |= {_key(move, place) for place in places}
             return
         rest_s = HOST_RETRY_S if places[0] == HOST else math.inf

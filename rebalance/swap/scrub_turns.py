@@ -165,7 +165,7 @@ class ScrubTurns:
             self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
             with self._shared.changed:
-                # # Otherwise the check was cancelled, and its canceller does not return the loan.
+                # Otherwise the check was cancelled, and its canceller does not return the loan.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
                 elif loan is not None and self._mover.fetcher.is_drained:

@@ -52,7 +52,7 @@ class HostCache:
             self._admit()
             if request in self._waiting:
                 self.counts["waits"] += 1
-                # # All holders that could release entries are waiting: the latest request is
+                # All holders that could release entries are waiting: the latest request is
                 # refused.
                 if self._is_stuck():
                     self._end(

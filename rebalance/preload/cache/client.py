@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Done = TypeVar("Done")
 
 ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's reason arrives
-# # A stopped host leaves room for some 70 messages; after that a send would block.
+# A stopped host leaves room for some 70 messages; after that a send would block.
 SEND_S = 2.0
 CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 
@@ -287,7 +287,7 @@ class HostCacheClient:
         try:
             answer = self._answer_to(self._num_asked, what, deadline_s, is_wanted)
         except (CalledOff, _Late):
-            # # Else the host would read on, and hold records for a rank that has no lease for them.
+            # Else the host would read on, and hold records for a rank that has no lease for them.
             self._send({"ask": "give up", "number": self._num_asked})
             raise
         if "error" in answer:

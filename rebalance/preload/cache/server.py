@@ -166,7 +166,7 @@ class HostCacheServer:
             return
 
         def run() -> None:
-            # # Here, not in accept: an unauthenticated client that sends nothing must not block
+            # Here, not in accept: an unauthenticated client that sends nothing must not block
             # others.
             session.run(self._key, partial(self._admission.authenticated, holder))
             self._sessions.pop(session, None)

@@ -11,7 +11,7 @@ from eplb.errors import ConfigError
 from rebalance.preload.hosts.settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
-# # Disks need several requests in flight, and each reader also digests: on a host of 64 cores four
+# Disks need several requests in flight, and each reader also digests: on a host of 64 cores four
 # readers reached 72 % of the disk's bandwidth.
 NUM_READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
 RING_RECORDS = 64

@@ -132,7 +132,7 @@ class OtherHosts:
             return
         host.back_off.record_failure(str(failure))
 
-    # # -- one request
+    # -- one request
 
     def _refresh_inventory(self, host: KnownHost) -> None:
         """Ask a host what it holds, if that is not known; one thread asks."""

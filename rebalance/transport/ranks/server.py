@@ -64,7 +64,7 @@ class RankLinkServer:
         self._lock, self.num_bytes_sent = threading.Lock(), 0
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
-        # # Its holder is sending.
+        # Its holder is sending.
         self._turns: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):
             self._turns.put(_Reading(bank.device))
