@@ -146,8 +146,7 @@ class RankAgent:
         """Wait for the device; raise as soon as a peer is known to be dead.
 
         A dispatch kernel may wait minutes for a dead rank (DeepEP v1.2.1: about 100 s) and block
-        the
-        host. The liveness connections on the host detect the death within milliseconds.
+        the host. The liveness connections on the host detect the death within milliseconds.
 
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.

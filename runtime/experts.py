@@ -182,7 +182,7 @@ class ExpertBank:
         self._live[layer, slot].copy_(self._staging[entry])
 
     def mark(self) -> Completion:
-        """Return what tells when every copy that was ordered so far is complete."""
+        """Return the completion of all copies that were ordered so far."""
         return Completion(is_cuda=self._live.is_cuda)
 
     def digest(self, layer: int, slot: int) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Completion:
         return self._event is None or bool(self._event.query())
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
-        """Have ``stream`` wait for it; the host goes on."""
+        """Make ``stream`` wait for it; the host continues."""
         if self._event is not None:
             self._event.wait(stream)
 

@@ -31,7 +31,7 @@ def open_store(
     Args:
         url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
             a file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
-        deployment: whose samples and placements it is to speak for.
+        deployment: name of the deployment whose samples and placements it holds.
         sample_version: in which samples are written. Until every reader of the store is up to
             date, its writers keep to the version before.
 

@@ -1,4 +1,4 @@
-"""What every store must decide alike: who may commit or publish, and what the events say."""
+"""Decisions shared by all stores: who may commit or publish, and the details of events."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def check_finish(task_id: int, found: TaskState | None, state: TaskState) -> Non
 
 
 def first_token(now: float) -> int:
-    """Return the fencing token that a store gives out when it knows of none before.
+    """Return the first fencing token of a store that has no earlier one.
 
     A new store, and one that lost its contents: seconds since the epoch above 31 random bits, so no
     token of before comes again. While the clock is right the seconds differ. If the clock is lost
@@ -175,8 +175,8 @@ def next_lease(
     """Return the lease that ``holder`` gets; None while another holds it.
 
     Args:
-        latest: the last lease that was given out, be it run out or given up.
-        is_over: tells of the latest lease (``telemetry/stores/lease_watch.py``).
+            latest: the last lease that was granted, even if expired or released.
+            is_over: returns whether the latest lease is over (``telemetry/stores/lease_watch.py``).
     """
     if not holder or not ttl_s > 0:
         raise ConfigError(
@@ -210,7 +210,7 @@ def lease_to_text(lease: Lease) -> str:
 
 
 def lease_from_text(text: str) -> Lease:
-    """Return a lease from what ``lease_to_text`` gave, or a program that knew but three fields."""
+    """Return a lease from what ``lease_to_text`` gave, or an older program with three fields."""
     return Lease(**{"ttl_s": OLD_TTL_S, "since": 0.0, "renewals": 0} | details_from_text(text))
 
 
@@ -231,7 +231,7 @@ def check_fence(fence: int | None, latest: Lease | None) -> None:
 
 
 def is_to_be_restored(run: RunInfo, *, is_committed: bool, current_run: str | None) -> bool:
-    """Whether a store lost its contents, and nobody has begun another run in it since."""
+    """Whether a store lost its contents, and no other run has begun in it since."""
     return not is_committed and current_run in (None, run.run)
 
 

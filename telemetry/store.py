@@ -1,12 +1,12 @@
-"""The store's seam: the only memory that ranks, controller, API and simulator share.
+"""The store interface: the only shared memory of ranks, controller, API and simulator.
 
-Nobody talks to anybody but through a LoadStore. Ranks append samples and report their state; the
-controller folds samples, publishes a migration and watches; the ranks commit the placement that
-they serve after the swap. ``telemetry/stores/memory.py`` is the shipped fake,
-``telemetry/stores/sqlite/store.py`` the embedded default; one contract test runs over every store.
+All processes communicate through a LoadStore. Ranks append samples and report their state. The
+controller folds samples, publishes a migration and watches it. The ranks commit the serving
+placement after the swap. ``telemetry/stores/memory.py`` is the shipped fake,
+``telemetry/stores/sqlite/store.py`` the embedded default; one contract test covers every store.
 
-Placements and migrations are compare-and-set: whoever decided on an old generation is refused.
-There is one controller, the holder of the lease: whoever held it before is refused too.
+Placements and migrations are compare-and-set: a decision on an old generation is rejected. The
+holder of the lease is the only controller: writes of a previous holder are rejected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank last said of itself."""
+    """The latest report of a rank."""
 
     run: str
     rank: int
@@ -58,7 +58,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, for people and for the audit."""
+    """An event, for operators and the audit."""
 
     id: int  # only grows
     time: float
@@ -89,7 +89,7 @@ class Lease:
 
     holder: str
     token: int  # 1 or more
-    expires: float  # seconds since the epoch, by the store's clock, for people; see lease_watch
+    expires: float  # seconds since the epoch, by the store's clock, for display; see lease_watch
     ttl_s: float  # without being renewed; 0: given up
     since: float  # when this holder took it, by the store's clock
     renewals: int  # grows with each change
@@ -98,7 +98,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Control:
-    """Switches that every process obeys at once.
+    """Switches that every process follows at once.
 
     ``movement`` is the kill switch: while it is off no weight moves, and a migration in flight is
     dropped at the next vote. ``observe`` plans and reports but publishes nothing.
@@ -127,7 +127,7 @@ class LoadStore(Protocol):
 
     @property
     def deployment(self) -> str:
-        """Name of the deployment that this store object speaks for."""
+        """Name of the deployment of this store object."""
 
     # -- runs and ranks
     def begin_run(self, info: RunInfo) -> None:
@@ -144,7 +144,7 @@ class LoadStore(Protocol):
         """Return every start on record, oldest first."""
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
 
     def rank_states(self, run: str) -> list[RankState]:
         """Return the last report of every rank of a run, by rank."""
@@ -193,13 +193,13 @@ class LoadStore(Protocol):
     def prune_rollups(self, seconds: int, before_time: float) -> int:
         """Forget roll-ups of that length that ended by ``before_time``, and return how many."""
 
-    # -- the one controller, the one owner
+    # -- the controller's lease, the deployment's lease
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take a lease, or renew one's own; None while another holds it.
+        """Acquire a lease, or renew one's own; None while another holder has it.
 
-        Renewing keeps the token as long as nobody else held the lease in between, be it run out or
-        not. Whoever takes it over gets a greater token. Two processes must not share a name.
-        ``telemetry/stores/lease_watch.py`` says when another's lease is over.
+        Renewing keeps the token as long as no other holder had the lease in between, even if it had
+        expired. A takeover gets a greater token. Two processes must not share a name.
+        ``telemetry/stores/lease_watch.py`` decides when another holder's lease is over.
 
         Raises:
             ConfigError: a holder without a name, or a time to live that is not positive.
@@ -279,32 +279,32 @@ class LoadStore(Protocol):
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows into a store that lost its contents, atomically, as an event.
+        """Restore the state that a rank knows in a store that lost its contents, atomically.
 
-        Of all that call this one writes. False: a placement is committed, or another run is
-        current; nothing is changed.
+        Of all callers one writes. False: a placement is committed, or another run is current;
+        nothing is changed.
 
         Args:
             placement: what serves; the next commit follows its generation.
-            last_plan_id: the newest that the caller knows of; later ids are well above it.
+            last_plan_id: the newest that the caller has seen; later ids are well above it.
         """
 
     # -- after a death
     def add_survivor_report(self, report: SurvivorReport) -> None:
-        """Write what a survivor knows; its words of that run and membership are replaced."""
+        """Write a survivor report, which replaces an earlier one of the same run and membership."""
 
     def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
 
     def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
-        """Write the record that follows the group ``expected_membership``, unless one stands.
+        """Write the record that follows the group ``expected_membership``, unless there is one.
 
-        A migration of which the record says that nothing is to be applied is aborted with it, so
-        that nobody can commit it any more.
+        If the record applies no transaction of the open migration, that migration is aborted with
+        it, so that it cannot be committed any more.
 
         Returns:
-            The record that stands: the first writer's. None: a newer generation than the record's
-            is committed, so look again and decide again.
+            The first writer's record. None: a newer generation than the record's is committed, so
+            read and decide again.
 
         Raises:
             StaleGeneration: another run recovered, or this group's successor has broken too.

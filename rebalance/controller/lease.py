@@ -5,10 +5,10 @@
         ^                                                               |
         +------- another has it, or it was not renewed in time ---------+
 
-Each turn of the controller asks for the lease. The leader renews it at a third of the time to
-live, in the same thread as its work: a controller that hangs must lose the lease. Each write
-carries the lease's fencing token, and the store rejects all but the newest. So a controller that
-was suspended past the end of its lease cannot do harm.
+Each turn of the controller asks for the lease. The leader renews it at a third of the time to live,
+in the same thread as its work: a controller that hangs must lose the lease. Each write carries the
+lease's fencing token, and the store rejects all but the newest. So a controller that was suspended
+past the end of its lease cannot do harm.
 
 A plan that takes longer than the time to live loses the lease to a standby: configure more.
 """

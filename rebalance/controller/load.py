@@ -1,7 +1,7 @@
 """Load intake: the run that serves now, its samples folded into windows, and rejected samples.
 
-No sample stops the controller. Samples that cannot be counted are counted by reason and reported
-to the store: the first at once, later ones at most once a minute.
+No sample stops the controller. Samples that cannot be counted are counted by reason and reported to
+the store: the first at once, later ones at most once a minute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The controller loop: window -> plan -> publish -> watch the commit.
 
 The controller runs in its own process and keeps no state outside the store: after a restart it
-folds the samples again and continues. It never contacts a rank and commits nothing: the ranks
-write the committed placement after the swap.
+folds the samples again and continues. It never contacts a rank and commits nothing: the ranks write
+the committed placement after the swap.
 
 Several controllers may run. The holder of the lease leads. The others fold samples too, so that a
 new leader can plan at once.

@@ -1,9 +1,9 @@
 """Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
 
 Every rank knows the state that balancing needs: the run, the serving placement, the switches, and
-the highest plan id. Each rank checks after every poll. The first to find no placement restores
-all of it in one change; the others find it there. Samples, tasks, events and the history of
-placements are lost.
+the highest plan id. Each rank checks after every poll. The first to find no placement restores all
+of it in one change; the others find it there. Samples, tasks, events and the history of placements
+are lost.
 """
 
 from __future__ import annotations

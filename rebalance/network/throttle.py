@@ -1,8 +1,8 @@
 """How fast staging may go: a budget of bytes for each kind of link, and a hold for the engine.
 
-Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest
-steps, 8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in
-small chunks, at a steady rate. Nothing here waits: the caller gets the time of the next attempt.
+Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest steps,
+8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in small
+chunks, at a steady rate. Nothing here waits: the caller gets the time of the next attempt.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class TokenBucket:
 
 
 class Hold:
-    """A pause of staging that an engine requests, for example during a prefill or a KV cache
-    transfer.
+    """A pause of staging that an engine requests, during a prefill or a KV transfer.
 
     Thread-safe. A pause without a resume ends at its deadline, because a migration that never ends
     would block every later one.

@@ -7,9 +7,9 @@
       | ------- request -----------------------> |
       | <------ response, then the record ------ |   or the reason of a refusal
 
-Between two host caches a connection carries one request: no earlier response can be mistaken for
-a later one, and closing it frees what it held on the server. Between two ranks it is kept for
-further requests. Messages are JSON with a length prefix.
+Between two host caches a connection carries one request: no earlier response can be mistaken for a
+later one, and closing it frees what it held on the server. Between two ranks it is kept for further
+requests. Messages are JSON with a length prefix.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ class Verdict:
     prepared: int  # transactions that every rank has prepared
     applied: int  # transactions that serve on every rank
     # Plans up to this id are aborted: the highest that any rank wants aborted; NO_PLAN: none.
-    # Others
-    # may work on a newer plan, to which no rank objects.
+    # Others may work on a newer plan, to which no rank objects.
     unwanted_up_to: int
     halt: bool  # at least one rank requests the end of serving
 

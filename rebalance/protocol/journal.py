@@ -1,8 +1,8 @@
 """A rank's journal: what happened, as JSON lines, for the analysis of a failure.
 
 One file per rank in the state folder; the entries of all starts follow each other. The step never
-waits for it: entries go into a bounded queue, and a thread writes them. When the queue is full
-the oldest entry is dropped and counted: the latest ones matter most after a death.
+waits for it: entries go into a bounded queue, and a thread writes them. When the queue is full the
+oldest entry is dropped and counted: the latest ones matter most after a death.
 
 A line is in the operating system's hands as soon as it is written, so SIGKILL costs only what was
 still queued, and at most the last line of a file is torn (power loss).

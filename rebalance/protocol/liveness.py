@@ -1,9 +1,9 @@
 """Detects dead ranks within milliseconds, without polling.
 
 Every two ranks keep a connection open that carries no data. When a process dies, its operating
-system closes the connection, and the other end reads that. A vote cannot detect it as fast:
-between two votes nothing would fail, and meanwhile a dispatch kernel may wait for the dead rank
-and block the host (DeepEP v1.2.1: about 100 s).
+system closes the connection, and the other end reads that. A vote cannot detect it as fast: between
+two votes nothing would fail, and meanwhile a dispatch kernel may wait for the dead rank and block
+the host (DeepEP v1.2.1: about 100 s).
 
 A vanished host closes nothing; keep-alive probes detect it after about ``SILENCE_S``.
 
@@ -133,8 +133,7 @@ class LivenessConnections:
                 raise RankError(
                     f"rank {self._rank}: ranks {sorted(missing)} did not connect: {exc}"
                 ) from exc
-            # Half of the remaining time: a silent client must not use up the time of those
-            # behind.
+            # Half of the remaining time: a silent client must not use up the time of those behind.
             line.settimeout(max(0.001, (deadline - time.monotonic()) / 2))
             try:
                 rank, key = HELLO.unpack(line.recv(HELLO.size, socket.MSG_WAITALL))

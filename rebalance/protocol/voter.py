@@ -41,10 +41,8 @@ class Voter:
         """Read the vote under way, if there is one; None if it may be read later.
 
         A rank that had prepared nothing may skip a late vote: the verdict's ``prepared`` is the
-        minimum,
-        so no rank can have swapped by it. A rank that had prepared transactions must wait. If the
-        vote
-        never ends, this rank must not serve: others may have swapped.
+        minimum, so no rank can have swapped by it. A rank that had prepared transactions must wait.
+        If the vote never ends, this rank must not serve: others may have swapped.
 
         Args:
             step: the step that is about to begin.

@@ -1,7 +1,7 @@
 """Has a host load candidate experts ahead of the plan that may need them.
 
-The controller publishes candidates with each window; one rank of each host forwards its host's.
-The host cache loads them when idle, and never evicts a leased record for them.
+The controller publishes candidates with each window; one rank of each host forwards its host's. The
+host cache loads them when idle, and never evicts a leased record for them.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class Watcher:
         """Queue the commit of ``serving`` as the outcome of ``migration``.
 
         Every rank writes the same commit, except for the reason of an abort, which only the
-        requesting
-        rank knows. The first write counts, so the other ranks wait for that rank for a moment.
+        requesting rank knows. The first write counts, so the other ranks wait for that rank for a
+        moment.
         """
         write = partial(self._write, migration, serving, outcome, reason)
         what, now = f"writing the end of plan {migration.plan_id}", self._watchdog.clock()
@@ -200,8 +200,7 @@ class Watcher:
             log.warning("load store failed, retrying: %s", exc)
         except Exception:
             # A bug here must not end the thread unnoticed (vLLM issue 57883): no plan is adopted
-            # any
-            # more, the rank's report has the reason, and serving continues.
+            # any more, the rank's report has the reason, and serving continues.
             log.exception("the watcher failed")
             self._shared.update(phases.freeze, "the watcher thread failed, see the log")
         return None

@@ -34,8 +34,7 @@ class Fetcher:
 
         Returns:
             Whether it is there; False if it is not wanted any more. Afterwards nothing writes to
-            its
-            destination, unless ``is_drained`` is False.
+            its destination, unless ``is_drained`` is False.
 
         Raises:
             MigrationError: no source has it.

@@ -1,7 +1,6 @@
 """The mover: loads a migration's bytes to a rank. Preload, then stage, one transaction at a time.
 
-It never writes to a slot that serves. It reports progress to the phase machine and decides
-nothing.
+It never writes to a slot that serves. It reports progress to the phase machine and decides nothing.
 
 ``Mover.work`` is a generator that yields what it waits for and never blocks: in a rank a thread
 drives it (``bring``), in tests a scheduler may, with a simulated transport and clock.
@@ -136,10 +135,9 @@ class Mover:
         """Process one migration step by step; ends when it is done or dropped, or the rank halts.
 
         Each Wait has the time of the next step; a change of the shared state resumes it too. After
-        the
-        end nothing that it ordered writes any more. An exception other than an EplbError is a bug
-        or a
-        broken device: the migration is aborted, and after the cleanup the exception is raised.
+        the end nothing that it ordered writes any more. An exception other than an EplbError is a
+        bug or a broken device: the migration is aborted, and after the cleanup the exception is
+        raised.
         """
         plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()

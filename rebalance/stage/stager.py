@@ -5,8 +5,8 @@
        +----------------- from the next source --------+
 
 ``Stager.stage`` is a generator: it orders what may be ordered, and yields a Wait when it depends on
-time or the device. A record's digest is ordered behind its last chunk, so records follow each
-other without a gap. Only the caller's destinations are written.
+time or the device. A record's digest is ordered behind its last chunk, so records follow each other
+without a gap. Only the caller's destinations are written.
 """
 
 from __future__ import annotations
@@ -274,8 +274,7 @@ class Stager:
         """Return what to wait for: the arrival of a chunk or digest, or a time.
 
         While the budget holds a link back, arrivals are collected with the next chunk: polling the
-        device
-        more often would only take the interpreter from the step.
+        device more often would only take the interpreter from the step.
         """
         lanes = [lane for lane in self._lanes.values() if lane.is_active]
         times = [lane.ready_at() for lane in lanes]

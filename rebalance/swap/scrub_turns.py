@@ -4,10 +4,10 @@
                                                            -> no: fetch the expert from elsewhere,
                                   between two steps: copy it into the slot, then verify it again
 
-Reading is safe because live slots are not written meanwhile. Only a step swaps, and only what
-every rank has prepared. This rank prepares nothing before its mover's thread does, and that thread
-does the reading. So a plan that arrives meanwhile waits for the one slot, and no other rank can
-swap either: a peer's slot that is fetched does not change. An engine writes live slots between
+Reading is safe because live slots are not written meanwhile. Only a step swaps, and only what every
+rank has prepared. This rank prepares nothing before its mover's thread does, and that thread does
+the reading. So a plan that arrives meanwhile waits for the one slot, and no other rank can swap
+either: a peer's slot that is fetched does not change. An engine writes live slots between
 begin_update and end_update. begin_update waits for the running check, drops its result, and votes
 only afterwards, so that no peer's engine writes earlier.
 
@@ -16,10 +16,10 @@ there. The step's thread orders the copy, on the stream of the forward passes, a
 rank is idle: then no peer reads the slot. During a migration the repair is dropped and repeated
 afterwards; peers that pull the corrupted bytes detect it by the digest.
 
-The bytes come like a migration's: in chunks, from peers and then the host, verified by digest.
-They are staged in a staging entry, or in an EMPTY slot of the layer where there are no entries
-(flip mode): it receives no tokens, and only this rank's mover writes there. After a death nothing
-is checked or repaired any more, so that only the survivors' recovery writes.
+The bytes come like a migration's: in chunks, from peers and then the host, verified by digest. They
+are staged in a staging entry, or in an EMPTY slot of the layer where there are no entries (flip
+mode): it receives no tokens, and only this rank's mover writes there. After a death nothing is
+checked or repaired any more, so that only the survivors' recovery writes.
 """
 
 from __future__ import annotations

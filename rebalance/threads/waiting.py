@@ -100,8 +100,7 @@ def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float])
 
 
 def _rest(wait: Wait, shared: SharedPhase, seen: int, clock: Callable[[], float]) -> None:
-    # A device's event sends no notification: it is polled, ever less often, lest polling takes
-    # the
+    # A device's event sends no notification: it is polled, ever less often, lest polling takes the
     # interpreter from the step.
     poll_s = FIRST_POLL_S if wait.completions else WAIT_S
     while not wait.is_over(now := clock()):

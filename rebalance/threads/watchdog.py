@@ -1,17 +1,16 @@
 """Progress of a rank's threads: what each one does, and since when.
 
-An asynchronous balancer was once dead for hours while its engine's health check passed (vLLM
-issue 57883). Here every thread that matters reports what it does. An idle thread has age 0. A
-busy one without a new report ages. The oldest activity and its age are in every report of the
-rank:
+An asynchronous balancer was once dead for hours while its engine's health check passed (vLLM issue
+57883). Here every thread that matters reports what it does. An idle thread has age 0. A busy one
+without a new report ages. The oldest activity and its age are in every report of the rank:
 
     progress_age_s = 31.2    progress_of = "mover: pulling layer 3 expert 17 from rank 2"
 
 The step is always busy: while a rank serves, one follows the other.
 
 A stalled thread of some rank blocks a migration, and that rank detects it first. So a rank that
-only waits for the others does not request an abort, with one exception: a rank that never adopts
-a plan detects nothing, so the others request the abort.
+only waits for the others does not request an abort, with one exception: a rank that never adopts a
+plan detects nothing, so the others request the abort.
 """
 
 from __future__ import annotations

@@ -36,14 +36,14 @@ class Received:
 
 
 class Dispatcher(Protocol):
-    """The seam behind which DeepEP and other transports stand."""
+    """The interface of DeepEP and other transports."""
 
     @property
     def steps(self) -> int:
         """Forward passes begun so far: the clock that all ranks share."""
 
     def forget_steps(self) -> None:
-        """Count from zero again: what ran so far was a proof or a warm-up and served nobody."""
+        """Reset the step count: earlier steps were a proof or a warm-up and served no request."""
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""DeepEP behind the dispatcher's seam. The one file that imports deep_ep, and it does so late.
+"""The DeepEP dispatcher. The only file that imports deep_ep, and it does so late.
 
 Both of DeepEP's modes have buffers of their own here, so a server that does prefill and decode in
 one process may alternate them. Facts about the library are those of release v1.2.1
@@ -44,7 +44,7 @@ def load_deep_ep() -> Any:
 
 
 def make_buffer(deep_ep: Any, group: dist.ProcessGroup, **settings: Any) -> Any:
-    """Make a ``deep_ep.Buffer``, whose checks come before it talks to anybody, on all ranks alike.
+    """Make a ``deep_ep.Buffer`` after checks that all ranks pass or fail alike.
 
     Raises:
         ConfigError: the library was built without what these settings need, or the GPUs cannot

@@ -1,8 +1,8 @@
-"""Start-up proof that a dispatcher does what it says, on routing that breaks careless ones.
+"""Start-up self-test of a dispatcher, on routing that breaks incorrect ones.
 
-Experts are replaced by a known factor for each slot, so every rank can work out by itself what must
+Experts are replaced by a known factor for each slot, so every rank can compute by itself what must
 come back; the counters must show what was really sent. Every rank runs the same cases in the same
-order, and all of them hear the same verdict.
+order, and all receive the same result.
 
 Shapes:  T tokens of this rank, K top-k, H hidden, S slots, C slots of this rank.
 """
@@ -132,7 +132,7 @@ def choose_dispatcher(
     """Make the dispatcher of that name, or with "auto" the first that passes on every rank.
 
     Returns:
-        The dispatcher, and one sentence that says why it was picked.
+        The dispatcher, and one sentence with the reason of the choice.
 
     Raises:
         ConfigError: an unknown name, or the named dispatcher fails its proof.

@@ -1,7 +1,7 @@
-"""What ranks tell each other at the start: JSON in tensors of a fixed size, never pickles.
+"""Exchange of messages between ranks at the start: JSON in tensors of a fixed size, no pickles.
 
-The object collectives of torch unpickle what a peer sends, so whoever can take the place of a peer
-runs code in every rank. Nothing here runs what it reads.
+The object collectives of torch unpickle what a peer sends, so an attacker in the place of a peer
+could run code in every rank. Nothing here executes what it reads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def first_refusal(mine: str, group: dist.ProcessGroup) -> str:
-    """What the lowest rank that refuses says; "" if none does. Alike on every rank."""
+    """The refusal of the lowest rank that refuses; "" if none does. The same on every rank."""
     said = gathered(mine[:MAX_REFUSAL_CHARACTERS], group)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     return refusals[0] if refusals else ""

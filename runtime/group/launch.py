@@ -94,7 +94,7 @@ def _run(
     main: RankMain,
     args: tuple[Any, ...],
 ) -> None:
-    # A rank that hangs says where, before it is ended for being late.
+    # A rank that hangs prints its stack before it is killed.
     faulthandler.dump_traceback_later(0.8 * deadline_s)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * num_ranks)))
     try:

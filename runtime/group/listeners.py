@@ -1,9 +1,9 @@
 """Keeps gloo's listeners from taking connections once all ranks of a group are connected.
 
-gloo listens as long as its group lives, asks nobody for a secret and never closes what it did not
-expect: each stray connection costs a descriptor, until none is left and the rank aborts. After a
-group is formed nobody has a reason to connect. The listeners cannot be closed from here, so a
-filter drops each packet that would open a connection; open ones have sockets of their own.
+gloo listens as long as its group lives, requires no secret and never closes unexpected connections:
+each one costs a descriptor, until none is left and the rank aborts. After a group is formed no
+process has a reason to connect. The listeners cannot be closed from here, so a filter drops each
+packet that would open a connection; open connections have other sockets.
 """
 
 from __future__ import annotations

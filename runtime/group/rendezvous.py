@@ -1,9 +1,9 @@
-"""Where ranks of one machine meet: a file without a name that only processes of one user open.
+"""Rendezvous of the ranks of one machine: a file without a name, for processes of one user.
 
-A ``TCPStore`` asks nobody who connects for a secret, lists its keys, which shows any prefix, and
-keeps what it is sent: whoever reaches its port joins as a rank, and fills its memory. A store in a
-memory file has no port. Ranks of several machines are started by an engine, with a rendezvous of
-its own; see ``GlooVotes``.
+A ``TCPStore`` requires no secret, lists its keys, which shows any prefix, and keeps what it
+receives: a process that reaches its port can join as a rank, and fill its memory. A store in a
+memory file has no port. For ranks of several machines an engine provides the rendezvous; see
+``GlooVotes``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def reach(handle: str, deadline_s: float) -> Store:
         deadline_s: for each wait for another rank.
 
     Raises:
-        RuntimeError: the process that opened it is gone, or of another user.
+        RuntimeError: the process that opened it has exited, or belongs to another user.
     """
     store = FileStore(handle)
     store.set_timeout(timedelta(seconds=deadline_s))

@@ -1,4 +1,4 @@
-"""What all kernels share: triton behind one typed door, checks in words, and the size of a grid."""
+"""Shared parts of all kernels: typed access to triton, argument checks, and the grid size."""
 
 from __future__ import annotations
 

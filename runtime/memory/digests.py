@@ -1,7 +1,7 @@
-"""Digests of records that are still on their way: ordered behind their copies, read once there.
+"""Digests of records whose copies are still under way: ordered behind the copies.
 
-The host waits for nothing here and asks for no memory. It needs as long to order a digest as a
-fast link needs to bring 44 MB: whatever it did besides, the link would stand idle.
+The host waits for nothing here and allocates nothing. To order a digest takes the host as long as a
+fast link takes to copy 44 MB: with further work here the link would be idle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PendingDigests:
 
 
 class RecordDigests:
-    """Works digests out on one stream; used by one thread, whose stream that is."""
+    """Computes digests on one stream; used by one thread, which owns the stream."""
 
     def __init__(self) -> None:
         self._free: list[_Place] = []  # nothing writes to them
@@ -50,11 +50,11 @@ class RecordDigests:
 
     @property
     def completions(self) -> list[Completion]:
-        """Of all digests that nobody has read yet."""
+        """Completions of all digests that were not read yet."""
         return [done for pending in self._pending for done in pending.completions]
 
     def order(self, records: Sequence[torch.Tensor], after: Sequence[Completion]) -> PendingDigests:
-        """Order the digests of at most TOGETHER records, behind what ``after`` tells of.
+        """Order the digests of at most TOGETHER records, behind the completions ``after``.
 
         Args:
             records: [record_bytes] each, ``evenly_spaced`` in one arena.
@@ -102,7 +102,7 @@ class RecordDigests:
         return found if records[-1].data_ptr() >= records[0].data_ptr() else found[::-1]
 
     def clear(self) -> None:
-        """Forget the digests that nobody will read; all of them are complete."""
+        """Drop digests that will not be read; all of them are complete."""
         assert all(pending.is_complete() for pending in self._pending), (
             "they are still being written"
         )

@@ -1,4 +1,4 @@
-"""Memory that several processes of one host share, and that vanishes with its last user.
+"""Shared memory of the processes of one host, which ends with its last user.
 
 An arena is a ``memfd``: it has no name in the file system, so a killed process leaves nothing
 behind (TensorRT-LLM issue 7377 is about stale files in /dev/shm). Others attach through its
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 class SharedArena:
     """Bytes that this process owns and others on the host may read.
 
-    Pages that nobody has touched take no memory. ``folder`` puts the arena into a nameless file of
-    a tmpfs instead, whose own size then limits it.
+    Untouched pages take no memory. ``folder`` puts the arena into a nameless file of a tmpfs
+    instead, whose own size then limits it.
 
     Raises:
         MigrationError: the system gives no such memory.
@@ -61,12 +61,12 @@ class SharedArena:
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Have the system find the pages of a span now.
+        """Allocate the pages of a span now.
 
-        Without this a page that cannot be found is a SIGBUS in whoever touches it first.
+        Without this a missing page is a SIGBUS in the process that first touches it.
 
         Raises:
-            MigrationError: there is no memory for them.
+            MigrationError: there is not enough memory.
         """
         try:
             os.posix_fallocate(self._descriptor, start, num_bytes)
@@ -81,17 +81,17 @@ class SharedArena:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Let nobody attach any more; the memory is given back with its last mapping."""
+        """Prevent further attachments; the memory is freed with its last mapping."""
         os.close(self._descriptor)
 
 
 def attach(handle: str, num_bytes: int, *, for_gpu: bool = False) -> NDArray[np.uint8]:
     """Map another process's arena, read-only unless a GPU is to read it.
 
-    CUDA registers only memory that may be written; nobody writes through this mapping all the same.
+    CUDA registers only writable memory; no process writes through this mapping all the same.
 
     Raises:
-        MigrationError: the owner is gone, or its arena has another size.
+        MigrationError: the owner has exited, or its arena has another size.
     """
     try:
         descriptor = os.open(handle, os.O_RDWR if for_gpu else os.O_RDONLY)

@@ -36,7 +36,8 @@ class SymmetricArena:
             self._mapping: Any = symmetric.rendezvous(self.bytes, group)
         except RuntimeError as exc:
             wrong = f"the GPUs cannot map each other's memory, expected all of a node to: {exc}"
-        # All hear of one rank's refusal: they would wait for it in the next collective.
+        # All ranks receive a refusal: otherwise they would wait for that rank in the next
+        # collective.
         self._refuse_if_any(wrong)
         self._refuse_if_any(self._self_test())
 

@@ -46,7 +46,7 @@ class CapturedStack:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._answer = stack.forward(self._ids, salt=self._seeds)
-        # Warming up and capturing served nobody: they are no steps.
+        # Warm-up and capture serve no request: they do not count as steps.
         dispatcher.forget_steps()
         self.num_captures = 1
 

@@ -141,7 +141,7 @@ def limit(noise: Noise, chance: float) -> float:
     z = NormalDist().inv_cdf(1 - chance)
     a, b = 2 / (9 * noise.freedom), 2 / (9 * noise.freedom * noise.facts)
     square, linear = (1 - b) ** 2 - z * z * b, (1 - a) * (1 - b)
-    if square <= 0:  # so little is known of the noise that nothing can be told from it
+    if square <= 0:  # too little is known of the noise for a decision
         return math.inf
     root = (linear + math.sqrt(linear**2 - square * ((1 - a) ** 2 - z * z * a))) / square
     return noise.mean * root**3

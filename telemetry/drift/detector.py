@@ -72,7 +72,7 @@ def drift(planned_on: LoadHistory, latest: LoadHistory) -> Drift:
             f"load of {planned_on.tokens.shape[1:]}, expected the same"
         )
     then, now = planned_on.total(), latest.total()
-    is_counted = (then.sum(axis=1) > 0) & (now.sum(axis=1) > 0)  # an idle layer tells nothing
+    is_counted = (then.sum(axis=1) > 0) & (now.sum(axis=1) > 0)  # an idle layer has no profile
     floor = _floor(then, now) * max(dispersion(planned_on), dispersion(latest))
     divergence = js_divergence(then, now)
     above = np.where(is_counted, divergence - floor, 0.0)
@@ -108,8 +108,8 @@ def shares_of(tokens: Counts) -> NDArray[np.float64]:
 def dispersion(history: LoadHistory) -> float:
     """How many times more neighbouring windows differ than independent draws would; 1 or more.
 
-    The median over pairs, so that one sudden change is not taken for noise. With fewer than four
-    windows there is no telling, and it is 1.
+    The median over pairs, so that one sudden change does not count as noise. With fewer than four
+    windows there is no estimate, and it is 1.
     """
     if history.num_windows < FEWEST_WINDOWS:
         return 1.0

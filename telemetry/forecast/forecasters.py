@@ -1,4 +1,4 @@
-"""What the next window will be, from the windows so far: several ways to say it.
+"""Forecasters: the load of the next window, from the windows so far.
 
 A forecaster is a frozen value with one pure method: windows in, shares of the next window out. It
 keeps nothing between calls, so it may be tried on any stretch of history; what it has learnt is

@@ -21,7 +21,7 @@ from eplb.errors import StoreError
 
 DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8"))
 _BOUNDS = tuple((int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)) for dtype in DTYPES)
-# 58 layers x 10,000 slots of 8 bytes are 5 MB. More is no record of ours, whatever it says.
+# 58 layers x 10,000 slots of 8 bytes are 5 MB. A larger record is malformed.
 MAX_UNPACKED_BYTES = 64 << 20
 
 # Magic, version and checksum never move, whatever the version: every reader must find them.
@@ -38,7 +38,7 @@ class _Coders(threading.local):
     """One compressor and decompressor for each thread: they are not to be shared, nor cheap."""
 
     def __init__(self) -> None:
-        # Without a checksum of zstd's own: ours covers the header too.
+        # Without zstd's own checksum: the record's covers the header too.
         self.packer = zstandard.ZstdCompressor(level=_LEVEL)
         self.unpacker = zstandard.ZstdDecompressor()
 
@@ -74,7 +74,7 @@ def _either(versions: Sequence[int]) -> str:
 
 
 def unseal(record: bytes, kind: str) -> bytes:
-    """Return what follows the prefix, once the checksum says that it is what was sealed.
+    """Return the payload after the prefix, if its checksum is correct.
 
     Raises:
         StoreError: it is not.

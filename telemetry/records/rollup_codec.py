@@ -1,4 +1,4 @@
-"""Roll-ups as bytes: what they say of themselves as JSON, then both arrays, in one zstd frame."""
+"""Roll-ups as bytes: metadata as JSON, then both arrays, in one zstd frame."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 Version 1 stores each array in the narrowest integer type that holds it. Version 2 shuffles and
 compresses them besides, and its checksum covers the prefix too; a sample of 58 layers x 9 slots
-takes 1.2 to 2.2 kB. Both are read side by side, so that readers can be brought up to date first and
-writers after them: until then they are told to write version 1.
+takes 1.2 to 2.2 kB. Readers read both, so that they can be updated first and writers after them:
+until then writers are configured to write version 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eplb.core.load import LoadSample, Phase
 from eplb.errors import HistoryError, StoreError
 from telemetry.records import envelope as packing
 
-SAMPLE_VERSION = 2  # what is written unless a writer is told otherwise
+SAMPLE_VERSION = 2  # what is written by default
 READABLE_VERSIONS = (1, 2)
 
 _MAGIC = b"EPLS"

@@ -1,7 +1,7 @@
-"""Records that cannot be read: passed over and counted, by every store alike.
+"""Unreadable records: skipped and counted, by every store alike.
 
-A reader goes on past a damaged record, and past one that a newer program wrote. Both are counted
-once, however often they are read; past 100,000 of them, one that is read again may count again.
+A reader skips a corrupted record, and one that a newer program wrote. Both are counted once,
+however often they are read; past 100,000 of them, one that is read again may count again.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Unreadable:
     ) -> list[tuple[int, Value]]:
         """Return up to ``limit`` readable samples past a cursor; none only where no more follow.
 
-        A reader's cursor stays where it found nothing. How far it has looked from there is kept,
-        one place for what is read ``of``, so that a tail nobody can read is not read every time.
+        A reader's cursor stays where it found nothing. How far it has read from there is kept, one
+        position for each ``of``, so that an unreadable tail is not read every time.
         """
         with self._lock:
             asked, passed = self._passed.get(of, (after, after))

@@ -16,7 +16,7 @@ class Tally:
     repeated: int = 0  # that the store had already
     replayed: int = 0  # that were stored after they had waited on disk
     spooled: int = 0  # could not be stored at once, and waited on disk
-    dropped: int = 0  # gave way to newer ones, for want of room
+    dropped: int = 0  # removed for newer ones, for lack of room
     refused: int = 0  # samples that cannot be packed or stored, or records that cannot be read
     last_refusal: str = ""  # why
 
@@ -55,11 +55,11 @@ class ReporterStats:
 
     offered: int
     recovered: int  # left on disk by an earlier process of this rank
-    stored: int  # acknowledged by the store; repeats that it knew already are among them
+    stored: int  # acknowledged by the store, including repeats
     repeated: int
     replayed: int  # stored after they had waited on disk
     spooled: int  # could not be stored at once, and waited on disk
-    dropped: int  # for want of room, or offered after close
+    dropped: int  # for lack of room, or offered after close
     refused: int  # impossible samples, and records that cannot be read
     damaged: int  # torn and damaged writes that an earlier process left
     waiting: int

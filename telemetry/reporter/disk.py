@@ -1,4 +1,4 @@
-"""The disk under a spool: what fails there is counted and told, and never raised."""
+"""Disk access of a spool: failures are counted and logged, and never raised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SpoolDisk:
         return self._folder.num_overflows if self._folder else 0
 
     def figures(self) -> dict[str, int]:
-        """Return what SpoolCounts says of the folder."""
+        """Return the counts of the folder."""
         folder = self._folder
         return {
             "torn": folder.num_torn if folder else 0,

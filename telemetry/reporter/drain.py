@@ -1,7 +1,8 @@
-"""The thread that empties a spool into the store, and tells the store how the rank stands.
+"""The thread that moves samples from a spool to the store, and writes the rank's state.
 
-A store in trouble is tried again after a pause that doubles up to ``LONGEST_PAUSE_S``, drawn anew
-each time so that ranks do not come back all at once. That is also how soon its return is noticed.
+After a failure the store is retried after a pause that doubles up to ``LONGEST_PAUSE_S``. Each
+pause is drawn at random so that ranks do not reconnect all at once. The pause also bounds the time
+until a recovery is detected.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ AT_ONCE = Tempo()
 
 
 class Drain:
-    """Moves samples from a spool to a store. ``run`` is a thread's; the rest is for any thread."""
+    """Moves samples from a spool to a store. ``run`` has its own thread, the rest any."""
 
     def __init__(self, store: LoadStore, spool: Spool, tempo: Tempo, *, seed: int) -> None:
         self._store, self._spool, self._tempo = store, spool, tempo
@@ -61,7 +62,7 @@ class Drain:
         self._last_error = ""
 
     def state(self, state: RankState) -> None:
-        """Take the rank's newest state. Wakes nobody; see telemetry.reporter.reporter."""
+        """Set the rank's newest state without waking ``run``; see telemetry.reporter.reporter."""
         self._state = state
 
     def has_state(self) -> bool:
@@ -69,7 +70,7 @@ class Drain:
         return self._state is not self._written
 
     def nudge(self) -> bool:
-        """Wake ``run`` if it waits for work and there is some; say whether the state is new."""
+        """Wake ``run`` if it waits for work and there is some; return whether the state is new."""
         if self._is_idle and self._has_work():
             self._wake()
         state = self._state

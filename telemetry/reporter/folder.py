@@ -4,8 +4,8 @@
     000000000001.spool    the oldest segment
     000000000002.spool    the one that is written to
 
-A segment is deleted when nobody needs a record of it any more, or when the folder is full and it
-is the oldest. What an unlucky death left behind (an empty file, a torn tail) is cleaned at opening.
+A segment is deleted when none of its records is needed any more, or when the folder is full and it
+is the oldest. Leftovers of a crash (an empty file, a torn tail) are removed at opening.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class SpoolFolder:
     """Segments of one folder, oldest first. Not for several threads; the spool has a lock.
 
-    Every method may raise OSError: the disk is full, read-only or gone.
+    Every method may raise OSError: the disk is full, read-only or missing.
 
     Raises:
         StoreError: another process uses the folder.
@@ -77,7 +77,7 @@ class SpoolFolder:
         return place
 
     def release(self, place: Place) -> None:
-        """Let a record go that nobody needs any more."""
+        """Release a record that is not needed any more."""
         segment = place.segment
         if segment.is_removed:
             return
@@ -134,7 +134,7 @@ class SpoolFolder:
         try:
             segment, found = Segment.open(path)
         except StoreError as exc:
-            # Perhaps a newer version's: its records are not ours to delete.
+            # Perhaps a newer version's records: they are kept.
             self.num_damaged += 1
             log.warning("spool %s: a file is left as it is: %s", self.path, exc)
             return

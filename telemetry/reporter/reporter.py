@@ -1,16 +1,16 @@
-"""Through which a rank reports: the step path hands over and goes on.
+"""The reporter of a rank: the step path hands over samples and state without waiting.
 
     step path -> inbox -> spool -> store
                (memory)  (disk)
 
-Two threads move the samples on. The first looks into the inbox, every ``LONGEST_TICK_S`` or more
-often, and puts what it finds on disk, whatever the store does; the second brings it from there to
-the store. A store that is slow, full or gone never slows a step and never fails one: samples wait
-on disk (``telemetry.reporter.spool``) and follow when it is back. What finds no room is dropped and
-counted, the oldest first; since the caller numbers the samples, whoever reads them sees the gap.
+Two threads move the samples on. The first polls the inbox, every ``LONGEST_TICK_S`` or more often,
+and writes its content to disk, whatever the store does. The second moves it from disk to the store.
+A store that is slow, full or unreachable never slows a step and never fails one: samples wait on
+disk (``telemetry.reporter.spool``) and follow when the store is back. Samples without room are
+dropped and counted, the oldest first. The caller numbers the samples, so readers detect the gap.
 
-The step path wakes nobody and waits for nobody: waking a thread is a system call, and the thread
-that wakes up wants the interpreter, or a lock, just when the step does.
+The step path wakes no thread and waits for none: waking a thread is a system call, and the woken
+thread competes for the interpreter, or a lock, with the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHORTEST_TICK_S, LONGEST_TICK_S = 0.02, 0.2
 
 
 class Reporter:
-    """Writes one rank's samples and state to the store, in threads of its own.
+    """Writes one rank's samples and state to the store, in its own threads.
 
     Args:
         spool: where samples wait; this reporter closes it. None for one in memory.
@@ -58,7 +58,7 @@ class Reporter:
         self._spool = spool or Spool(capacity=capacity)
         self._drain = Drain(store, self._spool, tempo, seed=seed)
         self._inbox: deque[LoadSample] = deque()
-        self._offering = Lock()  # of those who offer, and of nobody else
+        self._offering = Lock()  # held by threads in ``offer`` alone
         self._offered = self._dropped = self._taken = 0
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung to have the inbox looked into
         self._changed = Condition()  # what they wait on who ring it
@@ -74,8 +74,8 @@ class Reporter:
     def offer(self, sample: LoadSample) -> bool:
         """Hand over a sample. Never blocks, never raises; False when a sample was dropped for it.
 
-        That is the oldest one, or after ``close`` this one. A sample that waits on disk may be
-        dropped later, for want of room there; ``stats`` tells.
+        That is the oldest one, or after ``close`` this one. A sample on disk may be dropped later
+        if the folder is full; ``stats`` counts it.
         """
         with self._offering:
             self._offered += 1
@@ -89,7 +89,7 @@ class Reporter:
         return not is_full
 
     def state(self, state: RankState) -> None:
-        """Hand over what the rank says of itself; only the newest is kept.
+        """Hand over the rank's state; only the newest is kept.
 
         It is written with the next samples, or on its own before long; see ``Tempo``.
         """
@@ -189,8 +189,8 @@ class Reporter:
         try:
             work()
         except BaseException as exc:
-            # No failure of the store but a fault of ours: kept for flush and close, which raise
-            # it; the step path goes on.
+            # Not a failure of the store but a bug: kept for flush and close, which raise it; the
+            # step path continues.
             self._broken = exc
             self._end()
 

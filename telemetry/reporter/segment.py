@@ -26,7 +26,7 @@ _FRAME = struct.Struct("<4sII")  # mark, bytes of the record, their checksum
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies."""
+    """Position of a record."""
 
     segment: Segment
     offset: int
@@ -47,7 +47,7 @@ class Segment:
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self.path, self.size = path, size
-        self.num_held = 0  # records that somebody still needs; kept by the spool
+        self.num_held = 0  # records that are still needed; maintained by the spool
         self.is_removed = False
         self._descriptor = descriptor
 

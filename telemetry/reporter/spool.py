@@ -1,4 +1,4 @@
-"""What a rank reported and the store does not have yet: on disk, so that it outlives the rank.
+"""The spool of a rank: samples that the store does not have yet, on disk to survive the process.
 
 Every sample is written here before the store is tried, and forgotten once the store has it:
 
@@ -7,13 +7,13 @@ Every sample is written here before the store is tried, and forgotten once the s
       the store failed,  v           | leased, with new ones in the same batch
       or too many new   on disk only, oldest first
 
-What survives: the death of the process, ``kill -9`` included, costs nothing that ``add`` returned
-for. A loss of power costs at most what the segment written last holds (full ones are synced), for
-nothing here waits for the disk. A sample that was stored but not forgotten is sent again; the store
-knows it by run, rank and sequence.
+What survives: a death of the process, including ``kill -9``, loses nothing that ``add`` returned
+for. A power loss costs at most the content of the newest segment (full ones are synced), because
+nothing here waits for the disk. A sample that was stored but not removed is sent again; the store
+detects the repeat by run, rank and sequence.
 
-Where the disk fails (full, read-only, gone) samples are kept in memory, the newest ``capacity`` of
-them; each failure is counted, and the disk is tried again with the next sample. A spool without a
+If the disk fails (full, read-only, missing) samples are kept in memory, the newest ``capacity`` of
+them. Each failure is counted, and the disk is retried with the next sample. A spool without a
 folder is in memory from the start.
 """
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """A sample in memory, and where it lies on disk, if it does."""
+    """A sample in memory, and its position on disk, if it has one."""
 
     sample: LoadSample
     place: Place | None

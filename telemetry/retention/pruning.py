@@ -68,10 +68,10 @@ class Keeper:
         self._shapes: dict[str, RunShape] = {}
 
     def turn(self, now: float) -> Turn:
-        """Keep what is to be kept at ``now``, in seconds since the epoch.
+        """Prune and roll up what is due at ``now``, in seconds since the epoch.
 
         Raises:
-            StoreError: the store failed; the next turn goes on where this one ended.
+            StoreError: the store failed; the next turn continues where this one ended.
         """
         done, kept = Turn(), self._retention
         self._roll_up_samples(_floor(now - kept.samples_s, MINUTE), done)

@@ -1,10 +1,10 @@
-"""Names of processes that hold a lease, and whether such a process is known to have died.
+"""Names of lease holders, and whether a holder's process is known to have died.
 
     HOST:PID:PLACE-START-RANDOM    gpu7:4242:9f31c2aa-8812345-5be012
 
 PLACE is a digest of the boot id and the pid namespace, START the time at which the process started,
-in ticks since the boot. On Linux whoever shares the place reads in ``/proc`` whether the process
-still runs; a process id that was given out again shows another start. Everybody else cannot know.
+in ticks since the boot. On Linux a process of the same place checks in ``/proc`` whether the holder
+still runs; a reused process id has another start. Other processes cannot know.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from functools import cache
 from pathlib import Path
 
 _NAME = re.compile(r"(?P<host>.*):(?P<pid>\d+):(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{6}")
-_NOWHERE = "0" * 8  # without /proc: nobody is known to have died
+_NOWHERE = "0" * 8  # without /proc no process is known to have died
 
 
 def new_holder() -> str:
-    """Name this process: by its host and number for people, and as no other."""
+    """Return a unique name of this process, with its host and number for operators."""
     pid = os.getpid()
     started = _start_of(pid) or 0
     return f"{socket.gethostname()}:{pid}:{_place()}-{started}-{secrets.token_hex(3)}"
 
 
 def shown(holder: str) -> str:
-    """Return a holder's name as people read it."""
+    """Return a holder's name for display."""
     found = _NAME.fullmatch(holder)
     return f"process {found['pid']} on host {found['host']}" if found else repr(holder)
 

@@ -1,10 +1,10 @@
-"""When a lease is over: by what its watcher saw, not by a wall clock.
+"""Decides when a lease is over, by the watcher's monotonic clock.
 
-A lease ends when its holder gives it up, when it was not renewed for its time to live by the
+A lease ends when its holder releases it, when it was not renewed for its time to live by the
 *watcher's own* monotonic clock, or at once when the holder is a process of the same host that has
-ended. The time that a lease carries is for people: a wall clock that is set back by an hour would
-let nobody lead for that hour, and one that is set forward would take the lease from a living
-leader. The price: whoever has just arrived watches for one time to live before it may take over.
+exited. The time in a lease is for display: a wall clock that is set back by an hour would leave
+the deployment without a leader for that hour, and one that is set forward would take the lease
+from a live leader. The price: a new watcher waits for one time to live before a takeover.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LeaseWatch:
         return self.age_s(lease) >= lease.ttl_s or is_dead(lease.holder)
 
     def age_s(self, lease: Lease) -> float:
-        """Note a lease, and say for how long it was seen to stand unchanged."""
+        """Note a lease; return how long it was seen unchanged."""
         mark, now = (lease.holder, lease.token, lease.renewals), self._clock()
         with self._lock:
             if lease.of not in self._seen or self._seen[lease.of][0] != mark:

@@ -98,7 +98,7 @@ class MemoryStore:
             return list(self._runs.values())
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         state = replace(state, detail=as_stored(state.detail))
         with self._use():
             self._rank_states[state.run, state.rank] = state
@@ -253,7 +253,7 @@ class MemoryStore:
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows into a store that lost its contents."""
+        """Restore the state that a rank knows in a store that lost its contents."""
         with self._use():
             current = next(reversed(self._runs), None)
             is_committed = self._placements.latest() is not None
@@ -273,7 +273,7 @@ class MemoryStore:
             return True
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
-        """Write what a survivor knows."""
+        """Write a survivor report."""
         with self._use():
             self._reports[report.run, report.membership, report.rank] = report
             self._bump()

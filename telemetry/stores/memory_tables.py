@@ -16,7 +16,7 @@ from telemetry.stores.lease_watch import LeaseWatch
 
 
 def as_stored(details: Details) -> Details:
-    """A copy as every store gives it back: what JSON makes of it, changed by nobody."""
+    """A copy through JSON, as every store returns it, immutable to others."""
     return rules.details_from_text(rules.details_to_text(details))
 
 

@@ -47,7 +47,7 @@ def take_one(sample: LoadSample, fit: Fit, place: Place) -> bool:
 
 
 def take_all(samples: Sequence[LoadSample], fit: Fit, place: Place) -> Taken:
-    """Count samples as ``take_one`` does each of them, and say what became of them."""
+    """Count samples like ``take_one`` for each of them, and return the outcomes."""
     taken = Taken()
     for start in range(0, len(samples), CHUNK):
         chunk = sorted(samples[start : start + CHUNK], key=_shape)  # stable: order within is kept

@@ -44,7 +44,7 @@ class Filling:
         return sample.sequence in self.sequences.get(sample.rank, ())
 
     def note(self, sample: LoadSample) -> Counts:
-        """Take down what a sample says of itself; return where its tokens are to be counted."""
+        """Record what a sample covers; return where its tokens are to be counted."""
         self.sequences.setdefault(sample.rank, set()).add(sample.sequence)
         self.generations.add(sample.generation)
         self.num_samples += 1

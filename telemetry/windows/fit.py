@@ -22,8 +22,8 @@ MOST_TOKENS = 2**40
 class Fit:
     """What the samples of one run have in common.
 
-    Without ``num_layers`` the first sample that fits otherwise says how many there are, and it
-    always names the deployment and the run.
+    Without ``num_layers`` the first sample that fits otherwise defines their number. It always
+    defines the deployment and the run.
     """
 
     def __init__(self, num_ranks: int, num_experts: int, num_layers: int | None) -> None:

@@ -1,7 +1,7 @@
-"""The door between the store's samples and the windows: every sample ends in one counted outcome.
+"""Intake of samples into windows: every sample ends in one counted outcome.
 
 Ranks are other processes, with clocks and faults of their own. Whatever they write, the reader
-goes on: what cannot be counted as load is counted here, by what is wrong with it.
+continues: what cannot be counted as load is counted here by reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Intake:
         self._folder, self._run, self._max_ahead_s = folder, run, max_ahead_s
         self._counts: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reasons: dict[Outcome, str] = {}
-        self._ahead: set[int] = set()  # ranks whose steps were far ahead when last heard of
+        self._ahead: set[int] = set()  # ranks whose latest steps were far ahead
         self._serves_since: dict[int, tuple[int, int]] = {}  # rank -> generation, its first step
         self._highest = -1  # generation of any rank
 

@@ -1,4 +1,4 @@
-"""The windows of a run, of steps or of seconds, as its start says: one kind for every reader.
+"""The windows of a run, of steps or of seconds, as recorded at its start.
 
 The controller plans on windows and the page shows them; an index must mean the same to both.
 """
@@ -26,7 +26,7 @@ def folder_of(
     Raises:
         HistoryError: windows of no steps, or of a negative number of seconds.
     """
-    # The number of layers is told: the first sample to arrive may be a malformed one.
+    # The number of layers is given: the first sample to arrive may be malformed.
     num_layers, shape = model.num_layers, (topology.num_ranks, model.num_experts)
     if info.window_seconds:
         return TimeFolder(info.window_seconds, *shape, keep=keep, num_layers=num_layers)

@@ -92,7 +92,7 @@ class WindowFolder:
         return take_one(sample, self._fit, self._place)
 
     def add_all(self, samples: Iterable[LoadSample]) -> Taken:
-        """Count samples as ``add`` does, much faster, and say what became of them."""
+        """Count samples like ``add``, much faster, and return the outcomes."""
         return take_all(as_sequence(samples), self._fit, self._place)
 
     def index_of(self, sample: LoadSample) -> int:
@@ -205,7 +205,7 @@ def fold(
 def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     """The ``last`` latest complete windows as a history, or None when there is none.
 
-    Incomplete windows are left out; ``excluded`` says which and why.
+    Incomplete windows are left out; ``excluded`` lists them with the reasons.
     """
     complete = [window for window in windows if window.is_complete][-last:]
     if not complete:

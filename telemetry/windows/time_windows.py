@@ -61,7 +61,7 @@ class TimeFolder:
         return take_one(sample, self._fit, self._place)
 
     def add_all(self, samples: Iterable[LoadSample]) -> Taken:
-        """Count samples as ``add`` does, much faster, and say what became of them."""
+        """Count samples like ``add``, much faster, and return the outcomes."""
         return take_all(as_sequence(samples), self._fit, self._place)
 
     def index_of(self, sample: LoadSample) -> int:

@@ -52,8 +52,7 @@ class HostCache:
             self._admit()
             if request in self._waiting:
                 self.counts["waits"] += 1
-                # All holders that could release entries are waiting: the latest request is
-                # refused.
+                # All holders that could release entries are waiting: the latest request is refused.
                 if self._is_stuck():
                     self._end(
                         request, f"{no_room(request, self._places)}, and all holders are waiting"

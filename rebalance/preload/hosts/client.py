@@ -3,8 +3,8 @@
 Each transfer is a pairwise TCP stream with its own deadline. A dead host breaks only its own
 streams, where the members of a collective would hang or abort together.
 
-Received bytes are verified: their digest must be the one that the other host announced, and the
-one that this host cache knows, if any. A host that fails is in back-off for a while.
+Received bytes are verified: their digest must be the one that the other host announced, and the one
+that this host cache knows, if any. A host that fails is in back-off for a while.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Client for the live slots of ranks whose memory is not mapped here.
 
-The receiver drives, without a collective: a request is a pairwise stream with its own deadline,
-so a dead or stopped rank breaks only its own stream. It is then in back-off for a while, and
-staging takes the next source. Staging verifies the bytes by digest.
+The receiver drives, without a collective: a request is a pairwise stream with its own deadline, so
+a dead or stopped rank breaks only its own stream. It is then in back-off for a while, and staging
+takes the next source. Staging verifies the bytes by digest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings of the links between ranks: addresses, secret, bandwidth, deadlines.
 
-A rank with mapped memory is never asked this way. These links serve ranks of other hosts, and
-GPUs of one host that cannot map each other.
+A rank with mapped memory is never asked this way. These links serve ranks of other hosts, and GPUs
+of one host that cannot map each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changes of the Redis store: decided here, made there, in one go or not at all.
 
-A decision looks at the state, asks ``telemetry/rules.py``, and sends its writes with the revision
-that it saw. Redis makes them if nothing was decided since; else the caller looks again. Writes that
-rest on nothing, such as an event, go without a revision.
+A decision reads the state, applies ``telemetry/rules.py``, and sends its writes with the revision
+that it read. Redis makes them if nothing was decided since; otherwise the caller reads again.
+Writes that depend on nothing, such as an event, have no revision.
 
 A server that crashed, or a replica that took over, may have lost what was last acknowledged. So
 the revision is the id of the last decision, not a number that could come again; and counters leave
@@ -27,7 +27,7 @@ from telemetry.stores.redis.scripts import CHANGE, LOOK
 GAP = 1000
 LEASE_FIELDS: dict[LeaseOf, str] = {"controller": "lease", "deployment": "lease_of_deployment"}
 
-_REMOVALS = ("DEL", "ZREM")  # written after the state, which must never refer to what is gone
+_REMOVALS = ("DEL", "ZREM")  # written after the state, which must never refer to removed data
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class State:
         return int(self.fields.get(f"last_{counter}", "0"))
 
     def gap(self, counter: str) -> int:
-        """Return how many numbers of a counter to leave out, because they may be given out."""
+        """Return how many numbers of a counter to skip, because they may be in use."""
         given_by = self.fields.get(f"server_of_{counter}", self.server)
         return 0 if given_by == self.server else GAP
 
@@ -146,7 +146,7 @@ class Changes:
                 )
 
     def make(self, what: str, change: Change) -> list[int]:
-        """Make a change that rests on nothing, and return the ids of its events."""
+        """Make a change that depends on nothing, and return the ids of its events."""
         made = self._made(what, change, "", self._clock() if self._clock is not None else None)
         assert made is not None, "without a revision nobody comes first"
         return made

@@ -24,7 +24,7 @@ KEPT_PLACEMENTS = 1000
 
 
 class Decisions:
-    """Changes of one deployment that rest on its state."""
+    """Changes of one deployment that depend on its state."""
 
     def __init__(self, link: RedisLink, keys: Keys, changes: Changes, watch: LeaseWatch) -> None:
         self._link, self._keys, self._changes, self._watch = link, keys, changes, watch
@@ -175,7 +175,7 @@ class Decisions:
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows, unless the store has a placement; see LoadStore.restore."""
+        """Restore what a rank knows, unless the store has a placement; see LoadStore.restore."""
 
         def decision(state: State, change: Change) -> bool:
             current = self._link.read("LINDEX", self._keys.run_order, -1)
@@ -188,7 +188,7 @@ class Decisions:
             if current is None:
                 self._add_run(change, run)
             self._add_placement(change, placement, state.time, 0, reason)
-            # Whoever opened the store wrote the layout's version: it is lost too.
+            # The layout's version, which was written when the store was opened, is lost too.
             change.set_state(schema=SCHEMA_VERSION, control=rules.details_to_text(vars(control)))
             plan_id = max(state.last("plan_id"), last_plan_id + rules.PLAN_ID_GAP)
             change.give_out("plan_id", plan_id, state)

@@ -1,7 +1,7 @@
 """Samples and roll-ups in the Redis store: one record each, in a stream for each run.
 
-A repeat is told from a new sample by what was seen of its rank, which outlives the samples: a spool
-may send again what retention has forgotten, and it counts once.
+A repeat is detected by the sequences seen of its rank, which outlive the samples: a spool may send
+again what retention has removed, and it counts once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from telemetry.stores.redis.scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, P
 
 log = logging.getLogger(__name__)
 
-# A script holds up everybody else: of so many samples it takes a few milliseconds.
+# A script blocks all other clients: this many samples take a few milliseconds.
 _AT_ONCE = 500
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Script:
-    """A Lua script and the digest that the server knows it by."""
+    """A Lua script and the digest by which the server knows it."""
 
     text: str
     digest: str = field(init=False)

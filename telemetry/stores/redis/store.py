@@ -1,9 +1,9 @@
 """The store for a cluster: one Redis server, or one slot of a Redis Cluster, that all hosts share.
 
-What is acknowledged is as safe as the server's append-only file makes it; ``durability`` says how
-safe that is. Nothing is lost by a death on our side of the connection. When the server does not
-answer, a call tries again for some seconds and then raises StoreError; whether a change was made in
-the meantime is then open, and safe to ask for again.
+What is acknowledged is as safe as the server's append-only file makes it; ``durability`` reports
+how safe that is. A crash on the client's side loses nothing. When the server does not respond, a
+call retries for some seconds and then raises StoreError. Whether a change was made in the meantime
+is then unknown, and safe to request again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RedisStore:
         return [self._run(name) for name in dict.fromkeys(names)]  # a torn start may be there twice
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         text = rows.rank_state_to_text(state)
         self.link.write("HSET", self._keys.of("ranks", state.run), state.rank, text)
 
@@ -217,11 +217,11 @@ class RedisStore:
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows into a store that lost its contents."""
+        """Restore the state that a rank knows in a store that lost its contents."""
         return self._decisions.restore(run, placement, control, last_plan_id, reason)
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
-        """Write what a survivor knows."""
+        """Write a survivor report."""
         change = Change(self._keys, is_awaited=True)
         key = self._keys.of("words", report.run, report.membership)
         change.write("HSET", key, report.rank, rules.report_to_text(report))

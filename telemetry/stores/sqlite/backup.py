@@ -17,8 +17,8 @@ _BUSY_S = 10.0
 def backup(source: Path, target: Path) -> int:
     """Copy a store, as it is at one moment, into a new file, and return its size in bytes.
 
-    Writers go on meanwhile: the copy is read in one transaction. It is looked through, and is on
-    the disk, before it gets its name; a copy that was cut short never has that name.
+    Writers continue meanwhile: the copy is read in one transaction. It is verified and synced to
+    the disk before it gets its name; an interrupted copy never has that name.
 
     Raises:
         StoreError: ``source`` is no store, ``target`` is there already, or the copy is damaged.

@@ -1,7 +1,7 @@
 """Changes of the SQLite store that readers wait for: each in one transaction, each with its event.
 
-A change counts the deployment's version up in the same transaction, so that whoever sees the new
-version sees the change too.
+A change increments the deployment's version in the same transaction, so that a reader that sees the
+new version sees the change too.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Change:
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows, unless the store has a placement; see LoadStore.restore."""
+        """Restore what a rank knows, unless the store has a placement; see LoadStore.restore."""
         current = one(self.connection, f"{rows.RUN} ORDER BY id DESC LIMIT 1", self.deployment)
         if not rules.is_to_be_restored(
             run,
@@ -183,7 +183,7 @@ class Change:
         return True
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
-        """Write what a survivor knows."""
+        """Write a survivor report."""
         key = (self.deployment, report.run, report.membership, report.rank)
         self.connection.execute(rows.REPLACE_REPORT, (*key, rules.report_to_text(report)))
         self.bump()

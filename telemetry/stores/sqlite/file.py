@@ -102,7 +102,7 @@ class SqliteFile:
         return {path: _identity(path) for path in (self.path, *self.beside)}
 
     def _check_in_place(self) -> None:
-        """Refuse to go on with a file, a log or locks that others do not share.
+        """Reject a file, a log or locks that other processes do not share.
 
         Two processes with two logs each see their own changes alone, the kill switch among them.
         """
@@ -116,7 +116,7 @@ class SqliteFile:
                 )
 
     def _check_held(self) -> None:
-        """Make sure that what lies on disk is what this process has open, not a later one."""
+        """Check that the file on disk is the one that this process has open."""
         held = {_identity(entry) for entry in Path("/proc/self/fd").glob("*")}
         for path in self.beside if held else ():
             if self._identities[path] not in held:

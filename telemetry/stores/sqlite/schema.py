@@ -14,7 +14,7 @@ from threading import Event
 from eplb.errors import StoreError
 from telemetry.stores.sqlite.errors import is_busy
 
-APPLICATION_ID = 0x45504C42  # "EPLB": tells our files from those of other programs
+APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
 SCHEMA_VERSION = 7  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
@@ -111,7 +111,7 @@ def prepare(
     that older version cannot open it any more.
 
     Raises:
-        StoreError: the file is another program's, or a store of a version that is not known here.
+        StoreError: the file is another program's, or a store of an unknown version.
     """
     # Looked at before anything is written: a foreign file must stay as it is. In one transaction,
     # so that tables made by another process meanwhile are seen with their version or not at all.
@@ -145,7 +145,7 @@ def check(connection: sqlite3.Connection, path: Path) -> int:
     """Return the version of a file, 0 for one without tables.
 
     Raises:
-        StoreError: it is not ours, or of a version that is not known here.
+        StoreError: it is another program's, or of an unknown version.
     """
     application_id, version = (
         _number(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")

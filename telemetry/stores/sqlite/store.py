@@ -96,7 +96,7 @@ class SqliteStore:
         return [rows.run_of(row) for row in self._rows(f"{rows.RUN} ORDER BY id")]
 
     def report(self, state: RankState) -> None:
-        """Replace what this rank last said of itself."""
+        """Replace the latest report of a rank."""
         row = (self.deployment, *rows.rank_state_row(state))
         with self._file.write() as connection:
             connection.execute(rows.REPLACE_RANK_STATE, row)
@@ -224,12 +224,12 @@ class SqliteStore:
         last_plan_id: int,
         reason: str,
     ) -> bool:
-        """Write what a rank knows into a store that lost its contents."""
+        """Restore the state that a rank knows in a store that lost its contents."""
         with self._change() as change:
             return change.restore(run, placement, control, last_plan_id, reason)
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
-        """Write what a survivor knows."""
+        """Write a survivor report."""
         with self._change() as change:
             change.add_survivor_report(report)
 
@@ -325,7 +325,8 @@ class SqliteStore:
     def wait(self, version: int, timeout_s: float) -> int:
         """Return once the version differs from ``version``, or after ``timeout_s``.
 
-        SQLite tells no process of another's commit, so this asks every 20 ms, at about 10 us each.
+        SQLite sends no notification between processes, so this polls every 20 ms, at about 10 us
+        each.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:

@@ -1,4 +1,4 @@
-"""Where a Redis store is and how to get in: the URL, taken apart.
+"""The address of a Redis store: the parsed URL, with login and TLS settings.
 
     redis://[user[:password]@]host[:port][/database][?option=value&...]
     rediss://...                                   the same over TLS
@@ -6,8 +6,7 @@
     rediss+cluster://...
     unix://[user[:password]@]/path/to/socket[?db=0&...]
 
-A password is never part of a message, a log line or a repr: what people see of an address is
-``str(address)``.
+A password is never part of a message, a log line or a repr: messages use ``str(address)``.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _URL = re.compile(r"([^:/?#]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.
 
 @dataclass(frozen=True)
 class Tls:
-    """How the server proves itself, and we to it. Paths of PEM files; "" takes the default."""
+    """TLS settings: how server and client authenticate. Paths of PEM files; "" is the default."""
 
     ca_certs: str = ""  # "": the system's
-    certfile: str = ""  # ours, for servers that ask for one
+    certfile: str = ""  # the client's, for servers that require one
     keyfile: str = ""
     check_hostname: bool = True
 
@@ -42,7 +41,7 @@ class Limits:
 
     connect_timeout_s: float = 1.0
     timeout_s: float = 1.0  # without a byte from the server
-    deadline_s: float = 3.0  # for one change or question: no attempt starts later
+    deadline_s: float = 3.0  # for one change or query: no attempt starts later
     breaker_failures: int = 5  # failed attempts in a row, after which calls fail at once
     cool_down_s: float = 1.0  # for so long, before one call may try again
     max_samples: int = 500_000  # of one run; the oldest are forgotten for new ones

@@ -1,10 +1,10 @@
-"""A circuit breaker: a server that is gone is not asked again and again by everybody.
+"""A circuit breaker: stops requests to a server that does not respond.
 
     closed --N failures in a row--> open --cool-down--> half open --success--> closed
                                      ^                      |
                                      +-------failure--------+
 
-Closed, everybody may ask. Open, nobody may. Half open, one may, and the others wait for its answer.
+Closed, every call may go. Open, none may. Half open, one may, and the others wait for its outcome.
 """
 
 from __future__ import annotations

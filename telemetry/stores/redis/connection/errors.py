@@ -1,4 +1,4 @@
-"""What can be wrong with a Redis server, and how it is told: one table."""
+"""Kinds of Redis failures, their messages and their handling: one table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Trait:
-    """What to do about a trouble, and what to say of it."""
+    """How to handle a kind of failure, and its message."""
 
     words: str
     is_passing: bool = False  # may be over at the next attempt
-    is_absence: bool = False  # nobody is there to answer: others need not ask either
+    is_absence: bool = False  # the server does not respond: other calls need not try
 
 
 _KEPT = "what was acknowledged before is kept"
@@ -71,7 +71,7 @@ _BY_PHRASE = {
 
 
 def trouble_in(text: str) -> Trouble | None:
-    """Read an error reply; None when it says nothing that is known here."""
+    """Return the kind of an error reply; None when it is unknown."""
     found = _WORD.search(text)
     if found:
         return _BY_WORD[found.group(1)]

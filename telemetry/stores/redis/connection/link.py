@@ -1,7 +1,7 @@
-"""From this process to Redis: tries again within a deadline, then says what was wrong.
+"""Access to Redis with retries within a deadline, and one error message afterwards.
 
-Whatever is tried again must be safe to do twice: reads are, samples are told apart by their
-sequence, and changes carry an id that Redis remembers (``telemetry/stores/redis/scripts.py``).
+Whatever is retried must be idempotent: reads are, samples are distinguished by their sequence, and
+changes carry an id that Redis remembers (``telemetry/stores/redis/scripts.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class LinkError(StoreError):
-    """A StoreError that knows what kind of failure it tells of."""
+    """A StoreError with the kind of its failure."""
 
     def __init__(self, words: str, trouble: Trouble) -> None:
         super().__init__(words)
@@ -117,7 +117,7 @@ class RedisLink:
                 if is_last or not failure.trouble.value.is_passing:
                     raise failure from exc
             except BaseException as exc:
-                self.breaker.abandon()  # a fault of ours, or Ctrl-C: it says nothing of the server
+                self.breaker.abandon()  # a bug or Ctrl-C: not a failure of the server
                 self._check_open(exc)
                 raise
             else:
@@ -143,14 +143,14 @@ class RedisLink:
     def _failed(
         self, what: str, exc: Exception, num_tried: int, spent_s: float, *, is_write: bool = False
     ) -> LinkError:
-        """Count a failed attempt, and tell of it."""
+        """Count a failed attempt, and log it."""
         trouble = self._driver.trouble_of(exc)
         said = _shown(exc, self.address.password)
         tries = f" after {num_tried} attempts in {spent_s:.1f} s" if num_tried > 1 else ""
         words = (
             f"Redis store {self.address} {trouble.value.words}: {what} failed{tries}, found {said}"
         )
-        # Whoever refuses something is there: only silence counts against the server.
+        # A refusal shows that the server is there: only a missing response counts against it.
         if not trouble.value.is_absence:
             self.breaker.succeed()
             return LinkError(words, trouble)
@@ -166,6 +166,6 @@ class RedisLink:
 
 
 def _shown(exc: Exception, password: str) -> str:
-    """What an error says. No known one shows the password; should one ever, it is cut out."""
+    """Text of an error. No known one contains the password; if one does, it is removed."""
     text = f"{type(exc).__name__}: {exc}"
     return text.replace(password, "***") if password else text

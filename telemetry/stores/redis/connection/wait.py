@@ -15,15 +15,15 @@ from eplb.errors import StoreError
 from telemetry.stores.redis.connection.driver import Subscription
 from telemetry.stores.redis.connection.link import RedisLink
 
-_LOOK_S = 0.25  # between looks while hints are heard: also how soon a closed store is noticed
-_DEAF_LOOK_S = 0.05  # while none can be heard
+_LOOK_S = 0.25  # poll interval while notifications arrive: also the time to detect a closed store
+_DEAF_LOOK_S = 0.05  # poll interval without notifications
 _DEAF_S = 5.0  # for so long after a failure
 
 log = logging.getLogger(__name__)
 
 
 class Waiter:
-    """Lets threads wait for a version; each listens over a connection of its own, which is kept."""
+    """Lets threads wait for a version; each subscribes over its own connection, which is kept."""
 
     def __init__(self, link: RedisLink, channel: str, version: Callable[[], int]) -> None:
         self._link, self._channel, self._version = link, channel, version
@@ -44,7 +44,7 @@ class Waiter:
                 if subscription is None:
                     subscription = self._taken()
                     if subscription is not None:
-                        continue  # look again: what happened before it listened was not heard
+                        continue  # changes before the subscription sent no notification
                 if not self._heard(subscription, left_s):
                     subscription = None
             return found
@@ -52,7 +52,7 @@ class Waiter:
             self._give_back(subscription)
 
     def close(self) -> None:
-        """Close the connections that nobody uses; the others close with their waits."""
+        """Close unused connections; the others close at the end of their waits."""
         self._closed.set()
         with self._lock:
             idle, self._idle = self._idle, []
@@ -73,7 +73,7 @@ class Waiter:
             return None
 
     def _heard(self, subscription: Subscription | None, left_s: float) -> bool:
-        """Wait for a hint, or for the time to look without one; False when it hears no more."""
+        """Wait for a notification, or for the poll interval; False when the connection failed."""
         if subscription is None:
             self._closed.wait(min(left_s, _DEAF_LOOK_S))
             return False
