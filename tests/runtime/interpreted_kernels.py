@@ -233,7 +233,7 @@ def test_the_gate_is_the_first_half(layout: Layout) -> None:
     assert (into.scales[~used] == POISON).all()
 
 
-def test_what_a_kernel_would_misread_is_refused_in_words() -> None:
+def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:
     starts = counts = int32(0, 0)
     rows, out = torch.zeros(4, 64), torch.zeros(4, 64)
 

@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_no_half_written_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_only_folder_is_refused_in_words(
+def test_read_only_folder_is_an_error(
     small_model: ModelShape, small_schema: ExpertSchema, open_folder: Path
 ) -> None:
     target = open_folder / "weights"

@@ -273,7 +273,7 @@ def test_an_expert_of_another_rank_gives_bit_equal_results(
     assert here.digest(0, 0) == there.digest(0, 2)
 
 
-def test_a_library_s_error_is_told_without_its_source_and_its_advice() -> None:
+def test_library_error_is_reported_without_source_and_advice() -> None:
     said = RuntimeError(
         "[/build/gloo/pair.cc:537] Read error [127.0.0.1]:21421: Connection reset by peer. This is "
         "typically caused by a remote worker hanging."

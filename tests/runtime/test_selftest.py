@@ -52,7 +52,7 @@ class Miscounting(AllToAllDispatcher):
         (Miscounting, "all tokens to one slot: counted"),
     ],
 )
-def test_the_proof_tells_right_from_wrong(
+def test_self_test_detects_wrong_dispatchers(
     run_ranks: RunRanks, kind: type[AllToAllDispatcher], verdict: str
 ) -> None:
     def prove(rank: int) -> str:
@@ -66,7 +66,7 @@ def test_the_proof_tells_right_from_wrong(
     assert verdict != "" or found == ["", "", ""]
 
 
-def test_without_deep_ep_the_plain_dispatcher_is_picked_and_it_says_why(
+def test_without_deep_ep_the_plain_dispatcher_is_chosen_with_a_reason(
     run_ranks: RunRanks,
 ) -> None:
     def pick(rank: int) -> tuple[str, str]:

@@ -29,7 +29,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         SharedArena("test", PAGE_BYTES, folder=tmp_path / "none")
 
 
-def test_a_closed_arena_can_be_read_by_whoever_has_it_mapped_and_attached_by_nobody() -> None:
+def test_closed_arena_stays_readable_where_mapped_and_rejects_attachment() -> None:
     arena = SharedArena("test", PAGE_BYTES)
     arena.bytes[5] = 7
     handle, seen = arena.handle, attach(arena.handle, PAGE_BYTES)

@@ -178,7 +178,7 @@ def test_events_are_read_on_from_an_id(client: httpx.Client, store: MemoryStore)
     assert (event["kind"], event["detail"]["message"]) == ("error", "lost")
 
 
-def test_a_rebalance_is_a_dry_run_unless_told_otherwise(
+def test_rebalance_is_a_dry_run_by_default(
     client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
 ) -> None:
     controller("done", {"decision": "KEEP"})

@@ -193,7 +193,7 @@ def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Depl
     assert decisions(deployment.store) == ["MOVE"]
 
 
-def test_a_placement_that_leaves_no_spares_is_an_error_in_words(deployment: Deployment) -> None:
+def test_placement_without_spares_is_an_error(deployment: Deployment) -> None:
     pace = Pace(mode="flip", spare_slots=2)
     deployment.serve(SKEWED)
 
@@ -217,7 +217,7 @@ def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -
     assert [event.kind for event in store.events()] == ["run", "lease"]
 
 
-def test_a_keep_says_why_and_is_written_once_in_a_while(deployment: Deployment) -> None:
+def test_keep_has_a_reason_and_is_recorded_periodically(deployment: Deployment) -> None:
     controller = Controller(deployment.store, replace(SETTINGS, keep_every_windows=3))
     for _ in range(7):
         deployment.serve(EVEN)
@@ -252,7 +252,7 @@ def test_an_idle_window_moves_nothing(deployment: Deployment) -> None:
     assert decisions(deployment.store) == ["KEEP"]
 
 
-def test_a_window_with_a_silent_rank_is_not_planned_on(deployment: Deployment) -> None:
+def test_window_with_a_missing_rank_is_not_planned_on(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.serve(SKEWED, silent=1)
     controller.turn()
@@ -276,7 +276,7 @@ def test_a_window_that_its_last_rank_completes_late_is_planned_on(deployment: De
     assert decisions(deployment.store) == ["MOVE"]
 
 
-def test_planning_goes_on_after_the_commit(deployment: Deployment) -> None:
+def test_planning_continues_after_the_commit(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.serve(SKEWED)
     controller.turn()
@@ -289,7 +289,7 @@ def test_planning_goes_on_after_the_commit(deployment: Deployment) -> None:
     assert decisions(deployment.store) == ["MOVE", "MOVE"]
 
 
-def test_after_a_change_of_load_a_plan_looks_at_the_new_load_alone(deployment: Deployment) -> None:
+def test_plan_after_a_load_change_uses_the_new_load_only(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.serve(SKEWED)
     controller.turn()
@@ -310,7 +310,7 @@ def test_after_a_change_of_load_a_plan_looks_at_the_new_load_alone(deployment: D
     assert imbalance(new_load, moved.target, TOPOLOGY).max() < 1.05
 
 
-def test_an_event_tells_what_asked_for_a_plan_and_how_long_it_took(deployment: Deployment) -> None:
+def test_plan_event_has_the_trigger_and_the_planning_time(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.serve(SKEWED)
     task = deployment.store.submit("rebalance", {"dry_run": False})
@@ -332,7 +332,7 @@ def test_an_event_tells_what_asked_for_a_plan_and_how_long_it_took(deployment: D
         (Control(movement=False), "movement is switched off"),
     ],
 )
-def test_a_held_back_plan_is_told_and_not_published(
+def test_plan_without_movement_is_an_event_and_not_published(
     deployment: Deployment, control: Control, why: str
 ) -> None:
     deployment.store.set_control(control, reason="test")
@@ -346,7 +346,7 @@ def test_a_held_back_plan_is_told_and_not_published(
     assert deployment.store.published() is None
 
 
-def test_what_was_held_back_is_planned_anew_once_it_may_move(deployment: Deployment) -> None:
+def test_plan_without_movement_is_replanned_once_movement_is_on(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.store.set_control(Control(observe=True), reason="look first")
     deployment.serve(SKEWED)
@@ -375,7 +375,7 @@ class Interrupted(MemoryStore):
         return super().next_plan_id()
 
 
-def test_a_plan_overtaken_by_a_commit_is_dropped_and_made_anew() -> None:
+def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned() -> None:
     store = Interrupted()
     store.commit(START, expected=None, reason="start")
     deployment = Deployment(store)
@@ -393,7 +393,7 @@ def test_a_plan_overtaken_by_a_commit_is_dropped_and_made_anew() -> None:
     assert deployment.published().base.generation == 5
 
 
-def test_a_controller_started_anew_does_not_plan_over_an_open_migration(
+def test_restarted_controller_does_not_plan_over_an_open_migration(
     deployment: Deployment,
 ) -> None:
     deployment.serve(SKEWED)
@@ -406,7 +406,7 @@ def test_a_controller_started_anew_does_not_plan_over_an_open_migration(
     assert len(events(deployment.store, "plan")) == 1
 
 
-def test_a_controller_started_anew_takes_the_load_from_the_store(deployment: Deployment) -> None:
+def test_restarted_controller_reads_the_load_from_the_store(deployment: Deployment) -> None:
     deployment.serve(SKEWED, windows=2)
 
     Controller(deployment.store, SETTINGS).turn()
@@ -513,7 +513,7 @@ def test_samples_older_than_an_hour_are_rolled_up_once_a_minute(deployment: Depl
 # -- what cannot be planned on
 
 
-def test_a_bad_sample_is_told_and_left_out_by_this_controller_and_the_next(
+def test_bad_sample_is_reported_and_excluded_also_by_the_next_controller(
     deployment: Deployment,
 ) -> None:
     bad = deployment.sample(0, START, START.slot_share, sequence=99, last_step=WINDOW_STEPS)
@@ -529,7 +529,7 @@ def test_a_bad_sample_is_told_and_left_out_by_this_controller_and_the_next(
     assert "sample 99 of rank 0 covers steps 0..4, expected no step past 3" in told["message"]
 
 
-def test_samples_left_out_are_counted_and_told_once_a_minute_at_most(
+def test_rejected_samples_are_reported_at_most_once_a_minute(
     deployment: Deployment,
 ) -> None:
     clock, store = Clock(), deployment.store
@@ -560,7 +560,7 @@ def test_samples_left_out_are_counted_and_told_once_a_minute_at_most(
     assert "; 2 malformed: sample 92 of rank 0 covers steps" in message
 
 
-def test_late_and_repeated_samples_are_told_and_no_error(deployment: Deployment) -> None:
+def test_late_and_repeated_samples_are_reported_without_an_error(deployment: Deployment) -> None:
     deployment.next_window = 300  # more than are held
     deployment.serve(EVEN, windows=256)
     deployment.next_window = 0
@@ -587,7 +587,7 @@ def test_a_phase_is_planned_on_alone_when_asked(deployment: Deployment) -> None:
     assert (event.detail["window"], event.detail["decision"]) == (1, "MOVE")
 
 
-def test_windows_are_of_seconds_where_the_run_says_so(store: MemoryStore) -> None:
+def test_windows_are_of_seconds_if_the_run_has_window_seconds(store: MemoryStore) -> None:
     deployment = Deployment(store, window_seconds=4.0)  # each sample is of 4 s
     deployment.serve(SKEWED, windows=3)
 
@@ -598,7 +598,7 @@ def test_windows_are_of_seconds_where_the_run_says_so(store: MemoryStore) -> Non
     assert deployment.published().base.generation == 0
 
 
-def test_load_that_no_plan_fits_is_told_once_and_the_controller_goes_on(
+def test_load_without_a_plan_is_one_event_and_the_controller_continues(
     deployment: Deployment,
 ) -> None:
     elsewhere = Placement(np.array([[0, 1, 2, 3]]), num_experts=4, generation=1)
@@ -631,7 +631,7 @@ def worked_off(deployment: Deployment, kind: str = "rebalance", **request: objec
     return ended
 
 
-def test_a_rebalance_is_a_dry_run_unless_told_otherwise(deployment: Deployment) -> None:
+def test_rebalance_is_a_dry_run_by_default(deployment: Deployment) -> None:
     deployment.store.set_control(Control(observe=True), reason="only look")
     deployment.serve(SKEWED)
 
@@ -654,7 +654,7 @@ def test_a_real_rebalance_publishes_once(deployment: Deployment) -> None:
     assert len(events(deployment.store, "publish")) == 1
 
 
-def test_a_real_rebalance_that_is_not_worth_it_says_so(deployment: Deployment) -> None:
+def test_rebalance_that_does_not_pay_off_returns_the_reason(deployment: Deployment) -> None:
     deployment.serve(EVEN)
 
     task = worked_off(deployment, dry_run=False)
@@ -699,7 +699,7 @@ def test_a_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> 
         ("rebalance", {"policy": "best"}, "unknown policy 'best', expected one of: auto,"),
     ],
 )
-def test_a_task_that_cannot_be_done_fails_in_words(
+def test_impossible_task_fails_with_a_reason(
     deployment: Deployment, kind: str, request_: dict[str, object], refusal: str
 ) -> None:
     deployment.serve(EVEN)
@@ -730,14 +730,14 @@ def test_what_is_not_there_is_not_explained(deployment: Deployment) -> None:
     assert task.result["error"] == "expert 9 of layer 0, expected 0..3"
 
 
-def test_a_rebalance_before_any_load_fails_in_words(deployment: Deployment) -> None:
+def test_rebalance_without_load_fails_with_a_reason(deployment: Deployment) -> None:
     task = worked_off(deployment)
 
     assert task.state == "failed"
     assert "no complete window of load yet" in task.result["error"]
 
 
-def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment) -> None:
+def test_task_of_a_dead_controller_fails_with_a_reason(deployment: Deployment) -> None:
     task = deployment.store.submit("rebalance", {})
     deployment.store.claim()
 
@@ -749,7 +749,7 @@ def test_a_task_of_a_controller_that_died_fails_in_words(deployment: Deployment)
     assert ended.result["error"].startswith("the controller exited during this task")
 
 
-def test_it_runs_until_told_to_stop(deployment: Deployment) -> None:
+def test_controller_runs_until_stopped(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
     Controller(deployment.store, SETTINGS).run(lambda: deployment.store.published() is not None)

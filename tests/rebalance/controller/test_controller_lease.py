@@ -145,7 +145,7 @@ def test_the_lease_is_renewed_at_a_third_of_its_time_and_not_before(
     assert lease_states(store) == [("one", "leads")]
 
 
-def test_who_stands_by_leads_when_the_lease_has_run_out(store: Asked, clock: Clock) -> None:
+def test_standby_leads_when_the_lease_has_expired(store: Asked, clock: Clock) -> None:
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert (one.is_held(), two.is_held()) == (True, False)
 
@@ -168,7 +168,7 @@ def test_a_lease_that_is_given_up_is_another_s_at_once(store: Asked, clock: Cloc
     assert two.is_held()
 
 
-def test_a_lease_that_could_not_be_renewed_in_time_is_lost_in_words(
+def test_lease_not_renewed_in_time_is_lost_and_logged(
     store: Asked, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = ControllerLease(store, "one", TTL_S, clock=clock)
@@ -206,7 +206,7 @@ def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, cloc
 # -- two controllers
 
 
-def test_who_stands_by_writes_nothing_and_works_off_nothing(store: Asked) -> None:
+def test_standby_writes_nothing_and_claims_no_task(store: Asked) -> None:
     begin(store)
     first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
     first.turn()
@@ -284,7 +284,7 @@ def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     assert len(details(store, "publish")) == 1  # the other's own, for the same load
 
 
-def test_an_open_migration_is_watched_by_whoever_leads(store: Asked, clock: Clock) -> None:
+def test_open_migration_is_watched_by_the_leader(store: Asked, clock: Clock) -> None:
     begin(store)
     serve(store, 0, SKEWED)
     settings = ControllerSettings(lease_ttl_s=TTL_S, migration_deadline_s=30.0)

@@ -142,7 +142,7 @@ def lose(server: RedisProcess, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "restarted without its files"])
-def test_after_a_store_lost_its_contents_balancing_goes_on(tmp_path: Path, how: str) -> None:
+def test_balancing_continues_after_a_store_lost_its_contents(tmp_path: Path, how: str) -> None:
     with RedisProcess(tmp_path) as server, serving(server) as group:
         group.move(TARGETS[0])
         group.store.set_control(Control(observe=True), reason="a test")
@@ -166,7 +166,7 @@ def test_after_a_store_lost_its_contents_balancing_goes_on(tmp_path: Path, how: 
         assert kinds(group.store).count("restore") == 1
 
 
-def test_a_store_lost_in_the_middle_of_a_migration_is_restored_and_no_rank_freezes(
+def test_store_lost_during_a_migration_is_restored_without_a_freeze(
     tmp_path: Path,
 ) -> None:
     with RedisProcess(tmp_path) as server, serving(server) as group:
@@ -189,7 +189,7 @@ def test_a_store_lost_in_the_middle_of_a_migration_is_restored_and_no_rank_freez
         assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
 
 
-def test_a_token_of_before_a_loss_is_not_given_out_again_and_fences_nobody_in(
+def test_token_from_before_a_store_loss_is_not_reused(
     tmp_path: Path,
 ) -> None:
     with RedisProcess(tmp_path) as server, closing(RedisStore(server.url, "test")) as store:
@@ -206,7 +206,7 @@ def test_a_token_of_before_a_loss_is_not_given_out_again_and_fences_nobody_in(
         assert leader.token >> 31 >= tokens[0] >> 31
 
 
-def test_a_loss_is_an_anomaly_of_its_own_in_the_metrics(store: LoadStore) -> None:
+def test_store_loss_has_its_own_anomaly_metric(store: LoadStore) -> None:
     monitor = Monitor(store)
     restore(store)
 

@@ -282,7 +282,7 @@ def test_a_record_comes_from_another_host_s_memory_before_the_own_disk(
     assert first.stats().bytes_from_checkpoint == 2 * 4096  # nothing was read for the other
 
 
-def test_after_the_disk_another_host_is_asked_only_for_what_the_disk_has_lost(
+def test_after_disk_order_asks_hosts_only_for_records_lost_on_disk(
     start_host: StartHost,
     weights: Checkpoint,
     tmp_path: Path,
@@ -351,7 +351,7 @@ def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
 # -- damage
 
 
-def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk(
+def test_byte_corrupted_in_transfer_is_rejected_and_the_disk_is_read(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door, own = new_address(), new_address()
@@ -366,7 +366,7 @@ def test_a_byte_damaged_on_the_way_is_refused_and_the_record_taken_from_the_disk
     assert (found.damaged, found.host_failures) == (1, 1)
 
 
-def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
+def test_corrupted_record_is_requested_again_without_a_disk(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
@@ -383,7 +383,7 @@ def test_without_a_disk_a_damaged_record_is_asked_for_once_more(
             second.load((0, 2))
 
 
-def test_what_has_rotted_in_the_other_host_s_memory_is_read_again_there(
+def test_record_corrupted_on_the_other_host_is_reloaded_there(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     door, addresses = (
@@ -461,7 +461,7 @@ def open_files() -> set[str]:
     return found
 
 
-def test_a_host_cache_whose_door_cannot_open_leaves_nothing_open(
+def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
 ) -> None:
     door, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
@@ -539,7 +539,7 @@ class HalfWay:
 
 
 @pytest.mark.parametrize("has_disk", [True, False])
-def test_a_host_killed_in_mid_record_is_told_at_once(
+def test_host_killed_during_a_transfer_is_detected_at_once(
     start_host: StartHost, big: Checkpoint, has_disk: bool
 ) -> None:
     door, half_way = new_address(), HalfWay()
@@ -591,7 +591,7 @@ def test_a_host_that_stands_still_costs_its_silence_once(
     first.signal(signal.SIGCONT)
 
 
-def test_a_host_that_fails_is_left_alone_twice_as_long_each_time() -> None:
+def test_back_off_of_a_failing_host_doubles_up_to_its_limit() -> None:
     now = 100.0
     host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
     back_offs_s = []
@@ -636,7 +636,7 @@ def load_after_back_off(host: Host, record: tuple[int, int]) -> torch.Tensor:
 # -- strangers, and hosts of something else
 
 
-def test_a_host_with_another_secret_gets_nothing_and_is_told(
+def test_host_with_another_secret_fails_authentication(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
     door = new_address()
@@ -649,7 +649,7 @@ def test_a_host_with_another_secret_gets_nothing_and_is_told(
     assert first.stats().bytes_to_other_hosts == 0
 
 
-def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
+def test_malformed_or_idle_client_is_closed_others_are_served(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
     door = new_address()
@@ -669,7 +669,7 @@ def test_a_stranger_who_babbles_or_is_silent_gets_nothing_and_harms_nobody(
     start_host(None, links(door)).load((0, 0))
 
 
-def test_callers_beyond_the_most_are_turned_away_in_words(
+def test_clients_beyond_the_limit_are_refused_with_a_reason(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
     door = new_address()
@@ -690,7 +690,7 @@ def test_callers_beyond_the_most_are_turned_away_in_words(
     assert second.stats().host_failures == 0
 
 
-def test_a_host_with_another_checkpoint_is_refused_in_words(
+def test_host_with_another_checkpoint_is_rejected(
     start_host: StartHost, weights: Checkpoint, tmp_path: Path
 ) -> None:
     door, other = new_address(), Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
@@ -831,7 +831,7 @@ def test_a_host_reads_ahead_what_a_coming_plan_may_bring_it(
 # -- budgets and settings
 
 
-def test_a_budget_lets_so_many_bytes_go_and_no_more_before_the_deadline() -> None:
+def test_budget_limits_the_bytes_sent_before_the_deadline() -> None:
     budget = Budget(1e6, threading.Event())
     now = time.monotonic()
 

@@ -43,7 +43,7 @@ def memory() -> torch.Tensor:
 
 @pytest.mark.parametrize("pages_of_a_part", [1, 3, NUM_PAGES, 2 * NUM_PAGES])
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_parts_bring_every_byte_and_the_digest_of_the_whole(
+def test_part_reads_return_every_byte_and_the_whole_digest(
     file: DirectFile,
     written: NDArray[np.uint8],
     memory: torch.Tensor,
@@ -59,7 +59,7 @@ def test_parts_bring_every_byte_and_the_digest_of_the_whole(
     assert found == digest(torch.from_numpy(written))
 
 
-def test_callers_that_read_at_once_get_what_each_asked_for(
+def test_concurrent_reads_return_their_own_bytes(
     file: DirectFile, written: NDArray[np.uint8], memory: torch.Tensor
 ) -> None:
     pages = written.reshape(NUM_PAGES, PAGE_BYTES)
@@ -81,7 +81,7 @@ def test_callers_that_read_at_once_get_what_each_asked_for(
     assert found == {n: digest(torch.from_numpy(page)) for n, page in enumerate(pages)}
 
 
-def test_a_file_that_ends_too_soon_is_an_error_once_no_thread_writes_any_more(
+def test_truncated_file_is_an_error_after_all_reads_have_ended(
     file: DirectFile, written: NDArray[np.uint8], memory: torch.Tensor
 ) -> None:
     with closing(PartReader(file, "it", 4, PAGE_BYTES)) as reader:

@@ -102,7 +102,7 @@ def test_every_record_is_made_once(
 # -- damage
 
 
-def test_a_mark_with_any_byte_changed_is_no_mark(path: Path, origin: RecordOrigin) -> None:
+def test_completion_mark_with_a_changed_byte_is_invalid(path: Path, origin: RecordOrigin) -> None:
     sevens = record_of(origin, 7)
     with closing(RecordFile.open_or_make(path, origin)) as file:
         file.write((0, 0), sevens, digest(sevens))
@@ -115,7 +115,7 @@ def test_a_mark_with_any_byte_changed_is_no_mark(path: Path, origin: RecordOrigi
 
 
 @pytest.mark.parametrize("size", [0, 5, 4095, 4096, 4100, 8192, 9000, -1])
-def test_a_truncated_file_is_refused_in_words_and_made_anew(
+def test_truncated_record_file_is_rejected_and_recreated(
     path: Path, origin: RecordOrigin, size: int
 ) -> None:
     RecordFile.open_or_make(path, origin).close()
@@ -137,7 +137,7 @@ def test_a_damaged_header_is_refused(path: Path, origin: RecordOrigin) -> None:
         RecordFile(path, origin)
 
 
-def test_records_of_another_schema_or_model_are_refused_in_words(
+def test_records_of_another_schema_or_model_are_rejected(
     path: Path, origin: RecordOrigin, small_schema: ExpertSchema, checkpoint: Checkpoint
 ) -> None:
     RecordFile.open_or_make(path, origin).close()
@@ -164,7 +164,7 @@ def test_a_touched_or_changed_checkpoint_is_another(
     assert len({before.checkpoint, touched.checkpoint, changed.checkpoint}) == 3
 
 
-def test_a_damaged_record_is_repacked_again_and_a_changed_checkpoint_is_refused(
+def test_corrupted_record_is_repacked_and_a_changed_checkpoint_rejected(
     path: Path,
     checkpoint: Checkpoint,
     small_model: ModelShape,
@@ -283,7 +283,7 @@ def test_a_full_disk_is_an_error_and_what_was_complete_stays(
         assert file.num_complete == 5
 
 
-def test_where_direct_reads_are_refused_the_page_cache_is_used_and_it_is_said(
+def test_without_o_direct_the_page_cache_is_used_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "file"

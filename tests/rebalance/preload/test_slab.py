@@ -173,7 +173,7 @@ def test_a_rank_is_filled_from_the_host_cache(host: Host, small_schema: ExpertSc
     assert not bank.live(0, 1).any()
 
 
-def test_an_expert_that_the_model_has_not_is_refused_and_the_rest_goes_on(host: Host) -> None:
+def test_unknown_expert_is_rejected_and_others_are_served(host: Host) -> None:
     reader = host.reader()
 
     with pytest.raises(MigrationError, match=r"failed: layer 0 expert 8 is not of this model"):
@@ -182,7 +182,7 @@ def test_an_expert_that_the_model_has_not_is_refused_and_the_rest_goes_on(host: 
     assert reader.load([(0, 1)], deadline_s=DEADLINE_S)[1] == host.schema.record_bytes
 
 
-def test_a_slow_disk_is_reported_in_time_and_its_late_answer_is_not_taken_for_another(
+def test_late_answer_of_a_slow_disk_is_not_matched_to_a_later_request(
     host: Host,
 ) -> None:
     reader = host.reader()
@@ -197,9 +197,7 @@ def test_a_slow_disk_is_reported_in_time_and_its_late_answer_is_not_taken_for_an
 
 
 @pytest.mark.parametrize("ask", ["load", "reload"])
-def test_a_wait_for_a_slow_disk_ends_soon_after_it_is_called_off_and_leaves_no_lease(
-    host: Host, ask: str
-) -> None:
+def test_cancelled_wait_for_a_slow_disk_ends_soon_without_a_lease(host: Host, ask: str) -> None:
     reader, nobody_cares = host.reader(), threading.Event()
     reader.load([(0, 1)], deadline_s=DEADLINE_S)
     host.stop()
@@ -247,7 +245,7 @@ def test_a_host_that_reads_nothing_any_more_blocks_no_sender_for_long(host: Host
 # -- death
 
 
-def test_a_killed_host_cache_is_told_at_once_and_what_was_read_stays_readable(host: Host) -> None:
+def test_killed_host_cache_is_detected_and_its_mapping_stays_readable(host: Host) -> None:
     reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
     reader.load([(0, 0)], deadline_s=DEADLINE_S)
     host.process.kill()
@@ -281,7 +279,7 @@ def test_a_reader_attaches_again_to_a_host_cache_that_was_started_again(host: Ho
         reader.read((0, 0), record)
 
 
-def test_a_host_cache_that_was_started_again_hears_of_new_weights(host: Host) -> None:
+def test_restarted_host_cache_receives_the_weights_version(host: Host) -> None:
     reader = host.reader()
     reader.invalidate(7, deadline_s=DEADLINE_S)
     host.kill()
@@ -364,14 +362,14 @@ def test_a_second_host_cache_under_one_name_is_refused(
 # -- strangers
 
 
-def test_a_stranger_without_the_key_is_refused_and_the_host_cache_goes_on(host: Host) -> None:
+def test_client_without_the_key_is_refused_others_are_served(host: Host) -> None:
     with pytest.raises(MigrationError, match=r"does not answer: .*digest"):
         host.reader(replace(host.address, key=b"another"))
 
     assert len(host.reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
 
 
-def test_a_stranger_who_says_nothing_or_nonsense_keeps_nobody_waiting(host: Host) -> None:
+def test_idle_or_malformed_client_does_not_delay_ranks(host: Host) -> None:
     with (
         socket.socket(socket.AF_UNIX) as silent,
         socket.socket(socket.AF_UNIX) as babbling,

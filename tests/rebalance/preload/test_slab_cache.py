@@ -86,7 +86,7 @@ def test_a_leased_record_makes_no_room_until_it_is_released() -> None:
     assert waiting.found == {(0, 2): ((0, 2), 1)}
 
 
-def test_a_rank_that_is_gone_makes_room() -> None:
+def test_disconnected_rank_makes_room() -> None:
     cache = HostCache(2)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     waiting = ask(cache, 2, (0, 2), (0, 3))
@@ -109,7 +109,7 @@ def test_what_can_never_fit_is_refused_with_the_figures() -> None:
     assert ask(cache, 1, *[(0, 0)] * 9, (0, 1), (0, 2), (0, 3)).error is None
 
 
-def test_two_ranks_that_wait_for_each_other_are_told_at_once() -> None:
+def test_ranks_that_wait_for_each_other_get_an_error_at_once() -> None:
     cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     asked_and_loaded(cache, 2, (0, 2), (0, 3))
@@ -126,7 +126,7 @@ def test_two_ranks_that_wait_for_each_other_are_told_at_once() -> None:
     assert first.error is None
 
 
-def test_a_large_request_is_not_overtaken_by_newcomers_but_by_ranks_that_must_finish() -> None:
+def test_large_request_is_overtaken_only_by_ranks_with_leases() -> None:
     cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0), (0, 1))
     large = ask(cache, 2, (0, 2), (0, 3), (0, 4))
@@ -204,7 +204,7 @@ def test_hints_take_no_leased_place_nor_each_others() -> None:
     assert (cache.counts["hints_dropped"], cache.figures()["evictions"]) == (1, 2)
 
 
-def test_a_later_hint_replaces_an_earlier_one_that_nobody_used() -> None:
+def test_later_hint_replaces_an_earlier_unused_one() -> None:
     cache = HostCache(1)
     cache.hint([(0, 5), (0, 6)], 0)
     load_one(cache, (0, 5))
@@ -251,7 +251,7 @@ def test_a_version_that_is_known_already_voids_nothing() -> None:
 # -- memory
 
 
-def test_without_memory_for_more_the_host_cache_goes_on_with_what_it_has() -> None:
+def test_host_cache_out_of_memory_continues_with_its_entries() -> None:
     cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))
     asked_and_loaded(cache, 1, (0, 1))

@@ -155,7 +155,7 @@ def test_what_has_no_room_yet_waits_and_is_refused_in_time(
         assert waiting.result(DEADLINE_S)[1] > 0
 
 
-def test_a_rank_that_hangs_up_gives_its_room_back(start_host_cache: StartHostCache) -> None:
+def test_disconnected_rank_releases_its_leases(start_host_cache: StartHostCache) -> None:
     _, new_reader = start_host_cache(ring(2))
     first = new_reader()
     first.load(EVERYTHING[:2], deadline_s=DEADLINE_S)
@@ -299,7 +299,7 @@ def test_a_finished_record_file_feeds_a_ring_without_the_checkpoint(
     assert (found.bytes_from_checkpoint, found.bytes_from_record_file) == (0, 16 * 4096)
 
 
-def test_without_room_on_disk_the_host_cache_goes_on_and_says_so(
+def test_full_disk_disables_the_record_file_and_is_logged(
     tmp_path: Path, checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     ours, theirs = FORK.Pipe(duplex=False)
@@ -377,7 +377,7 @@ def test_a_host_record_that_is_damaged_on_disk_too_is_refused(
     assert host_cache.stats().damaged > 0
 
 
-def test_a_missing_tensor_reaches_the_rank_and_the_rest_goes_on(
+def test_missing_tensor_is_an_error_at_the_rank_and_others_load(
     start_host_cache: StartHostCache, checkpoint: Checkpoint
 ) -> None:
     index = checkpoint.path / INDEX_FILE
@@ -393,7 +393,7 @@ def test_a_missing_tensor_reaches_the_rank_and_the_rest_goes_on(
     assert len(reader.load([(0, 1), (0, 2)], deadline_s=DEADLINE_S)[0]) == 2
 
 
-def test_weights_cut_short_under_the_host_cache_are_refused_and_it_lives(
+def test_weights_truncated_while_mapped_are_rejected_without_a_crash(
     start_host_cache: StartHostCache, checkpoint: Checkpoint
 ) -> None:
     _, new_reader = start_host_cache(ring(4))
@@ -446,7 +446,7 @@ host_cache.close()  # its threads end before the interpreter does, which would b
 """
 
 
-def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
+def test_full_shared_memory_is_an_error_and_not_a_signal(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """A tmpfs of four pages, in a name space of its own, takes the place of a host's memory."""
@@ -475,7 +475,7 @@ def test_without_shared_memory_for_more_it_is_an_error_and_no_signal(
     assert room == "reduced to 4"
 
 
-def test_a_host_cache_killed_while_it_repacks_and_writes_leaves_a_file_of_whole_records(
+def test_host_cache_killed_while_writing_leaves_whole_records(
     tmp_path: Path, checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     path = tmp_path / "records"

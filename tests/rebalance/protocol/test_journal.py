@@ -73,7 +73,7 @@ def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
     assert second.monotonic >= first.monotonic
 
 
-def test_a_later_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_later_start_appends_to_the_same_journal(tmp_path: Path) -> None:
     for run in ("run-1", "run-2"):
         journal = Journal(tmp_path, run, 0)
         journal.note("staged", (1, 1, 1), {})
@@ -109,7 +109,7 @@ def test_a_file_that_has_grown_is_put_aside(tmp_path: Path) -> None:
     assert [one.run for one in read_journals(tmp_path)[0]] == ["run-2", "run-3"]
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_counted(
+def test_unwritable_folder_is_logged_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
@@ -139,7 +139,7 @@ def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
     assert "1 journal entries lost: keys must be str" in caplog.text
 
 
-def test_when_nobody_writes_the_oldest_notes_give_way(tmp_path: Path) -> None:
+def test_full_journal_queue_drops_the_oldest_entries(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "run-1", 0, capacity=3)
     with journal._changed:  # the writer cannot take anything meanwhile
         for number in range(5):
@@ -192,7 +192,7 @@ def told(before: RankPhase, after: RankPhase) -> list[str]:
     return [what for what, _ in changes(before, after)]
 
 
-def test_every_change_of_the_phase_machine_has_its_word() -> None:
+def test_every_phase_change_has_a_journal_entry() -> None:
     idle = RankPhase(generation=4)
     seen = phases.see_plan(idle, PLAN)
     loaded = phases.preloaded(seen, 7)
@@ -265,7 +265,7 @@ def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None
     assert done.output.splitlines()[-1].startswith("1 of 1 entries")
 
 
-def test_a_folder_without_journals_is_refused_in_words(tmp_path: Path) -> None:
+def test_folder_without_journals_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["journal", str(tmp_path)])
     assert done.exit_code == 2
     assert done.stderr == (

@@ -83,7 +83,7 @@ def ranks() -> Any:
     made.end()
 
 
-def test_every_survivor_learns_who_was_killed(ranks: Ranks) -> None:
+def test_every_survivor_detects_the_killed_rank(ranks: Ranks) -> None:
     os.kill(ranks.processes[2].pid, signal.SIGKILL)
     assert [ranks.dead(rank, expected=1) for rank in (0, 1, 3)] == [[2]] * 3
 
@@ -100,7 +100,7 @@ def test_a_rank_that_takes_its_leave_is_not_taken_for_dead(ranks: Ranks) -> None
     assert [ranks.dead(rank, expected=1) for rank in (0, 2)] == [[3]] * 2
 
 
-def test_a_host_counts_as_gone_after_half_a_minute_and_five_probes_without_an_answer() -> None:
+def test_host_counts_as_dead_after_30_s_and_five_unanswered_probes() -> None:
     lines: list[LivenessConnections] = []
     both = threading.Barrier(2)
     addresses: dict[int, Address] = {}
@@ -155,7 +155,7 @@ def test_ranks_that_do_not_connect_are_named() -> None:
     assert told == "rank 0: ranks [1, 2] did not connect: timed out"
 
 
-def test_strangers_are_turned_away() -> None:
+def test_unauthenticated_clients_are_refused() -> None:
     callers: list[socket.socket] = []
 
     def exchange(mine: Address) -> list[Address]:
@@ -179,7 +179,7 @@ def hang_up_hard(caller: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("behave", [hang_up_hard, lambda caller: None], ids=["resets", "is silent"])
-def test_a_stranger_does_not_keep_ranks_from_one_another(
+def test_unauthenticated_client_does_not_block_the_ranks(
     behave: Callable[[socket.socket], None],
 ) -> None:
     callers: list[socket.socket] = []

@@ -174,7 +174,7 @@ def outward() -> str:
         pytest.skip(f"this machine has no way out: {exc}")
 
 
-def test_ranks_listen_where_they_reach_the_rendezvous_unless_told_otherwise() -> None:
+def test_ranks_listen_on_the_address_towards_the_rendezvous_by_default() -> None:
     own = outward()
 
     ends, dead = run_pair(own, [None, None])
@@ -190,7 +190,7 @@ def test_a_rendezvous_of_this_machine_alone_keeps_liveness_connections_there() -
     assert dead == [1]
 
 
-def test_the_address_towards_this_machine_is_the_one_that_was_asked_for() -> None:
+def test_address_towards_this_machine_is_the_given_one() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     own = outward()
     assert address_towards(own, 9) == own
@@ -206,9 +206,7 @@ def test_a_host_that_no_way_leads_to_is_named() -> None:
 @pytest.mark.parametrize(
     ("own", "is_advised"), [("127.0.0.1", False), ("outward", True)], ids=["same", "another"]
 )
-def test_a_rank_at_a_loopback_address_of_another_machine_is_told_what_to_set(
-    own: str, is_advised: bool
-) -> None:
+def test_rank_at_a_remote_loopback_address_gets_advice(own: str, is_advised: bool) -> None:
     host = outward() if own == "outward" else own
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = ("127.0.0.1", probe.getsockname()[1], b"k" * 16)

@@ -134,7 +134,7 @@ def test_a_wish_drops_the_plan_that_it_is_about_and_no_newer_one() -> None:
     assert phases.see_plan(phases.aborted(dropped), newer).plan == newer
 
 
-def test_a_wish_about_an_older_plan_leaves_one_alone_that_was_seen_since_the_vote() -> None:
+def test_abort_of_an_older_plan_does_not_affect_a_newer_one() -> None:
     # Plan 5 is withdrawn before this rank has seen it, and plan 6 published while they vote.
     mine = cast(IDLE)
     verdict = verdict_of(mine, cast(phases.want_abort(working(), 5, "it was withdrawn")))
@@ -157,7 +157,7 @@ def test_a_disagreement_has_a_plan_dropped_that_was_seen_since_the_vote() -> Non
     assert cast(after).abort  # no rank but this one has to have it: the next vote drops it on all
 
 
-def test_what_was_swapped_of_a_dropped_plan_is_a_generation_of_its_own() -> None:
+def test_swapped_part_of_a_dropped_plan_is_a_new_generation() -> None:
     half = phases.want_abort(working(prepared=1, swapped=1), 5, "disk gone")
 
     dropped, _ = read(half, working(prepared=1, swapped=1))
@@ -194,14 +194,14 @@ def test_a_disagreement_on_the_generation_freezes_every_rank() -> None:
         )
 
 
-def test_ranks_at_different_steps_must_not_go_on() -> None:
+def test_ranks_at_different_steps_stop_with_an_error() -> None:
     mine = cast(IDLE, step=10)
 
     with pytest.raises(RankError, match="at different steps, this one voted at step 10"):
         phases.read_verdict(IDLE, mine, verdict_of(mine, cast(IDLE, step=12)))
 
 
-def test_late_news_of_a_dropped_plan_change_nothing() -> None:
+def test_late_updates_of_a_dropped_plan_change_nothing() -> None:
     unwilling = phases.want_abort(working(), 5, "no room")
     dropped, _ = read(unwilling, IDLE)
 
@@ -231,7 +231,7 @@ def test_ranks_that_serve_different_weights_freeze() -> None:
     assert "disagree on the weights version" in after.frozen_reason
 
 
-def test_staging_waits_until_all_ranks_work_on_the_plan_and_the_host_has_its_bytes() -> None:
+def test_staging_waits_for_adoption_by_all_ranks_and_for_preload() -> None:
     assert not phases.may_stage(IDLE, 0)
     assert not phases.may_stage(working(is_adopted=False), 0)
     waiting, _ = read(phases.see_plan(IDLE, PLAN), phases.see_plan(IDLE, PLAN))
@@ -243,7 +243,7 @@ def test_staging_waits_until_all_ranks_work_on_the_plan_and_the_host_has_its_byt
     assert not phases.may_stage(dropped, 0)
 
 
-def test_what_reads_an_earlier_swap_waits_until_it_is_complete_on_the_slowest_rank() -> None:
+def test_read_of_a_swapped_slot_waits_for_the_slowest_rank() -> None:
     done = working(prepared=1, swapped=1)
     ordered = replace(done, applied=0)  # its device is still at it
 

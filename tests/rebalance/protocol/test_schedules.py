@@ -31,7 +31,7 @@ def total_of(seeds: range) -> Counter[str]:
     return total
 
 
-def test_no_order_of_events_gives_a_wrong_byte_two_placements_or_a_hang() -> None:
+def test_no_event_order_gives_wrong_bytes_two_placements_or_a_hang() -> None:
     total = total_of(range(150))
 
     # Not for want of trying: the seeds have everything in them.

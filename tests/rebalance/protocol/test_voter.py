@@ -50,7 +50,7 @@ def test_a_late_vote_is_skipped_by_a_rank_that_had_prepared_nothing_more(
     assert is_skipped(replace(NOTHING_PREPARED, prepared=prepared), swapped=swapped)
 
 
-def test_a_late_vote_is_skipped_while_a_plan_is_drained_that_was_swapped_in_part() -> None:
+def test_late_vote_is_skipped_while_a_partly_swapped_plan_drains() -> None:
     # It is voted on as none, with nothing prepared: by no such verdict can anybody swap.
     assert is_skipped(NOTHING_PREPARED, swapped=1)
 

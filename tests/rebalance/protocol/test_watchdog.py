@@ -44,7 +44,7 @@ def test_a_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> N
     assert watchdog.oldest().age_s == 0
 
 
-def test_the_oldest_is_the_thread_that_has_said_nothing_new_for_longest(
+def test_oldest_is_the_thread_without_progress_for_longest(
     watchdog: Watchdog, clock: Clock
 ) -> None:
     watchdog.mover.busy(PULLING)
@@ -227,7 +227,7 @@ def test_threads_that_end_without_a_word_are_named(
     assert watcher.ended() == ["eplb-mover", "eplb-watcher"]
 
 
-def test_the_end_of_a_closed_watcher_is_no_news(
+def test_exit_of_a_closed_watcher_is_not_reported(
     made: Made,
 ) -> None:
     watcher, *_ = made
@@ -270,7 +270,7 @@ def reasons(store: LoadStore) -> list[str]:
     return [event.detail["reason"] for event in store.events() if event.kind == "abort"]
 
 
-def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
+def test_abort_reason_is_that_of_the_requesting_rank(
     commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration
 ) -> None:
     watcher, store = commit_writer
@@ -284,7 +284,7 @@ def test_the_reason_of_an_abort_is_that_of_the_rank_that_asked_for_it(
     assert reasons(store) == ["rank 2: the disk is gone"]
 
 
-def test_the_end_of_a_plan_is_told_even_if_the_rank_that_knows_why_is_gone(
+def test_end_of_a_plan_is_written_when_the_aborting_rank_is_dead(
     commit_writer: tuple[Watcher, MemoryStore], open_plan: Migration, clock: Clock
 ) -> None:
     watcher, store = commit_writer
@@ -310,7 +310,7 @@ def test_what_the_store_does_not_take_is_no_progress(
     assert (standing.age_s, standing.doing) == (40, "writing an event of kind 'scrub'")
 
 
-def test_what_the_store_does_not_take_before_the_end_is_said_to_be_lost(
+def test_writes_not_stored_before_the_end_are_logged_as_cancelled(
     watchdog: Watchdog, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, shared, ranked = MemoryStore("test"), SharedPhase(RankPhase(generation=0)), Ranked()

@@ -69,7 +69,7 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-def test_a_migration_ends_with_every_slot_holding_the_expert_it_says(group: Group) -> None:
+def test_migration_ends_with_every_slot_holding_its_expert(group: Group) -> None:
     group.publish(FULL)
 
     group.step_until(lambda: group.generation() == 1)
@@ -109,7 +109,7 @@ def test_bytes_come_from_a_peer_on_the_host_or_from_the_host_cache(group: Group)
     assert sum(source.get("host", 0) + source["peer"] for source in by_source) == 3 * 8 * size
 
 
-def test_the_kill_switch_drops_a_migration_and_serving_goes_on(group: Group) -> None:
+def test_kill_switch_aborts_a_migration_and_serving_continues(group: Group) -> None:
     group.store.set_control(Control(movement=False), reason="test")
     group.publish(FULL)
     for _ in range(20):
@@ -140,7 +140,7 @@ def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
     assert group.agents[0].describe().detail["bytes_by_source"]["rejected"] == SCHEMA.record_bytes
 
 
-def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> None:
+def test_wrong_digest_from_every_source_aborts_with_a_reason(group: Group) -> None:
     for agent in group.agents:
         agent._parts.digests[2, 2] += 1
 
@@ -156,7 +156,7 @@ def test_wrong_bytes_everywhere_drop_the_migration_in_words(group: Group) -> Non
     assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
 
 
-def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
+def test_commit_seen_before_the_verdict_requests_no_abort(
     group: Group,
 ) -> None:
     migration = group.publish(FULL)
@@ -187,7 +187,7 @@ def test_a_rank_that_hears_of_a_commit_before_its_verdict_wants_nothing_dropped(
     assert last.placement.hash == FULL.hash
 
 
-def test_an_engine_can_hold_staging_back_and_let_it_go_on(group: Group) -> None:
+def test_engine_can_pause_and_resume_staging(group: Group) -> None:
     for agent in group.agents:
         agent.pause_staging()
     group.publish(FULL)
@@ -222,7 +222,7 @@ def test_samples_never_span_a_swap_and_cover_every_step(group: Group) -> None:
         assert len(held) == 2
 
 
-def test_ids_of_no_expert_end_serving_in_words(group: Group) -> None:
+def test_unknown_expert_ids_end_serving_with_an_error(group: Group) -> None:
     group.step()
     group.tables[1].choose(0, torch.tensor([[0, 4], [9, 1]]), salt=0)
     for _ in range(3):
@@ -277,7 +277,7 @@ class Stuck(Completion):
         return False
 
 
-def test_nobody_waits_for_a_device_that_waits_for_a_dead_peer(group: Group) -> None:
+def test_wait_for_a_device_ends_when_a_peer_is_dead(group: Group) -> None:
     for survivor in group.agents[:3]:
         survivor.step()
         survivor.wait(Completion(is_cuda=False))
@@ -298,7 +298,7 @@ class Abandoned:
         raise RuntimeError(f"timed out after {timeout}")
 
 
-def test_nobody_waits_for_an_exchange_that_a_death_has_others_leave(group: Group) -> None:
+def test_wait_for_an_exchange_ends_when_a_peer_is_dead(group: Group) -> None:
     for survivor in group.agents[:3]:
         survivor.step()
     group.votes.kill(3)
@@ -333,7 +333,7 @@ def load_new_weights(agent: RankAgent) -> None:
     agent.end_update()
 
 
-def test_new_weights_go_where_experts_are_now_and_moves_go_on(group: Group) -> None:
+def test_new_weights_follow_moved_experts_and_moves_continue(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: group.generation() == 1)
 
@@ -368,7 +368,7 @@ def test_an_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
             assert torch.equal(group.banks[rank].live(layer, slot), new_record(layer, expert))
 
 
-def test_a_swap_at_the_begin_of_an_update_counts_the_last_step_under_what_served_in_it(
+def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
     group: Group,
 ) -> None:
     def step() -> None:
@@ -410,7 +410,7 @@ def test_versions_grow(group: Group) -> None:
         group.agents[0].begin_update(0)
 
 
-def test_ranks_that_update_to_different_versions_are_told(group: Group) -> None:
+def test_updates_to_different_versions_are_an_error(group: Group) -> None:
     group.step()
 
     told = at_once(group, lambda agent: agent.begin_update(1 + agent._parts.rank // 3))
@@ -470,7 +470,7 @@ def test_new_shares_without_moves_are_taken_over(group: Group) -> None:
     assert group.tables[0].cumulative[0, 0].tolist()[:2] == [32768, 49152]
 
 
-def test_a_published_plan_for_another_placement_is_left_alone(group: Group) -> None:
+def test_published_plan_for_another_placement_is_not_adopted(group: Group) -> None:
     other = START.with_layers(FULL, [0])
     migration = build_migration(other, FULL, TOPOLOGY, plan_id=1)
     group.agents[0].on_store_update(Control(), migration)

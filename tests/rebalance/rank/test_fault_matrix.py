@@ -259,7 +259,7 @@ def test_votes_that_every_rank_reads_at_another_time_mix_no_two_placements(
         group.moves_to(target)
 
 
-def test_a_rank_whose_votes_are_always_late_holds_up_nobody_s_placement(
+def test_rank_with_late_votes_does_not_delay_the_placement(
     make_group: MakeGroup,
 ) -> None:
     group = make_group(lambda rank, votes: LateVotes(votes, lambda: 3 * (rank == 2)))
@@ -298,7 +298,7 @@ def test_ballots_that_arrive_twice_count_once(make_group: MakeGroup) -> None:
 
 
 @pytest.mark.parametrize("vote", range(1, 5))
-def test_a_lost_vote_stops_every_rank_in_words_before_two_placements_meet(
+def test_lost_vote_stops_every_rank_before_placements_differ(
     make_group: MakeGroup, vote: int
 ) -> None:
     """Rank 2 never hears of one vote in mid-migration. It must not serve on, nor may the others."""
@@ -377,7 +377,7 @@ def test_a_staged_expert_that_was_damaged_on_its_way_is_staged_again(
     assert [found // size for found in rejected] == [4, 2, 4, 2]
 
 
-def test_weights_cut_short_while_serving_drop_the_plan_and_mended_ones_are_served(
+def test_weights_truncated_while_serving_abort_the_plan_until_repaired(
     make_group: MakeGroup,
 ) -> None:
     # A host that keeps eight of sixteen records has to go back to the disk for some.
@@ -430,7 +430,7 @@ def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
     group.stranger.release(held)
 
 
-def test_a_plan_withdrawn_while_its_host_has_no_answer_leaves_no_lease_and_the_next_is_served(
+def test_plan_withdrawn_during_a_preload_leaves_no_lease(
     make_group: MakeGroup,
 ) -> None:
     group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
@@ -460,7 +460,7 @@ def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: Mak
     assert not any(agent._core.watcher.has_mover() for agent in group.agents)
 
 
-def test_weights_that_go_missing_in_mid_plan_are_still_read_by_the_host_that_has_them_open(
+def test_deleted_weights_are_still_read_by_a_host_that_has_them_open(
     make_group: MakeGroup,
 ) -> None:
     group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
@@ -493,7 +493,7 @@ def begins_to_report(group: Group, model: ModelShape) -> None:
         group.store.append([LoadSample("test", "run", rank, 0, 0.0, 0, 0, "mixed", 0, *seen)])
 
 
-def test_the_reason_of_an_abort_is_found_from_the_task_that_asked_for_the_plan_and_is_counted(
+def test_abort_reason_is_found_from_the_task_and_counted(
     make_group: MakeGroup, small_model: ModelShape
 ) -> None:
     group = make_group(host_cache_settings=CROWDED)
@@ -575,7 +575,7 @@ def small_host(small_checkpoint: Checkpoint, tmp_path: Path) -> Iterator[HostCac
         process.kill()
 
 
-def test_a_host_without_shared_memory_drops_the_plan_in_words_and_goes_on_with_what_fits(
+def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
     make_group: MakeGroup, small_host: HostCacheAddress, capfd: pytest.CaptureFixture[str]
 ) -> None:
     group = make_group(host_cache_of_transport=small_host)
@@ -617,7 +617,7 @@ def test_a_plan_with_a_stale_base_is_refused_by_the_store_and_moves_nothing(
     ("expert", "sentence"),
     [(9, "layer 0 slot 1 holds expert 9, expected"), (2, "layer 0: expert 1 has no slot")],
 )
-def test_a_plan_for_an_unknown_expert_or_without_a_last_replica_cannot_be_made(
+def test_plan_with_an_unknown_expert_or_no_last_replica_is_rejected(
     expert: int, sentence: str
 ) -> None:
     held = START.slot_to_expert.copy()

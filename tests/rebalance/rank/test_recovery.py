@@ -68,7 +68,7 @@ def test_without_a_migration_the_generation_stays() -> None:
     )
 
 
-def test_what_nobody_has_swapped_is_forgotten() -> None:
+def test_plan_without_any_swap_is_dropped_by_survivors() -> None:
     record = decide([at_plan(0, 0, 1), said(1), at_plan(2, 0, 3)], {3})
 
     assert (record.generation, record.plan_id, record.applied) == (4, 7, 0)
@@ -80,7 +80,7 @@ def test_what_one_survivor_has_swapped_all_swap() -> None:
     assert (record.generation, record.plan_id, record.applied) == (5, 7, 2)
 
 
-def test_a_rank_that_read_the_last_verdict_brings_the_others_to_its_generation() -> None:
+def test_rank_with_the_last_verdict_brings_others_to_its_generation() -> None:
     ended = said(0, generation=5, closed_plan_id=7, closed_applied=3)
     record = decide([ended, at_plan(1, 2, 3)], {2})
 
@@ -94,7 +94,7 @@ def test_the_next_migration_that_a_rank_has_only_seen_does_not_count() -> None:
     assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
 
 
-def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
+def test_rank_that_died_after_its_report_is_no_survivor() -> None:
     record = decide([at_plan(0, 0, 1), at_plan(1, 1, 1)], {1, 2}, silent={3})
 
     assert (record.survivors, record.applied) == ((0,), 0)
@@ -112,12 +112,14 @@ def test_a_rank_that_died_after_its_words_is_no_survivor() -> None:
         (at_plan(1, 1, 1, run="run-2"), "ranks 0 and 1 survive with run run-1 and run-2"),
     ],
 )
-def test_words_that_fit_no_placement_are_refused(other: SurvivorReport, sentence: str) -> None:
+def test_survivor_reports_without_a_common_placement_are_rejected(
+    other: SurvivorReport, sentence: str
+) -> None:
     with pytest.raises(RankError, match=sentence):
         decide([at_plan(0, 1, 1), other], {2})
 
 
-def test_nobody_agrees_when_nobody_is_left() -> None:
+def test_recovery_without_survivors_is_an_error() -> None:
     with pytest.raises(RankError, match="no survivor is left to agree: ranks 0, 1 died"):
         decide([said(0)], {0, 1})
 
@@ -371,7 +373,7 @@ def test_no_step_follows_a_recovery(group: Group) -> None:
         group.agents[0].step()
 
 
-def test_a_rank_that_says_nothing_counts_as_dead_and_is_told(group: Group) -> None:
+def test_rank_without_a_report_counts_as_dead_and_gets_an_error(group: Group) -> None:
     group.votes.kill(3)
 
     records = group.recover([0, 1], reports_s=0.2)
@@ -400,7 +402,7 @@ def test_a_second_death_during_recovery_leaves_the_others_agreed(group: Group) -
     group.assert_one_placement([1, 2], migration.base)
 
 
-def test_a_store_that_is_down_ends_a_recovery_in_words_and_in_time(group: Group) -> None:
+def test_store_outage_ends_a_recovery_with_an_error_in_time(group: Group) -> None:
     group.votes.kill(3)
     group.store.close()
     started = time.monotonic()
@@ -440,7 +442,7 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     assert failing.failures < 0
 
 
-def test_a_survivor_of_an_older_group_is_left_behind(group: Group) -> None:
+def test_survivor_of_an_older_group_is_excluded(group: Group) -> None:
     group.votes.kill(3)
     later = Recovery(5, "run-9", (0, 1), 0, NO_PLAN, 0, "rank 2 died", 1.0)
     group.store.recover(later, expected_membership=4)

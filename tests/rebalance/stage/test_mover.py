@@ -166,7 +166,7 @@ def test_nothing_is_pulled_before_every_rank_works_on_the_plan() -> None:
     assert made.shared.state.is_preloaded
 
 
-def test_a_whole_migration_is_staged_and_told_transaction_by_transaction() -> None:
+def test_migration_is_staged_and_reported_transaction_by_transaction() -> None:
     made = bench(staging=2)  # two moves a layer: each layer is a transaction
     work = made.mover.work(made.migration, made.shared)
     made.run(work, lambda: made.shared.state.is_preloaded)
@@ -201,7 +201,7 @@ def test_the_host_may_forget_a_record_once_its_transaction_is_staged() -> None:
     assert made.transport.released == [[(0, 2)]]
 
 
-def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> None:
+def test_small_host_cache_is_preloaded_transaction_by_transaction() -> None:
     made = bench(staging=2)
     made.transport.host_room = 1
     work = made.mover.work(made.migration, made.shared)
@@ -218,7 +218,7 @@ def test_a_host_without_room_for_all_is_asked_transaction_by_transaction() -> No
     assert made.transport.released == [[(0, 2)], [(1, 2)]]
 
 
-def test_an_abort_ends_staging_and_frees_the_ring_only_after_the_last_chunk_has_landed() -> None:
+def test_abort_frees_the_ring_after_the_last_chunk_has_arrived() -> None:
     made = bench(staging=2)
     work = made.mover.work(made.migration, made.shared)
     made.run(work, lambda: made.shared.state.is_preloaded)
@@ -269,7 +269,7 @@ def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
     assert made.mover.ring.num_free == 0  # what is still being written is never used again
 
 
-def test_a_host_that_is_gone_freezes_nobody_who_has_nothing_left_to_write() -> None:
+def test_dead_host_does_not_freeze_a_rank_without_pending_copies() -> None:
     made = bench(staging=2)
     work = made.mover.work(made.migration, made.shared)
     made.run(work, lambda: made.shared.state.is_preloaded)
@@ -286,7 +286,7 @@ def test_a_host_that_is_gone_freezes_nobody_who_has_nothing_left_to_write() -> N
     assert made.mover.ring.num_free == 2
 
 
-def test_a_swap_whose_copies_never_end_is_named() -> None:
+def test_swap_with_stalled_copies_is_aborted_with_a_reason() -> None:
     made = bench(staging=2)
     work = made.mover.work(made.migration, made.shared)
     made.run(work, lambda: made.shared.state.is_preloaded)
@@ -310,7 +310,7 @@ def reason_to_drop(made: Bench, migration: Migration) -> str:
     return made.shared.state.abort_reason
 
 
-def test_a_plan_that_needs_more_staging_than_there_is_is_dropped_in_words() -> None:
+def test_plan_beyond_the_staging_ring_is_aborted_with_a_reason() -> None:
     made = bench(staging=2)
     made.mover.ring = StagingRing(1)
 
@@ -320,14 +320,14 @@ def test_a_plan_that_needs_more_staging_than_there_is_is_dropped_in_words() -> N
     )
 
 
-def test_a_plan_that_moves_nothing_is_dropped_in_words() -> None:
+def test_plan_without_transactions_is_aborted_with_a_reason() -> None:
     made = bench()
     nothing = build_migration(BASE, BASE, TOPOLOGY, plan_id=1)
 
     assert reason_to_drop(made, nothing) == "rank 0: plan 1 has no transactions, expected one"
 
 
-def test_a_flip_into_a_slot_that_may_still_serve_is_dropped_in_words() -> None:
+def test_flip_into_a_serving_slot_is_aborted_with_a_reason() -> None:
     """By a bug, or another maker: expert 1 over expert 0, which moves to slot 1 too late."""
     moves = Move(0, 0, 1, Source.HOST), Move(0, 1, 0, Source.PEER, 3)
     away = Transaction((0,), (moves[:1],), frees=((0, 0),))
@@ -359,7 +359,7 @@ def test_a_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     assert made.shared.state.abort_reason == "rank 0: the disk is gone"
 
 
-def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own() -> None:
+def test_cancelled_preload_adds_no_abort_reason() -> None:
     made = bench()
 
     def is_dropped(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
@@ -376,7 +376,7 @@ def test_a_preload_that_is_called_off_with_its_plan_gives_no_reason_of_its_own()
     assert made.transport.landings == []
 
 
-def test_a_mover_says_what_it_does_and_rests_while_it_waits_for_votes() -> None:
+def test_mover_heartbeat_names_its_work_and_idles_between_votes() -> None:
     said: list[tuple[str, bool]] = []
 
     class Listening(Heartbeat):
@@ -420,7 +420,7 @@ def test_a_chunk_that_never_lands_is_what_the_mover_stands_at() -> None:
     assert (standing.doing, standing.age_s) == ("pulling layer 0 expert 1 from slot 0 of rank 1", 7)
 
 
-def test_an_exception_that_nobody_foresaw_goes_on_once_nothing_of_the_plan_is_left() -> None:
+def test_unexpected_exception_is_raised_after_the_plan_is_cleaned_up() -> None:
     made = bench()
     work = made.mover.work(made.migration, made.shared)
     made.run(work, lambda: made.shared.state.is_preloaded)
@@ -450,7 +450,7 @@ def pull_of_expert_1(into: torch.Tensor) -> Pull:
     return Pull(Move(0, 1, 1, Source.PEER), into, BASE.slot_to_expert)
 
 
-def test_a_record_can_be_fetched_alone_and_the_figures_of_a_migration_stay_zero() -> None:
+def test_single_fetch_does_not_count_as_a_migration() -> None:
     made = bench(latency_s=0.0)
     into = torch.zeros(SIZE, dtype=torch.uint8)
 
@@ -503,7 +503,7 @@ def test_a_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:
 # -- the thread that drives it
 
 
-def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
+def test_driver_resumes_on_a_change_of_the_shared_state() -> None:
     shared = SharedPhase(RankPhase(generation=0))
     is_waiting, steps = threading.Event(), []
 
@@ -523,7 +523,7 @@ def test_a_driver_wakes_at_news_although_it_waits_for_something_else() -> None:
     assert not thread.is_alive()
 
 
-def test_news_that_come_while_the_generator_looks_are_not_lost() -> None:
+def test_change_during_a_generator_step_is_not_lost() -> None:
     shared = SharedPhase(RankPhase(generation=0))
 
     def work() -> Iterator[Wait]:
@@ -537,7 +537,7 @@ def test_news_that_come_while_the_generator_looks_are_not_lost() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02])
-def test_a_driver_goes_on_when_a_completion_is_there_or_time_has_come(after_s: float) -> None:
+def test_driver_resumes_on_a_completion_or_at_the_deadline(after_s: float) -> None:
     shared, real = SharedPhase(RankPhase(generation=0)), Clock()
     started = time.monotonic()
 

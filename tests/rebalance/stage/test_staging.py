@@ -235,7 +235,7 @@ def test_chunks_come_from_all_replicas_in_turn_the_planned_one_first() -> None:
     assert [place for place, _ in made.transport.pulled] == [ON_2, on_0, ON_1, ON_2]
 
 
-def test_a_rank_s_own_slot_comes_before_its_peers_and_the_host_where_it_was_planned() -> None:
+def test_own_slot_precedes_peers_and_a_planned_host_precedes_both() -> None:
     own = bench(2)
     own.stage(Move(0, 0, 4, Source.SAME_RANK, 5))
     host = bench(3)
@@ -255,7 +255,7 @@ def test_ranks_that_cannot_be_read_are_no_source() -> None:
     assert made.figures().bytes_by_source == {"disk": SIZE, "host": SIZE}
 
 
-def test_wrong_bytes_of_the_only_peer_come_from_the_host_and_never_from_it_again() -> None:
+def test_wrong_digest_of_the_only_peer_falls_back_to_the_host() -> None:
     made = bench(0, corrupted={ON_3})
     for _ in range(2):
         (into,) = made.stage(FROM_3)
@@ -279,7 +279,7 @@ def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> Non
 
 
 @pytest.mark.parametrize(("unwanted_at", "asked_again"), [(0.5, 0), (1.5, 0), (2.5, 1)])
-def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_nobody(
+def test_cancelled_host_answer_ends_staging_without_a_quarantine(
     unwanted_at: float, asked_again: int
 ) -> None:
     """Asked at 0 s for a record and at 1 s for it again: each answer takes the host 1 s."""
@@ -294,7 +294,7 @@ def test_a_host_s_answer_that_nobody_waits_for_any_more_ends_staging_and_blames_
     assert made.transport.flying == []
 
 
-def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
+def test_host_record_that_cannot_be_repaired_is_not_read_again() -> None:
     made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
 
@@ -304,7 +304,7 @@ def test_a_host_record_that_cannot_be_mended_is_not_read_again() -> None:
     assert made.figures().num_quarantined == 1
 
 
-def test_a_host_record_is_tried_again_after_a_while_and_right_bytes_lift_its_quarantine() -> None:
+def test_quarantined_host_record_is_retried_and_a_correct_one_released() -> None:
     made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     with pytest.raises(MigrationError, match="digest mismatch"):
@@ -358,7 +358,7 @@ def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
     assert made.figures().num_quarantined == 1
 
 
-def test_a_host_without_records_is_no_attempt_and_another_replica_is_still_read() -> None:
+def test_host_without_records_is_no_attempt_and_a_replica_is_read() -> None:
     made = bench(3, corrupted={ON_2}, has_records=False)
 
     made.stage(FROM_2)
@@ -401,7 +401,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() ->
     assert Counter(place.rank for place, _ in made.transport.pulled)[2] == 1
 
 
-def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -> None:
+def test_death_of_the_only_peer_waits_for_its_chunks_before_the_host() -> None:
     made = bench(0, latency_s=1.0)
     pull = pull_of(FROM_3)
     work = made.stager.stage([pull], lambda: True)
@@ -413,7 +413,7 @@ def test_the_only_peer_s_death_waits_for_its_chunks_before_the_host_is_asked() -
     assert made.clock.now == 3.0  # a second for the dead peer's two, then two of the host's
 
 
-def test_a_late_chunk_of_a_dead_peer_never_lands_on_the_bytes_of_the_next_source() -> None:
+def test_late_chunk_of_a_dead_peer_never_overwrites_the_next_source() -> None:
     delays = iter([0.0, 3.0])
     made = bench(0, latency_s=1.0, corrupted={ON_3}, jitter=lambda: next(delays, 0.0))
     pull = pull_of(FROM_3)

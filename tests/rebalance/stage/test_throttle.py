@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_a_full_bucket_lets_a_burst_go_and_then_the_rate() -> None:
+def test_full_bucket_allows_a_burst_and_then_the_rate() -> None:
     clock = Clock()
     bucket = TokenBucket(100.0, 50, clock)
 

@@ -196,7 +196,7 @@ def test_peers_of_the_host_are_asked_before_the_host_cache(group: Group) -> None
     assert HOST not in firsts
 
 
-def test_sound_slots_are_looked_at_in_turn_and_nothing_is_said(group: Group) -> None:
+def test_clean_slots_are_checked_in_turn_without_events(group: Group) -> None:
     group.step_until(lambda: min(group.detail(rank)["sweeps"] for rank in range(2)) >= 2)
 
     assert group.scrubs("damaged") == []
@@ -204,7 +204,7 @@ def test_sound_slots_are_looked_at_in_turn_and_nothing_is_said(group: Group) -> 
     assert group.detail(0)["digest_failures"] == 0
 
 
-def test_a_rotten_byte_is_found_said_and_replaced_within_a_sweep(group: Group) -> None:
+def test_corrupted_byte_is_reported_and_repaired_within_a_sweep(group: Group) -> None:
     group.step_until(lambda: group.detail(0)["sweeps"] == 1)
     group.banks[0].live(1, 2)[5] ^= 255
     found = in_hex(group.banks[0].digest(1, 2))
@@ -241,7 +241,7 @@ def test_an_expert_without_another_replica_comes_from_the_host(group: Group) -> 
     assert group.detail(1)["frozen"] == ""
 
 
-def test_bytes_that_nobody_has_freeze_the_rank_in_words_and_serving_goes_on(group: Group) -> None:
+def test_unrepairable_slot_freezes_the_rank_and_serving_continues(group: Group) -> None:
     group.records[0, 2].zero_()  # the host's record, of which the peers know nothing
     group.banks[1].live(0, 1).zero_()
 
@@ -268,7 +268,7 @@ def test_memory_that_loses_its_bytes_again_and_again_is_given_up(group: Group) -
     assert group.detail(0)["frozen"] == words
 
 
-def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
+def test_journal_records_damage_and_repair(group: Group) -> None:
     group.banks[1].live(0, 1).zero_()
 
     group.step_until(lambda: bool(group.scrubs("repaired")))
@@ -280,7 +280,7 @@ def test_the_journal_names_what_was_found_and_mended(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", [Setting(num_staging=0)], indirect=True)
-def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
+def test_repair_without_staging_entries_uses_an_empty_slot(
     group: Group,
 ) -> None:
     group.banks[1].live(0, 1).zero_()
@@ -293,7 +293,7 @@ def test_without_staging_entries_the_right_bytes_come_by_way_of_an_empty_slot(
 
 
 @pytest.mark.parametrize("group", [Setting(num_staging=0, start=FULL)], indirect=True)
-def test_a_layer_without_room_for_right_bytes_freezes_its_rank_in_words(group: Group) -> None:
+def test_repair_without_memory_freezes_the_rank_with_a_reason(group: Group) -> None:
     group.banks[1].live(0, 1).zero_()
 
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
@@ -324,7 +324,7 @@ def test_nothing_is_scrubbed_while_a_migration_is_under_way(group: Group) -> Non
     assert group.is_right()
 
 
-def test_a_plan_that_arrives_in_mid_repair_goes_first_and_the_repair_is_made_after_it(
+def test_plan_during_a_repair_is_served_before_the_repair(
     group: Group,
 ) -> None:
     group.gates[0].clear()
@@ -383,7 +383,7 @@ def test_after_an_update_peers_alone_have_the_right_bytes(group: Group) -> None:
     assert HOST not in group.asked[0]
 
 
-def test_after_an_update_bytes_that_no_peer_has_are_lost_in_words(group: Group) -> None:
+def test_bytes_that_no_peer_has_after_an_update_are_reported_lost(group: Group) -> None:
     update_weights(group)
     group.banks[1].live(0, 1).zero_()
     group.step_until(lambda: bool(group.detail(1)["frozen"]))
@@ -396,7 +396,7 @@ def test_after_an_update_bytes_that_no_peer_has_are_lost_in_words(group: Group) 
     assert group.detail(1)["frozen"] == words
 
 
-def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_mended(
+def test_survivor_report_waits_for_the_check_and_stops_repairs(
     group: Group,
 ) -> None:
     group.gates[0].clear()
@@ -416,7 +416,7 @@ def test_last_words_are_said_once_the_look_under_way_has_ended_and_nothing_is_me
         group.agents[0].step()
 
 
-def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -> None:
+def test_survivor_report_is_in_time_while_the_host_is_reading(group: Group) -> None:
     group.gates[0].clear()
     group.banks[0].live(1, 2)[5] ^= 255
     group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
@@ -433,7 +433,7 @@ def test_last_words_come_in_time_while_the_host_is_still_reading(group: Group) -
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
-def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
+def test_disabled_scrubber_checks_no_slot(group: Group) -> None:
     group.banks[0].live(0, 0)[3] ^= 255
     for _ in range(50):
         group.step()
@@ -442,7 +442,7 @@ def test_a_scrubber_that_is_switched_off_never_looks(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", [Setting(0, plan_deadline_s=0.3)], indirect=True)
-def test_a_plan_whose_mover_stands_still_is_dropped_and_the_words_name_it(group: Group) -> None:
+def test_plan_of_a_stalled_mover_is_aborted_and_the_reason_names_it(group: Group) -> None:
     group.gates[0].clear()
     group.offer()
     group.step_until(lambda: group.store.published() is None)
@@ -477,7 +477,7 @@ def test_a_failing_mover_drops_its_plan_and_the_next_one_is_brought(group: Group
 
 
 @pytest.mark.parametrize("group", [Setting(every_steps=0)], indirect=True)
-def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Group) -> None:
+def test_mover_that_fails_twice_freezes_the_rank_and_serving_continues(group: Group) -> None:
     for _ in range(2):
         group.failures[0].append(ValueError("a torn wire"))
         group.offer()
@@ -491,7 +491,7 @@ def test_a_mover_that_fails_twice_freezes_its_rank_and_serving_goes_on(group: Gr
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_without_a_word_is_said_and_weights_can_still_be_updated(
+def test_exited_thread_is_reported_and_weights_can_still_be_updated(
     group: Group,
 ) -> None:
     watcher = group.agents[1]._core.watcher

@@ -160,7 +160,7 @@ def test_a_record_of_several_pieces_comes_whole(start: Start) -> None:
     assert torch.equal(whole, record_of(5, BIG_SCHEMA))
 
 
-def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_ended(
+def test_connection_is_reused_and_reopened_after_it_was_closed(
     start: Start,
 ) -> None:
     rank, asks = start()
@@ -190,7 +190,7 @@ def test_one_connection_serves_many_questions_and_is_opened_anew_once_it_has_end
         ({"offset": -1}, "has 4096 bytes, found a request for 4096 bytes from byte -1 on"),
     ],
 )
-def test_what_is_not_there_is_refused_in_words_and_the_rank_is_not_left_alone(
+def test_refused_request_has_a_reason_and_causes_no_back_off(
     start: Start, changes: dict[str, int], words: str
 ) -> None:
     rank, asks = start()
@@ -230,7 +230,7 @@ def test_bytes_are_void_if_an_update_or_a_swap_began_while_they_were_sent(start:
 
 
 @pytest.mark.parametrize("group", [GroupName("another run", 0), GroupName("run", 1)])
-def test_a_caller_of_another_run_or_membership_is_refused(start: Start, group: GroupName) -> None:
+def test_client_of_another_run_or_membership_is_refused(start: Start, group: GroupName) -> None:
     rank, _ = start()
 
     with (
@@ -240,7 +240,7 @@ def test_a_caller_of_another_run_or_membership_is_refused(start: Start, group: G
         taken(asks)
 
 
-def test_a_stranger_without_the_secret_gets_nothing(start: Start) -> None:
+def test_client_without_the_secret_fails_authentication(start: Start) -> None:
     rank, _ = start()
     settings = replace(rank.settings, secret=b"found on a street corner")
 
@@ -255,7 +255,7 @@ def test_a_stranger_without_the_secret_gets_nothing(start: Start) -> None:
     assert rank.server.num_bytes_sent == 0
 
 
-def test_a_caller_that_takes_the_rank_for_a_host_cache_or_for_another_rank_is_told(
+def test_client_of_another_protocol_or_rank_gets_an_error(
     start: Start,
 ) -> None:
     rank, _ = start()
@@ -271,7 +271,7 @@ def test_a_caller_that_takes_the_rank_for_a_host_cache_or_for_another_rank_is_to
             asks.pull(0, PART, into)
 
 
-def test_a_caller_that_babbles_is_hung_up_on_and_harms_nobody(start: Start) -> None:
+def test_client_with_malformed_requests_is_disconnected_others_are_served(start: Start) -> None:
     rank, asks = start()
     with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
@@ -282,7 +282,7 @@ def test_a_caller_that_babbles_is_hung_up_on_and_harms_nobody(start: Start) -> N
     assert torch.equal(taken(asks), record_of(5))
 
 
-def test_callers_beyond_the_most_are_turned_away_in_words(start: Start) -> None:
+def test_clients_beyond_the_limit_are_refused_with_a_reason(start: Start) -> None:
     rank, asks = start()
     with ExitStack() as stack:
         for _ in range(MAX_CLIENTS):
@@ -327,7 +327,7 @@ def test_a_rank_gives_no_more_than_its_budget(start: Start) -> None:
 # -- death and silence
 
 
-def test_a_rank_that_is_not_there_is_left_alone_and_found_when_it_comes() -> None:
+def test_unreachable_rank_is_in_back_off_and_used_once_reachable() -> None:
     settings = links(2, back_off_s=0.01)
     with closing(OtherRanks(settings, 0, GROUP, SIZE)) as asks:
         with pytest.raises(MigrationError, match=r"rank 1 at .* port .*: cannot connect"):
@@ -454,7 +454,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
         yield started
 
 
-def test_an_expert_comes_from_a_rank_that_is_asked_once_the_host_cache_has_none(
+def test_expert_missing_in_the_host_cache_comes_from_another_rank(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver()
@@ -475,7 +475,7 @@ def test_a_source_killed_in_mid_transfer_is_left_for_the_next_replica(
     assert made.figures().num_retries == 1
 
 
-def test_a_source_that_falls_silent_costs_its_silence_and_is_left_for_the_next_replica(
+def test_stopped_source_times_out_and_the_next_replica_is_used(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver(signal.SIGSTOP)
@@ -489,7 +489,7 @@ def test_a_source_that_falls_silent_costs_its_silence_and_is_left_for_the_next_r
     assert made.figures().num_retries == 2
 
 
-def test_wrong_bytes_are_refused_by_their_digest_and_their_slot_is_not_read_again(
+def test_wrong_digest_quarantines_the_slot(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver(corrupt=255)
@@ -510,7 +510,9 @@ def test_ranks_that_give_nothing_are_passed_over_however_many(
     assert made.figures().num_retries == 4
 
 
-def test_when_nobody_has_it_each_is_named(receiver: Callable[..., Receiver]) -> None:
+def test_record_on_no_host_is_an_error_that_names_each_host(
+    receiver: Callable[..., Receiver],
+) -> None:
     made = receiver()
 
     with pytest.raises(MigrationError) as refusal:
@@ -530,7 +532,7 @@ FULL = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
 TRADED = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]]), num_experts=4)
 
 
-def test_ranks_are_asked_after_the_host_and_mapped_peers_never_over_the_network() -> None:
+def test_network_ranks_come_after_the_host_and_mapped_peers() -> None:
     everybody = frozenset(range(4))
     sources = Sources(0, UNMAPPED, frozenset([0, 1]), frozenset, reachable=everybody)
     mapped = Place(Source.PEER, 1, 1)
@@ -544,7 +546,7 @@ def test_ranks_are_asked_after_the_host_and_mapped_peers_never_over_the_network(
     assert dead.choose(WANTED, HELD, (HOST,), 0) == (far[1],)
 
 
-def test_a_slot_that_an_earlier_transaction_frees_is_not_read_though_its_bytes_are_still_there(
+def test_slot_freed_by_an_earlier_transaction_is_not_read(
     start: Start,
 ) -> None:
     pace = Pace(mode="flip", spare_slots=1, staging_experts=0)
@@ -702,7 +704,7 @@ def test_after_an_update_experts_move_between_hosts_that_share_nothing(
     assert found == [(True, [True, True], {"other_rank": 2 * SIZE}, 0)] * 2
 
 
-def test_without_links_such_a_move_is_dropped_in_words_and_serving_goes_on(
+def test_move_without_links_is_aborted_and_serving_continues(
     run_ranks: Callable[..., list[Any]], small_checkpoint: Checkpoint, small_model: ModelShape
 ) -> None:
     def serve(rank: int) -> tuple[list[str], bool]:

@@ -182,7 +182,7 @@ def test_a_vote_is_late_until_the_last_rank_has_cast_it(run_voters: RunVoters) -
     assert results == [[late, late, value, value]] * 2 + [[value, value]]
 
 
-def test_a_vote_that_ends_as_its_time_runs_out_is_late_or_good_but_never_broken(
+def test_vote_that_ends_at_its_deadline_is_never_broken(
     run_voters: RunVoters,
 ) -> None:
     # A time-out and a failure look alike to gloo's caller. Rank 1 casts about when rank 0 gives up.
@@ -355,7 +355,7 @@ def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None
     assert not pulling.pull((1, 3), last_of_three).any()  # another layer
 
 
-def test_a_peer_out_of_reach_is_refused_in_words(pulling: Pulling) -> None:
+def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
     transport = pulling.transport
     assert transport.readable | transport.reachable == {0, 1}
 
@@ -379,7 +379,7 @@ def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
         pulling.transport.preload([(1, 9)], DEADLINE_S)
 
 
-def test_a_dead_peer_s_slots_stay_readable_to_who_had_attached(small_schema: ExpertSchema) -> None:
+def test_slots_of_a_dead_peer_stay_readable_where_attached(small_schema: ExpertSchema) -> None:
     mine = ExpertBank(small_schema, 2, 2, num_staging=4)
     into = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
     with peer_process(small_schema) as (handle, write):
@@ -401,7 +401,7 @@ def test_a_peer_of_another_size_is_refused(small_schema: ExpertSchema) -> None:
         PeerBank(peer.handle, mine, 2)
 
 
-def test_nobody_can_write_into_a_peer_s_slots(small_schema: ExpertSchema) -> None:
+def test_peer_slots_are_mapped_read_only(small_schema: ExpertSchema) -> None:
     bank = ExpertBank(small_schema, 1, 1, num_staging=0)
 
     attached = attach(bank.handle, small_schema.record_bytes)
@@ -446,7 +446,7 @@ def test_replicas_of_different_bytes_are_refused_on_every_rank(
     assert all(str(sentence).startswith(refusal) for sentence in told)
 
 
-def test_a_rank_that_dies_before_it_agrees_is_told_in_words(run_ranks: RunRanks) -> None:
+def test_rank_death_during_the_digest_agreement_is_an_error(run_ranks: RunRanks) -> None:
     def agree(rank: int) -> object:
         dist.barrier()  # it dies among ranks that are connected
         return "dead" if rank == 1 else agreeing(rank, {})

@@ -154,7 +154,7 @@ def test_a_record_of_another_version_is_refused(version: int) -> None:
         sample_from_bytes(bytes(record))
 
 
-def test_a_reader_of_version_1_refuses_version_2_in_words() -> None:
+def test_reader_of_version_1_rejects_version_2() -> None:
     record = sample_to_bytes(make_sample(), 2)
 
     with pytest.raises(UnknownVersion, match="a sample record has version 2, expected 1"):

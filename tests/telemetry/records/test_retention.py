@@ -152,7 +152,7 @@ def test_late_and_disordered_samples_count_as_long_as_their_minute_is_kept(
     assert (turn.minutes, turn.standing, turn.samples) == (1, 1, 3)
 
 
-def test_samples_that_do_not_fit_their_run_are_left_out_and_counted(store: LoadStore) -> None:
+def test_samples_that_do_not_fit_their_run_are_excluded_and_counted(store: LoadStore) -> None:
     started(store)
     store.begin_run(RunInfo("run-3", 6.0, {"no": "model"}, {}, 10))
     store.append([make_sample(0, 0, time=0.0), make_sample(7, 0, time=0.0)])

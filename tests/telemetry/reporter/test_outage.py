@@ -158,7 +158,7 @@ def test_an_impossible_sample_is_refused_and_holds_up_no_other(
     reporter.close(TIMEOUT_S)
 
 
-def test_a_sample_that_only_the_store_finds_impossible_holds_up_no_other_for_long(
+def test_sample_rejected_by_the_store_does_not_block_others(
     tmp_path: Path, store: SqliteStore
 ) -> None:
     with closing(sqlite3.connect(tmp_path / "store.sqlite")) as other:
@@ -264,7 +264,7 @@ def test_five_ranks_killed_at_random_moments_lose_nothing_they_had_secured(
 
 
 @pytest.mark.slow
-def test_a_hundred_ranks_killed_at_random_moments_lose_nothing_they_had_secured(
+def test_hundred_ranks_killed_at_random_lose_no_secured_sample(
     tmp_path: Path, store: SqliteStore
 ) -> None:
     kill_ranks(tmp_path, store, 100)

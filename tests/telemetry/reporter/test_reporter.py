@@ -100,7 +100,7 @@ def test_offering_does_not_wait_for_a_store_that_hangs() -> None:
         assert stored_sequences(store) == list(range(10))
 
 
-def test_the_oldest_samples_are_dropped_when_the_queue_is_full_and_the_gap_shows() -> None:
+def test_full_queue_drops_the_oldest_samples_and_shows_the_gap() -> None:
     store = GatedStore()
     reporter = Reporter(store, capacity=3)
     store.gate.clear()
@@ -135,7 +135,7 @@ def test_samples_survive_a_store_that_fails_for_a_while() -> None:
         assert reporter.stats().dropped == 0
 
 
-def test_flushing_into_a_dead_store_says_how_many_samples_were_not_stored() -> None:
+def test_flush_with_a_dead_store_reports_the_unstored_samples() -> None:
     store = GatedStore()
     store.failing = True
     reporter = Reporter(store)
@@ -172,7 +172,7 @@ def test_a_state_without_samples_is_written_on_its_own() -> None:
         assert written.wait(TIMEOUT_S)
 
 
-def test_a_sample_of_another_deployment_does_not_raise_on_the_step_path_but_is_told() -> None:
+def test_sample_of_another_deployment_is_counted_off_the_step_path() -> None:
     reporter = Reporter(MemoryStore("demo"))
 
     reporter.offer(make_sample(0, deployment="other"))

@@ -373,7 +373,7 @@ class Life:
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps=st.lists(STEPS, min_size=4, max_size=25))
-def test_no_interleaving_of_outages_and_deaths_loses_a_sample_or_stores_it_twice(
+def test_outages_and_deaths_in_any_order_lose_and_repeat_no_sample(
     tmp_path: Path, steps: list[str]
 ) -> None:
     life = Life(Path(tempfile.mkdtemp(dir=tmp_path)))

@@ -224,7 +224,7 @@ def make_record(membership: int, **changes: Any) -> Recovery:
     return Recovery(membership, **(fields | changes))
 
 
-def test_last_words_are_read_by_run_and_membership(store: LoadStore) -> None:
+def test_survivor_reports_are_read_by_run_and_membership(store: LoadStore) -> None:
     for words in (make_words(2), make_words(0), make_words(2, swapped=2)):
         store.add_survivor_report(words)
     store.add_survivor_report(make_words(1, membership=3))
@@ -258,7 +258,7 @@ def test_of_records_written_at_once_one_stands(store: LoadStore) -> None:
     assert kinds(store) == ["recovery"]
 
 
-def test_a_later_group_has_a_record_of_its_own(store: LoadStore) -> None:
+def test_later_group_has_its_own_recovery_record(store: LoadStore) -> None:
     store.recover(make_record(1), expected_membership=0)
     later = make_record(3, run="run-2")
 
@@ -305,7 +305,7 @@ def test_a_change_wakes_a_waiting_thread(
         assert waiting.result(TIMEOUT_S) > before
 
 
-def test_samples_and_rank_states_wake_nobody(store: LoadStore) -> None:
+def test_samples_and_rank_states_end_no_wait(store: LoadStore) -> None:
     before = store.version()
 
     store.append([make_sample(0, 0)])
@@ -315,7 +315,7 @@ def test_samples_and_rank_states_wake_nobody(store: LoadStore) -> None:
     assert store.wait(before, timeout_s=0.05) == before
 
 
-def test_closing_ends_a_wait_and_a_closed_store_says_so(store: LoadStore) -> None:
+def test_close_ends_a_wait_and_later_calls_are_errors(store: LoadStore) -> None:
     failed = threading.Event()
 
     def wait() -> None:

@@ -58,7 +58,7 @@ def test_while_one_holds_the_lease_another_gets_none(open_stores: OpenStore) -> 
     assert elsewhere.lease() == lease
 
 
-def test_of_many_who_ask_at_once_one_gets_it(store: LoadStore) -> None:
+def test_one_of_many_concurrent_requests_gets_the_lease(store: LoadStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         asked = list(pool.map(lambda n: store.acquire_lease(str(n), LONG_S), range(8)))
 
@@ -85,7 +85,7 @@ def test_a_lease_that_ran_out_is_renewed_with_its_token(
     assert acquired(store, "one").token == first.token
 
 
-def test_whoever_takes_it_over_gets_a_greater_token(store: LoadStore, pass_time: PassTime) -> None:
+def test_takeover_of_a_lease_gets_a_greater_token(store: LoadStore, pass_time: PassTime) -> None:
     tokens = []
     for holder in ("one", "two", "one"):
         tokens.append(acquired(store, holder, SHORT_S).token)
@@ -153,7 +153,7 @@ JUMPS = pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "ahead
 
 
 @JUMPS
-def test_a_clock_that_is_set_takes_the_lease_from_nobody_who_renews_it(
+def test_clock_change_does_not_end_a_renewed_lease(
     open_stores: OpenStore, store_clock: StoreClock, pass_time: PassTime, jump_s: float
 ) -> None:
     leader, challenger = open_stores("demo"), open_stores("demo")
@@ -168,7 +168,7 @@ def test_a_clock_that_is_set_takes_the_lease_from_nobody_who_renews_it(
 
 
 @JUMPS
-def test_after_a_clock_is_set_and_the_leader_died_another_leads_in_one_lease_time(
+def test_standby_leads_within_one_ttl_although_the_clock_was_set(
     open_stores: OpenStore, store_clock: StoreClock, pass_time: PassTime, jump_s: float
 ) -> None:
     leader, challenger = open_stores("demo"), open_stores("demo")
@@ -223,7 +223,7 @@ def test_the_holder_writes(store: LoadStore, write: Write) -> None:
 
 
 @EVERY_WRITE
-def test_a_lease_that_ran_out_and_that_nobody_took_still_writes(
+def test_expired_lease_without_a_takeover_still_writes(
     store: LoadStore, write: Write, pass_time: PassTime
 ) -> None:
     lease = acquired(store, "one", SHORT_S)

@@ -200,7 +200,7 @@ def record_of(migration: Migration, **changes: Any) -> Recovery:
     return Recovery(**(fields | changes))
 
 
-def test_a_plan_that_survivors_dropped_is_aborted_and_a_dead_ranks_late_commit_refused(
+def test_plan_dropped_by_survivors_rejects_the_late_commit_of_a_dead_rank(
     store: LoadStore,
 ) -> None:
     migration = with_open_migration(store)
@@ -217,7 +217,7 @@ def test_a_plan_that_survivors_dropped_is_aborted_and_a_dead_ranks_late_commit_r
     assert committed.placement.generation == 1
 
 
-def test_survivors_who_roll_a_plan_forward_commit_it_themselves(store: LoadStore) -> None:
+def test_survivors_that_roll_a_plan_forward_commit_it(store: LoadStore) -> None:
     migration = with_open_migration(store)
     target = migration.target
     record = record_of(migration, generation=target.generation, applied=1)

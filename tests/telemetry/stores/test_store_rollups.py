@@ -57,7 +57,7 @@ def test_a_repeated_roll_up_is_kept_once_and_the_first_stands(store: LoadStore) 
     assert same(found[0], first)
 
 
-def test_runs_phases_and_lengths_are_told_apart(store: LoadStore) -> None:
+def test_roll_ups_are_separate_by_run_phase_and_length(store: LoadStore) -> None:
     others: list[dict[str, Any]] = [{"run": "run-2"}, {"phase": "prefill"}, {"seconds": HOUR}]
     rollups = [make_rollup(3600.0), *(make_rollup(3600.0, **other) for other in others)]
 
@@ -86,7 +86,7 @@ def test_roll_ups_of_a_length_are_forgotten_once_they_ended(store: LoadStore) ->
     assert starts(store.rollups(HOUR)) == [0.0]
 
 
-def test_roll_ups_wake_nobody(store: LoadStore) -> None:
+def test_roll_ups_end_no_wait(store: LoadStore) -> None:
     before = store.version()
 
     store.add_rollups([make_rollup(0.0)])
@@ -94,7 +94,7 @@ def test_roll_ups_wake_nobody(store: LoadStore) -> None:
     assert store.version() == before
 
 
-def test_all_but_the_latest_events_are_forgotten_and_ids_go_on(store: LoadStore) -> None:
+def test_old_events_are_pruned_and_ids_continue(store: LoadStore) -> None:
     ids = [store.add_event("note", {"n": n}) for n in range(5)]
     version = store.version()
 

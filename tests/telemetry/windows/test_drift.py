@@ -39,7 +39,7 @@ def joined(*parts: LoadHistory) -> LoadHistory:
 # -- distances
 
 
-def test_the_divergence_is_0_of_the_same_profile_and_1_of_profiles_that_share_no_expert() -> None:
+def test_divergence_is_0_for_equal_and_1_for_disjoint_profiles() -> None:
     half, other_half = np.array([[5, 5, 0, 0]]), np.array([[0, 0, 9, 9]])
 
     assert js_divergence(half, 3 * half).tolist() == [0.0]
@@ -53,7 +53,7 @@ def test_the_divergence_is_the_same_both_ways_and_as_worked_out_by_hand() -> Non
     assert js_divergence(two, one) == pytest.approx(js_divergence(one, two))
 
 
-def test_an_idle_layer_has_even_shares_and_tells_nothing() -> None:
+def test_idle_layer_has_even_shares_and_no_weight() -> None:
     idle, busy = np.zeros((1, 4), dtype=np.int64), np.array(ONE_HOT)
 
     assert shares_of(idle).tolist() == [[0.25] * 4]
@@ -246,19 +246,19 @@ def test_a_plan_looks_at_the_latest_windows() -> None:
     assert planning_history(load, last=4).first_step.tolist() == [8, 9, 10, 11]
 
 
-def test_after_a_change_a_plan_forgets_what_was_before() -> None:
+def test_plan_after_a_change_uses_no_earlier_window() -> None:
     load = joined(steady(10), steady(2, seed=1))
 
     assert planning_history(load, last=4).first_step.tolist() == [10, 11]
 
 
-def test_a_change_long_ago_leaves_all_the_windows_that_a_plan_wants() -> None:
+def test_change_long_ago_leaves_all_windows_of_a_plan() -> None:
     load = joined(steady(5), steady(9, seed=1))
 
     assert planning_history(load, last=4).num_windows == 4
 
 
-def test_forgetting_the_load_before_a_change_saves_moves_and_imbalance() -> None:
+def test_ignoring_load_before_a_change_saves_moves_and_imbalance() -> None:
     moves, imbalance = {}, {}
     for cuts in (False, True):
         found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(3)]

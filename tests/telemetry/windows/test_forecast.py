@@ -46,7 +46,7 @@ def said(forecaster: Forecaster, history: LoadHistory) -> list[float]:
 # -- each way to say it
 
 
-def test_persistence_says_the_last_window() -> None:
+def test_persistence_forecasts_the_last_window() -> None:
     assert said(LastWindow(), load([9, 1], [60, 40])) == [0.6, 0.4]
 
 
@@ -59,14 +59,14 @@ def test_an_ewma_halves_the_weight_of_a_window_with_its_half_life() -> None:
     assert said(Ewma(2.0), load([10, 0], [0, 10], [0, 10])) == pytest.approx([0.2265, 0.7735], 1e-3)
 
 
-def test_the_mean_since_a_change_forgets_what_was_before() -> None:
+def test_mean_since_a_change_ignores_earlier_windows() -> None:
     history = load(*[[9000, 1000]] * 6, [2000, 8000], [2100, 7900])
 
     assert said(SinceChange(), history.first(6)) == [0.9, 0.1]
     assert said(SinceChange(), history) == [0.205, 0.795]
 
 
-def test_a_day_profile_says_what_earlier_days_were_at_that_time() -> None:
+def test_day_profile_gives_the_load_of_earlier_days_at_that_time() -> None:
     three_days = load(*[[90, 10], [10, 90], [50, 50]] * 3)
 
     assert said(DayProfile(period=3), three_days) == [0.9, 0.1]

@@ -75,7 +75,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), MALFORMED)
-def test_a_malformed_sample_is_counted_and_the_rest_goes_on(
+def test_malformed_sample_is_counted_and_the_others_are_folded(
     changes: dict[str, Any], reason: str
 ) -> None:
     intake = make_intake()
@@ -96,7 +96,7 @@ def test_a_sample_that_overlaps_another_is_malformed() -> None:
     assert nonzero(intake) == {"accepted": 4, "malformed": 1}
 
 
-def test_a_clock_far_ahead_is_told_and_a_clock_a_little_ahead_is_not() -> None:
+def test_clock_far_ahead_is_reported_and_one_slightly_ahead_is_not() -> None:
     intake = make_intake()
 
     intake.take([make_sample(0, 0, time=NOW + 60.0), make_sample(1, 0, time=NOW + 61.0)], NOW)
@@ -159,7 +159,7 @@ def test_a_late_sample_from_before_the_swap_is_not_stale() -> None:
     assert nonzero(intake) == {"accepted": 5}
 
 
-def test_one_rank_with_a_wild_generation_makes_nobody_else_stale() -> None:
+def test_rank_with_a_wrong_generation_does_not_make_others_stale() -> None:
     intake = make_intake()
     intake.take([make_sample(0, 0, generation=2**60)], NOW)
 
@@ -168,7 +168,7 @@ def test_one_rank_with_a_wild_generation_makes_nobody_else_stale() -> None:
     assert intake.counts()["stale"] == 0
 
 
-def test_windows_of_seconds_go_through_the_same_door() -> None:
+def test_windows_of_seconds_use_the_same_intake() -> None:
     folder = TimeFolder(5.0, num_ranks=4, num_experts=2, num_layers=1)
     intake = Intake(folder, RUN)
 

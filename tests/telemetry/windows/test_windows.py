@@ -46,7 +46,7 @@ def test_replicas_of_an_expert_are_summed_over_ranks() -> None:
     assert window.is_complete
 
 
-def test_a_silent_rank_makes_its_window_incomplete() -> None:
+def test_missing_rank_makes_its_window_incomplete() -> None:
     first, second = folded(
         make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1]), make_sample(0, 10, [1, 1])
     )
@@ -105,7 +105,7 @@ def test_order_and_repeats_change_nothing(order: list[int], repeats: list[int]) 
         assert window.is_complete
 
 
-def test_only_the_latest_windows_are_kept_and_older_samples_are_counted_as_too_late() -> None:
+def test_only_the_latest_windows_are_kept_and_older_samples_are_late() -> None:
     folder = WindowFolder(10, 2, 3, keep=2)
     for first_step in (0, 10, 20):
         folder.add(make_sample(0, first_step, [1, 1]))
@@ -174,7 +174,7 @@ def test_history_takes_the_last_complete_windows() -> None:
     assert result.phase == "decode"
 
 
-def test_windows_left_out_are_named_with_the_ranks_that_miss() -> None:
+def test_excluded_windows_are_named_with_their_missing_ranks() -> None:
     windows = folded(make_sample(0, 0, [1, 1]), make_sample(0, 10, [1, 1]))
 
     assert history(windows, last=3) is None

@@ -68,14 +68,14 @@ def test_tls_takes_the_names_of_files() -> None:
         ("unix://u:secret@", "names no socket file"),
     ],
 )
-def test_what_cannot_be_used_is_told_without_the_password(url: str, words: str) -> None:
+def test_unusable_url_is_an_error_without_the_password(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         parse_address(url)
 
     assert "sec" not in str(caught.value)
 
 
-def test_an_unknown_scheme_is_told_without_the_password() -> None:
+def test_unknown_scheme_is_an_error_without_the_password() -> None:
     with pytest.raises(ConfigError, match=r"unknown store 'mysql://u@host/x'") as caught:
         open_store("mysql://u:secret@host/x?y=secret", "demo")
 

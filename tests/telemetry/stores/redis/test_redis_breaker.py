@@ -43,7 +43,7 @@ def test_failures_in_a_row_open_it(breaker: Breaker) -> None:
     assert breaker.num_opened == 1
 
 
-def test_a_success_between_failures_starts_the_count_anew(breaker: Breaker) -> None:
+def test_success_between_failures_resets_the_count(breaker: Breaker) -> None:
     fail(breaker, 2)
     breaker.succeed()
     fail(breaker, 2)

@@ -119,14 +119,14 @@ def test_a_slot_that_moves_to_another_node_under_writes_loses_nothing(
         assert owner(redis_cluster, "moving") is target
 
 
-def test_a_cluster_where_nobody_is_is_told(redis_cluster: RedisClusterProcesses) -> None:
+def test_unreachable_cluster_is_reported(redis_cluster: RedisClusterProcesses) -> None:
     address = replace(redis_cluster.address, hosts=(("127.0.0.1", 1),), limits=HASTY)
 
     with pytest.raises(StoreError, match=r"redis\+cluster://127\.0\.0\.1:1 cannot be reached"):
         RedisStore(address, "demo")
 
 
-def test_a_wrong_password_for_a_cluster_is_told(redis_cluster: RedisClusterProcesses) -> None:
+def test_wrong_password_for_a_cluster_is_an_error(redis_cluster: RedisClusterProcesses) -> None:
     address = replace(redis_cluster.address, username="nobody", password="wrong-secret")
 
     with pytest.raises(StoreError, match="refuses the login") as caught:
@@ -162,7 +162,7 @@ def cluster(tmp_path: Path) -> Iterator[RedisClusterProcesses]:
 
 
 @pytest.mark.slow
-def test_a_cluster_without_a_node_is_told_and_used_again_on_its_return(
+def test_cluster_with_a_missing_node_is_reported_and_used_after_recovery(
     cluster: RedisClusterProcesses,
 ) -> None:
     address = replace(cluster.address, limits=replace(HASTY, breaker_failures=1_000_000))

@@ -249,7 +249,7 @@ def check_whole(store: RedisStore) -> None:
 
 
 @pytest.mark.parametrize("torn", [writes_torn, commits_torn, queues_torn])
-def test_a_change_torn_at_any_command_of_its_transaction_leaves_a_whole_store(
+def test_change_torn_at_any_command_leaves_a_consistent_store(
     tmp_path: Path, torn: Callable[[RedisStore], None]
 ) -> None:
     with synced(tmp_path / "redis", "always") as server:

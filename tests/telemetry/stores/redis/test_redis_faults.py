@@ -128,7 +128,7 @@ def test_a_server_that_is_too_old_or_no_redis_is_refused(info: str, words: str) 
 # -- logins
 
 
-def test_a_wrong_password_is_told_and_none_is_shown(
+def test_wrong_password_is_an_error_without_the_password(
     server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -173,7 +173,7 @@ def test_the_user_of_the_docs_may_do_all_that_a_store_does(server: RedisProcess)
         assert store.durability == "everysec"
 
 
-def test_a_user_without_a_permission_is_told_so(server: RedisProcess) -> None:
+def test_missing_permission_is_an_error(server: RedisProcess) -> None:
     server.ask("ACL SETUSER", "rank", *WRITER.replace(" +xadd", "").split())
     server.ask("ACL SETUSER", "half", *WRITER.replace(" +config|get", "").split())
 
@@ -186,7 +186,7 @@ def test_a_user_without_a_permission_is_told_so(server: RedisProcess) -> None:
         assert store.durability == "unknown"
 
 
-def test_who_may_not_listen_waits_all_the_same(
+def test_user_without_subscribe_polls_instead(
     server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.ask("ACL SETUSER", "rank", *WRITER.replace(" +subscribe", "").split())
@@ -253,7 +253,7 @@ def test_a_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
         starting.join(TIMEOUT_S)
 
 
-def test_a_server_that_stands_still_is_left_alone_until_it_answers(server: RedisProcess) -> None:
+def test_stopped_server_opens_the_breaker_until_it_responds(server: RedisProcess) -> None:
     with opened(server.address, HASTY) as store:
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
@@ -285,7 +285,7 @@ def answers_again(store: RedisStore) -> int:
             threading.Event().wait(0.02)
 
 
-def test_a_server_that_is_killed_is_told_and_used_again_on_its_return(
+def test_killed_server_is_an_error_and_used_after_its_restart(
     server: RedisProcess,
 ) -> None:
     with opened(server.address, HASTY) as store:
@@ -327,7 +327,7 @@ def test_a_wait_survives_the_loss_of_its_connection(server: RedisProcess) -> Non
         assert found == [other.version()]
 
 
-def test_an_address_where_nobody_is_is_told(server: RedisProcess) -> None:
+def test_unreachable_address_is_an_error(server: RedisProcess) -> None:
     server.kill()
 
     with pytest.raises(StoreError, match=rf"redis://127\.0\.0\.1:{server.port}/0 cannot be reach"):
@@ -337,7 +337,7 @@ def test_an_address_where_nobody_is_is_told(server: RedisProcess) -> None:
 # -- one server or a cluster
 
 
-def test_a_node_of_a_cluster_is_told_from_a_server(redis_cluster: RedisClusterProcesses) -> None:
+def test_cluster_node_under_a_server_url_is_an_error(redis_cluster: RedisClusterProcesses) -> None:
     found = []
     for node in redis_cluster.nodes:
         try:
@@ -350,7 +350,7 @@ def test_a_node_of_a_cluster_is_told_from_a_server(redis_cluster: RedisClusterPr
     assert all("is a node of a cluster, expected a URL redis+cluster://" in told for told in found)
 
 
-def test_a_server_is_told_from_a_cluster(redis_server: RedisProcess) -> None:
+def test_server_under_a_cluster_url_is_an_error(redis_server: RedisProcess) -> None:
     with pytest.raises(StoreError, match="is not a cluster, expected a URL redis:// for it"):
         RedisStore(redis_server.url.replace("redis:", "redis+cluster:"), "demo")
 

@@ -78,7 +78,7 @@ def test_samples_in_any_order_and_number_are_each_stored_once(
     assert sum(store.sample_counts("run-1").values()) == len(known)
 
 
-def test_a_spool_that_is_replayed_after_newer_samples_loses_and_doubles_nothing(
+def test_spool_replayed_after_newer_samples_loses_and_repeats_nothing(
     store: RedisStore,
 ) -> None:
     store.append([make_sample(0, n) for n in range(10)])
@@ -91,7 +91,7 @@ def test_a_spool_that_is_replayed_after_newer_samples_loses_and_doubles_nothing(
     assert store.link.read("HGET", key(store, "seen:run-1"), 0) == b"50 0:49"
 
 
-def test_what_was_pruned_is_still_told_as_a_repeat(store: RedisStore) -> None:
+def test_repeat_of_a_pruned_sample_is_still_detected(store: RedisStore) -> None:
     store.append([make_sample(0, n) for n in range(4)])
     store.prune(3.0)
 
@@ -151,7 +151,7 @@ def test_a_sequence_that_lua_cannot_count_is_refused_and_nothing_is_stored(
 # -- scripts and retries
 
 
-def test_scripts_that_the_server_has_forgotten_are_sent_anew(store: RedisStore) -> None:
+def test_scripts_missing_on_the_server_are_sent_again(store: RedisStore) -> None:
     store.add_event("note", {})
     store.link.ask("", "SCRIPT FLUSH")
 
@@ -283,7 +283,7 @@ def test_a_lease_ends_by_the_watcher_s_own_clock(store: RedisStore) -> None:
 # -- waiting, and where it is
 
 
-def test_a_change_in_another_store_object_is_heard_of(
+def test_change_in_another_store_object_ends_the_wait(
     store: RedisStore, address: RedisAddress
 ) -> None:
     before = store.version()
@@ -307,7 +307,7 @@ def test_all_keys_of_a_deployment_lie_in_one_slot(redis_cluster: RedisClusterPro
     assert [len(held) > 0 for held in names if isinstance(held, list)].count(True) == 1
 
 
-def test_open_store_knows_redis_and_says_what_it_promises(redis_server: RedisProcess) -> None:
+def test_open_store_accepts_redis_and_reports_durability(redis_server: RedisProcess) -> None:
     with closing(open_store(f"{redis_server.url}/1?prefix=opened", "demo")) as store:
         assert isinstance(store, RedisStore)
         assert store.durability == "none"

@@ -99,9 +99,7 @@ def as_version(wanted: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 5, 6])
-def test_a_file_of_an_older_version_is_brought_up_to_date_and_keeps_all_it_holds(
-    path: Path, version: int
-) -> None:
+def test_file_of_an_older_version_is_migrated_without_loss(path: Path, version: int) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(3)])
         store.add_event("note", {"n": 1})
@@ -175,7 +173,7 @@ def test_a_truncated_store_is_refused(path: Path, kept: float) -> None:
         SqliteStore(path, "demo")
 
 
-def test_a_folder_that_is_not_there_and_a_path_that_is_a_folder_are_told(tmp_path: Path) -> None:
+def test_missing_folder_and_path_of_a_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"found no folder .*/nowhere, expected it to exist"):
         SqliteStore(tmp_path / "nowhere" / "store.sqlite", "demo")
     with pytest.raises(StoreError, match="found a folder, expected a file or nothing"):
@@ -190,7 +188,7 @@ def test_a_store_that_was_removed_while_open_is_not_written_on(path: Path) -> No
             store.append([make_sample(0)])
 
 
-def test_a_new_file_left_by_a_process_that_died_before_the_tables_is_completed(path: Path) -> None:
+def test_file_of_a_process_killed_before_the_tables_is_completed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("PRAGMA journal_mode = WAL")
 
@@ -282,7 +280,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, f
         assert store.events() == []
 
 
-def test_a_full_store_is_told_in_words_and_takes_more_once_there_is_room(path: Path) -> None:
+def test_full_store_is_an_error_until_there_is_room(path: Path) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(50)])
         # SQLite's own limit stands in for a disk: the error that it raises is the same.

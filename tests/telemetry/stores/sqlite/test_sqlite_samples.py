@@ -64,7 +64,7 @@ def test_a_reader_does_not_stop_at_a_page_that_is_damaged_all_through(six_sample
         assert sequences(store.samples("run-1", limit=2)) == [4, 5]
 
 
-def test_a_reader_who_waits_at_a_damaged_end_sees_what_follows(six_samples: Path) -> None:
+def test_reader_at_a_corrupted_end_sees_later_records(six_samples: Path) -> None:
     damage(six_samples, 4, 5)
     with closing(SqliteStore(six_samples, "demo")) as store:
         cursor, _ = store.samples("run-1")[-1]

@@ -189,7 +189,7 @@ def test_a_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
         assert len(store.events()) == 1
 
 
-def test_a_locked_store_is_told_and_readers_go_on(path: Path) -> None:
+def test_locked_store_is_an_error_for_writers_and_readers_continue(path: Path) -> None:
     with (
         closing(SqliteStore(path, "demo", busy_timeout_s=0.1)) as store,
         closing(sqlite3.connect(path, isolation_level=None)) as other,
