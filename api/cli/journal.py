@@ -25,10 +25,10 @@ STYLES = {
     "swap ordered": "cyan",
     "committed": "green",
     "aborted": "yellow",
-    "wants abort": "yellow",
+    "abort requested": "yellow",
     "frozen": "yellow",
-    "death seen": "red",
-    "last words": "red",
+    "death detected": "red",
+    "survivor report": "red",
     "recovery": "magenta",
 }
 
