@@ -92,8 +92,8 @@ def run_rank(
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
     """Agree with the other survivors on one placement, and end with them.
 
-    A peer that is late without end is not told from one that is dead: who writes no survivor report in
-    time is left behind. What goes wrong here is told and no more: a start of all ranks is right
+    A peer that is late without end is not told from one that is dead: who writes no survivor
+    report in time is left behind. What goes wrong here is told and no more: a start of all ranks is right
     without it, because it loads every slot anew from the placement that the store names.
     """
     try:
