@@ -167,23 +167,23 @@ class ForkedProcess:
         self._process.start()
         theirs.close()
 
-    def hears(self) -> Any:
+    def receive(self) -> Any:
         """Wait for what it says next."""
         assert self._pipe.poll(FORKED_DEADLINE_S), f"it said nothing in {FORKED_DEADLINE_S} s"
         return self._pipe.recv()
 
-    def last_words(self) -> list[Any]:
+    def remaining(self) -> list[Any]:
         """Return what it said before its end, and nobody heard yet."""
         heard = []
         while True:
             try:
-                heard.append(self.hears())
+                heard.append(self.receive())
             except EOFError:
                 return heard
 
-    def tells(self, words: object) -> None:
+    def send(self, message: object) -> None:
         """Send it something."""
-        self._pipe.send(words)
+        self._pipe.send(message)
 
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
@@ -428,7 +428,7 @@ class DemoProcess:
             self._is_silent = True
             self._said.notify_all()
 
-    def hears(self, words: str) -> str:
+    def wait_for_line(self, words: str) -> str:
         """Wait for a line with these words, and return it."""
 
         def found() -> list[str]:
@@ -441,7 +441,7 @@ class DemoProcess:
 
     def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
         """Wait until it serves and ``look`` finds something in the store; return that."""
-        self.hears(" ranks, ")
+        self.wait_for_line(" ranks, ")
         deadline = time.monotonic() + DEMO_DEADLINE_S
         version = -1
         with closing(open_store(self.state_dir / "store.sqlite", "demo")) as store:

@@ -69,7 +69,7 @@ def outcome_of(folder: Path, attack: Callable[[FaultyDemo], str]) -> Outcome:
             return Outcome(False, str(exc))
         status = demo.halt()
         if status:
-            return Outcome(False, f"{figure}; status {status}: {demo.last_words()}")
+            return Outcome(False, f"{figure}; status {status}: {demo.last_output()}")
         summary: dict[str, Any] = json.loads(demo.json_path.read_text())
     checks, wrong = summary["reference_checks"], summary["reference_failures"]
     shown = f"{figure}; {wrong} of {checks} answers wrong, {summary['unserved_s']} s without tokens"

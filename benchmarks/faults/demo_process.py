@@ -119,7 +119,7 @@ class FaultyDemo:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(END_DEADLINE_S)
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last line that it said on its error stream."""
         lines = self.errors_path.read_text().splitlines()
         return lines[-1] if lines else "nothing"
@@ -142,7 +142,7 @@ class FaultyDemo:
         deadline = time.monotonic() + deadline_s
         while not (found := look()):
             if self.process.poll() is not None:
-                raise Ended(f"status {self.process.returncode}: {self.last_words()}")
+                raise Ended(f"status {self.process.returncode}: {self.last_output()}")
             if time.monotonic() >= deadline:
                 raise TooLate(f"no {what} within {deadline_s:.0f} s")
             time.sleep(POLL_S)  # steps and reports are no events of the store

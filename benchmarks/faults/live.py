@@ -148,7 +148,7 @@ def halted(demo: FaultyDemo) -> dict[str, Any]:
     """Halt the demo as a user would, and return what its summary says of right and wrong."""
     status = demo.halt()
     if status:
-        return {"status": status, "why": demo.last_words()}
+        return {"status": status, "why": demo.last_output()}
     summary = json.loads(demo.json_path.read_text())
     names = ("reference_checks", "reference_failures", "samples_lost", "deaths", "unserved_s")
     return {"status": 0} | {name: summary[name] for name in names}

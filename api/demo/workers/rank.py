@@ -92,9 +92,9 @@ def run_rank(
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
     """Agree with the other survivors on one placement, and end with them.
 
-    A peer that is late without end is not told from one that is dead: who writes no survivor
-    report in time is left behind. What goes wrong here is told and no more: a start of all ranks is right
-    without it, because it loads every slot anew from the placement that the store names.
+    A peer that is late without end cannot be distinguished from a dead one: a rank without a
+    survivor report in time is excluded. A failure here is only reported: a start of all ranks is
+    correct without it, because it loads every slot from the committed placement of the store.
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)

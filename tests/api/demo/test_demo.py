@@ -194,10 +194,10 @@ def test_a_demo_whose_store_is_redis_rebalances_and_loses_nothing(
     with RedisProcess(tmp_path / "redis", {"requirepass": "open-sesame"}) as server:
         url = server.url.replace("//", "//:open-sesame@")
         demo = start_demo(tmp_path, "--store", url, "--serve", *TEXT, sample_version=1)
-        demo.hears(" ranks, ")
-        page = demo.hears("eplb demo: http").split()[-1]
+        demo.wait_for_line(" ranks, ")
+        page = demo.wait_for_line("eplb demo: http").split()[-1]
         with closing(open_store(url, "demo")) as store:
-            demo.hears(" commit plan=2")
+            demo.wait_for_line(" commit plan=2")
             lease = store.lease()
             metrics = httpx.get(f"{page}/metrics", timeout=DEADLINE_S, trust_env=False).text
             summary = summary_after_interrupt(demo)
@@ -254,7 +254,7 @@ def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str,
         plan_windows=1,
     )
     path, off = str(demo.state_dir / "store.sqlite"), "not moved: movement is switched off"
-    url = demo.hears("eplb demo: http").split()[-1]
+    url = demo.wait_for_line("eplb demo: http").split()[-1]
     demo.sees("plans that move nothing", plans("not moved: observe only"))
     stop = demo.sees("the switch", lambda store: control(store, Control(movement=False)))
     demo.sees("plans before movement", plans(off, after=stop))

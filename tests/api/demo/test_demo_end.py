@@ -59,7 +59,7 @@ def test_a_demo_whose_terminal_closes_writes_its_summary(
     temporary: Path, tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve")
-    demo.hears("window=1")
+    demo.wait_for_line("window=1")
 
     os.killpg(demo.process.pid, signal.SIGHUP)  # as the kernel does, to all of the session
 
@@ -73,7 +73,7 @@ def test_a_demo_that_a_death_ends_writes_what_is_known(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", restart_after_death=0)
-    demo.hears("window=1")
+    demo.wait_for_line("window=1")
 
     demo.kill("rank 1")
 
@@ -88,7 +88,7 @@ def test_a_demo_that_is_killed_leaves_no_temporary_folder(
     temporary: Path, tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve")
-    demo.hears("window=1")
+    demo.wait_for_line("window=1")
     assert list(temporary.glob("pymp-*"))
 
     demo.process.kill()
@@ -105,7 +105,7 @@ def test_a_demo_whose_store_is_lost_at_the_end_writes_its_summary(
     (tmp_path / "redis").mkdir()
     with RedisProcess(tmp_path / "redis") as server:
         demo = start_demo(tmp_path, "--serve", store=server.url)
-        demo.hears("window=3")
+        demo.wait_for_line("window=3")
     os.killpg(demo.process.pid, signal.SIGINT)
 
     assert demo.ends() != 0, demo.told()

@@ -97,8 +97,8 @@ def test_a_killed_demo_is_resumed_and_then_outlives_its_controller(
 ) -> None:
     before = shared_memory()
     demo = start_demo(tmp_path, "--serve", *TEXT)
-    demo.hears(" ranks, ")  # the start has a deadline of its own
-    demo.hears(" commit plan=1")
+    demo.wait_for_line(" ranks, ")  # the start has a deadline of its own
+    demo.wait_for_line(" commit plan=1")
     os.kill(demo.process.pid, signal.SIGKILL)
     demo.leaves_nothing()
     assert shared_memory() <= before

@@ -32,7 +32,7 @@ def ended(start_demo: StartDemo, tmp_path: Path) -> Iterator[None]:
 
 
 def url_of(demo: Any) -> str:
-    return str(demo.hears("eplb demo: ").split()[-1])
+    return str(demo.wait_for_line("eplb demo: ").split()[-1])
 
 
 def ask(url: str) -> tuple[int, str]:

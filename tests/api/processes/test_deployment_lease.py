@@ -106,7 +106,7 @@ def test_after_a_kill_a_start_on_the_same_host_goes_on_at_once(
     url: str, fork: Callable[..., Any]
 ) -> None:
     owner = fork(hold, url, LONG_S)
-    assert owner.hears() == "taken"
+    assert owner.receive() == "taken"
     owner.kill()
 
     with closing(open_store(url, "demo")) as store:

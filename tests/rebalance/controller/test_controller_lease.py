@@ -341,7 +341,7 @@ def test_when_the_first_controller_is_killed_the_second_leads_in_time(
     with closing(open_store(url, "test")) as store:
         begin(store)
         for controller in crew.values():
-            controller.tells("begin")
+            controller.send("begin")
         (first,) = wait_for(store, "leader", lambda: leaders(store))
         serve(store, 0, SKEWED)
         wait_for(store, "plan of the first", store.published)
@@ -373,8 +373,8 @@ def test_controllers_that_are_put_to_sleep_in_turn_publish_each_plan_once(
         begin(store)
         pids = {}
         for name, controller in crew.items():
-            controller.tells("begin")
-            pids[name] = controller.hears()
+            controller.send("begin")
+            pids[name] = controller.receive()
         wait_for(store, "leader", lambda: leaders(store))
         for number in range(num_rounds):
             sleeper = leaders(store)[-1]

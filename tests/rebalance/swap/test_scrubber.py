@@ -404,7 +404,7 @@ def test_survivor_report_waits_for_the_check_and_stops_repairs(
     group.step_until(lambda: bool(group.asked[0]))  # for the right bytes, which the gate holds back
 
     with ThreadPoolExecutor(1) as pool:
-        said = pool.submit(group.agents[0].last_words)
+        said = pool.submit(group.agents[0].survivor_report)
         with pytest.raises(TimeoutError):
             said.result(0.1)
         group.gates[0].set()

@@ -437,7 +437,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
             settings = links(topology.num_ranks, silence_s=SHORT_S)
             for rank in present:
                 harm = (how, corrupt) if rank == 1 else (None, 0)
-                assert fork(be_a_rank, settings, rank, *harm).hears() == "ready"
+                assert fork(be_a_rank, settings, rank, *harm).receive() == "ready"
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
             bank: Any = ExpertBank(SCHEMA, 1, 2, num_staging=1)

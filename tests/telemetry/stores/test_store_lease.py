@@ -187,7 +187,7 @@ def test_the_lease_of_a_process_of_this_host_that_ended_is_another_s_at_once(
     open_stores: OpenStore, fork: Callable[..., ForkedProcess]
 ) -> None:
     child = fork(lambda pipe: pipe.send(new_holder()) or pipe.recv())
-    holder = child.hears()
+    holder = child.receive()
     lease = acquired(open_stores("demo"), holder)
     challenger = open_stores("demo")
     assert challenger.acquire_lease("two", LONG_S) is None

@@ -225,7 +225,7 @@ def test_a_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     path.parent.chmod(0o777)
     path.chmod(0o444)
 
-    words = fork(open_as_nobody, path).hears()
+    words = fork(open_as_nobody, path).receive()
     assert f"store {path} is read-only: expected the file and its folder" in words
 
 
@@ -233,7 +233,7 @@ def test_a_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
     open_to_others(path.parent)
     path.parent.chmod(0o555)
 
-    assert "cannot be opened: found no permission" in fork(open_as_nobody, path).hears()
+    assert "cannot be opened: found no permission" in fork(open_as_nobody, path).receive()
     path.parent.chmod(0o755)
     assert list(path.parent.iterdir()) == []
 
@@ -257,7 +257,7 @@ def fill_up(pipe: Connection, path: Path) -> None:
 
 
 def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
-    acknowledged, words = fork(fill_up, path).hears()
+    acknowledged, words = fork(fill_up, path).receive()
 
     assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
     with closing(SqliteStore(path, "demo")) as store:
@@ -274,7 +274,7 @@ def open_on_a_full_disk(pipe: Connection, path: Path) -> None:
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, fork: Fork) -> None:
-    assert "could not be read or written" in fork(open_on_a_full_disk, path).hears()
+    assert "could not be read or written" in fork(open_on_a_full_disk, path).receive()
 
     with closing(SqliteStore(path, "demo")) as store:
         assert store.events() == []

@@ -61,9 +61,9 @@ def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path, fork
     openers = [fork(open_new_files, tmp_path) for _ in range(4)]
     for attempt in range(20):
         for process in openers:
-            process.tells(f"store-{attempt}")
+            process.send(f"store-{attempt}")
 
-        assert [process.hears() for process in openers] == ["done"] * 4
+        assert [process.receive() for process in openers] == ["done"] * 4
 
 
 def write_at_once(pipe: Connection, path: Path, rank: int) -> None:
@@ -78,10 +78,10 @@ def write_at_once(pipe: Connection, path: Path, rank: int) -> None:
 
 def test_processes_that_write_at_once_lose_nothing(path: Path, fork: Fork) -> None:
     writers = [fork(write_at_once, path, rank) for rank in range(3)]
-    assert [process.hears() for process in writers] == ["ready"] * 3
+    assert [process.receive() for process in writers] == ["ready"] * 3
     for process in writers:
-        process.tells("go")
-    plan_ids = [plan_id for process in writers for plan_id in process.hears()]
+        process.send("go")
+    plan_ids = [plan_id for process in writers for plan_id in process.receive()]
 
     with closing(SqliteStore(path, "demo")) as store:
         assert store.sample_counts("run-1") == {0: 50, 1: 50, 2: 50}
@@ -102,9 +102,9 @@ def test_what_was_acknowledged_survives_kill_9_of_the_writer(path: Path, fork: F
     for rank in range(3):
         process = fork(write_for_ever, path, rank)
         for _ in range(40 + 17 * rank):
-            acknowledged = process.hears()
+            acknowledged = process.receive()
         process.kill()
-        acknowledged = max([acknowledged, *process.last_words()])
+        acknowledged = max([acknowledged, *process.remaining()])
 
         with closing(SqliteStore(path, "demo")) as store:
             assert store.sample_counts("run-1")[rank] > acknowledged
@@ -116,10 +116,10 @@ def test_kill_9_at_a_hundred_random_moments_loses_nothing(path: Path, fork: Fork
     acknowledged = {}
     for rank in range(100):
         process = fork(write_for_ever, path, rank)
-        process.hears()
+        process.receive()
         threading.Event().wait(rng.uniform(0, 0.03))
         process.kill()
-        acknowledged[rank] = max([0, *process.last_words()])
+        acknowledged[rank] = max([0, *process.remaining()])
 
     with closing(SqliteStore(path, "demo")) as store:
         stored = store.sample_counts("run-1")
@@ -145,7 +145,7 @@ def test_a_wait_ends_with_another_process_s_change(path: Path, fork: Fork) -> No
     process = fork(add_an_event, path)
     with closing(SqliteStore(path, "demo")) as store:
         before = store.version()
-        process.tells("go")
+        process.send("go")
 
         assert store.wait(before, TIMEOUT_S) == before + 1
         assert process.ends() == 0
@@ -183,7 +183,7 @@ def test_a_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
     process = fork(carry_over, path)
 
     expected = r"opened in process \d+ and is used in process \d+, expected each"
-    assert re.search(expected, process.hears())
+    assert re.search(expected, process.receive())
     assert process.ends() == 0
     with closing(SqliteStore(path, "demo")) as store:
         assert len(store.events()) == 1
