@@ -37,7 +37,7 @@ class Cut:
     def tokens(self) -> NDArray[np.int64]:
         """[L, C] received between the cut before and this one. Waits until they have arrived."""
         before = self._before.counts() if isinstance(self._before, Cut) else self._before
-        self._before = before  # lets go of the chain of older cuts
+        self._before = before  # drops the chain of older cuts
         received: NDArray[np.int64] = (self.counts() - before) % WRAP
         return received
 

@@ -40,9 +40,7 @@ from telemetry.retention.pruning import Retention
 from telemetry.store import Control, LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = (
-    23718  # of host caches; ranks have the next ones. Below those that systems give to callers
-)
+HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
 
 LOST_GENERATIONS = 1000  # left out where nobody knows how far they had come
 

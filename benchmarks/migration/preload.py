@@ -54,9 +54,7 @@ DEADLINE_S = 600.0
 DD_BLOCK = "16M"
 FROM_OTHER = "preload from another host's memory (loopback)"
 
-NUM_FILLS = (
-    2  # of a host cache that is to be measured in use: the first finds memory, and is not timed
-)
+NUM_FILLS = 2  # of a host cache to measure in use: the first allocates, and is not timed
 
 Row = tuple[str, str, str]
 

@@ -94,7 +94,7 @@ class ControllerLease:
             )
 
     def lose(self, reason: str) -> None:
-        """Stop acting. Said at once, and to the store as soon as it answers again."""
+        """Stop acting; log the reason now and write it to the store once it responds."""
         if self._lease is not None:
             self._unreported = reason
             log.warning("token=%d lease lost: %s", self._lease.token, reason)
@@ -130,5 +130,5 @@ class ControllerLease:
             self._report("lost", reason=reason)
 
     def _report(self, state: str, **more: object) -> None:
-        said = {"of": self._of, "state": state, "holder": self.holder}
-        self._store.add_event("lease", said | more)
+        detail = {"of": self._of, "state": state, "holder": self.holder}
+        self._store.add_event("lease", detail | more)

@@ -82,7 +82,7 @@ class Arrivals:
 
     def report_rejected(self) -> None:
         """Write an event about rejected samples, if there are new ones and a report is due."""
-        assert self._group is not None, "told about a run"
+        assert self._group is not None, "reported for a run"
         counts, now = self._counts(self._group.intake), self._clock()
         news = {name: counts[name] - reported for name, reported in self._reported.items()}
         is_news = any(number for name, number in news.items() if name != "accepted")

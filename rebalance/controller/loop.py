@@ -54,7 +54,7 @@ class ControllerSettings:
     migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
     phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
     retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
-    lease_ttl_s: float = 10.0  # longer than a plan takes; nobody leads for so long after a death
+    lease_ttl_s: float = 10.0  # longer than a plan takes; after a death no one leads for so long
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
 
     @property

@@ -101,7 +101,7 @@ class _GlooVote:
             if timeout_s > 0:  # zero means "no timeout" to torch
                 self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError:
-            # A time-out or a failure, the type does not tell; and a vote that ends right after the
+            # A timeout or a failure, alike by type; and a vote that ends right after the
             # time-out has not failed. Only whether it has ended counts.
             pass
         return not self._work.is_completed()

@@ -189,12 +189,12 @@ class LivenessConnections:
 
     def _read(self, rank: int, line: socket.socket) -> None:
         try:
-            said = line.recv(1)
+            received = line.recv(1)
         except BlockingIOError:
             return
         except OSError:  # reset, or no probe was answered
-            said = b""
-        if said == LEAVING:
+            received = b""
+        if received == LEAVING:
             self._leaving.add(rank)
             return
         self._selector.unregister(line)

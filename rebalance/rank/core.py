@@ -66,7 +66,7 @@ def make_core(
         parts: the rank's live pieces.
         links: the rank's ways to the outside.
         placement: what serves at the start.
-        listener: whom the watcher's thread tells what the store says.
+        listener: receives the store's updates, on the watcher's thread.
     """
     steps, watchdog = StepCount(), Watchdog(settings.plan_deadline_s, links.monotonic)
     recorder = JournalRecorder(links.journal, lambda: steps.last)

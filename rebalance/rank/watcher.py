@@ -172,11 +172,11 @@ class Watcher:
         version, patience_s = -1, POLL_S
         while True:
             is_last = self._closing.is_set()
-            heard = self.poll_store(version, 0.0 if is_last else patience_s)
-            if heard is None:
+            polled = self.poll_store(version, 0.0 if is_last else patience_s)
+            if polled is None:
                 self._closing.wait(POLL_S)
             else:
-                version, patience_s = heard
+                version, patience_s = polled
             self._sink.state(self._agent.describe())
             if is_last:
                 self._watchdog.watcher.idle("closed")

@@ -141,7 +141,7 @@ def _agree(
                 )
             overtaken_by = found.placement.generation
             continue
-        # A moment at most: that a rank is dead is told by its liveness connection, not by the
+        # A moment at most: a death is detected by its liveness connection, not by the
         # store.
         store.wait(version, min(left_s, RETRY_S))
 

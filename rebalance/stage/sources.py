@@ -33,7 +33,7 @@ class Sources:
 
     Args:
         rank: the receiver.
-        topology: says which slots a rank has.
+        topology: defines the slots of each rank.
             readable: ranks whose live slots can be read from here, including this one.
             dead: returns the ranks that are known to be dead.
             clock: of seconds.

@@ -63,6 +63,6 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 def first_refusal(mine: str, group: dist.ProcessGroup) -> str:
     """The refusal of the lowest rank that refuses; "" if none does. The same on every rank."""
-    said = gathered(mine[:MAX_REFUSAL_CHARACTERS], group)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    texts = gathered(mine[:MAX_REFUSAL_CHARACTERS], group)
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     return refusals[0] if refusals else ""

@@ -90,7 +90,7 @@ class GroupedExperts:
         from runtime.kernels.gemm import grouped_gemm
         from runtime.kernels.quantise import silu_times_up
 
-        assert scales is None, "FP8 rows for a BF16 bank: the dispatcher was told otherwise"
+        assert scales is None, "FP8 rows for a BF16 bank: the dispatcher was configured otherwise"
         tensors = self._bank.weights(layer)
         usual = self._usual_rows
         gate_up = rows.new_empty((len(rows), tensors["gate_up"].shape[1]))

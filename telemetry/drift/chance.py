@@ -9,7 +9,7 @@ so the square of their product has the mean that half the variance of G has; T w
 such products, where they give T values of G.
 
 Windows that share requests are alike, and windows further apart are not: such a load wanders, and
-neighbours alone tell too little of how far. So neighbouring pairs of windows, taken together, are
+neighbours alone show too little of it. So neighbouring pairs of windows, taken together, are
 looked at as well; chance alone makes no difference between the two.
 
     counts of T windows -> pairs_of -> without_changes -> noise_of -> limit: what G passes by chance
@@ -33,7 +33,7 @@ SPANS = (
     1,
     2,
 )  # windows taken together; 4 as well found one switch of recorded text 2 windows later
-LEAST_PAIRS = 4  # that share no window, for a span above 1 to tell anything
+LEAST_PAIRS = 4  # that share no window, needed for a span above 1
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Noise:
     """What G of two neighbouring windows is when nothing changes."""
 
     mean: float
-    freedom: float  # effective degrees of freedom: what its scatter tells
+    freedom: float  # effective degrees of freedom: estimated from its scatter
     facts: float  # independent pairs that this was learnt from
 
 
@@ -77,7 +77,7 @@ def pairs_of(tokens: NDArray[np.int64], span: int = 1) -> Pairs:
 
 
 def limit_at(tokens: NDArray[np.int64], split: int, chance: float) -> float:
-    """What the evidence for a change at window ``split`` passes by chance, as other pairs tell."""
+    """What the evidence for a change at window ``split`` passes by chance, from other pairs."""
     limits, splits = [], np.array([split])
     for span in SPANS:
         if 2 * span > len(tokens):

@@ -149,7 +149,7 @@ def planning_history(
     """Return the windows that a plan should look at: the latest ones, none from before a change.
 
     Args:
-        history: more windows than ``last``, so that a change can be told from noise.
+        history: more windows than ``last``, so that a change can be distinguished from noise.
         last: windows that a plan looks at when nothing changes.
     """
     change = last_change(history, false_alarm=false_alarm)

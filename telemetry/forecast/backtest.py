@@ -3,7 +3,7 @@
 Each forecaster sees the windows before one and is judged on that one, again and again over the
 later part of the history; those that learn have learnt on the earlier part. Skill is how much of
 persistence's error a forecaster saves: 0 is no better than the last window, 1 is perfect, and below
-0 it does harm. Skill is told of the shares, and of what they are for: the balance of a plan made
+0 it does harm. Skill is given for the shares, and of what they are for: the balance of a plan made
 from the forecast.
 
 Shapes:  T windows, L MoE layers, E experts.
@@ -49,7 +49,9 @@ class Score:
 
     forecaster: Forecaster
     distance: NDArray[np.float64]  # Jensen-Shannon, mean over layers
-    moved: NDArray[np.float64]  # part of the tokens that went elsewhere than said, mean over layers
+    moved: NDArray[
+        np.float64
+    ]  # part of the tokens that went elsewhere than forecast, mean over layers
     excess: NDArray[np.float64]  # imbalance above 1 of the plan; empty without a topology
 
 
@@ -140,12 +142,12 @@ def _chosen(scores: tuple[Score, ...]) -> Choice:
         if is_sure and saved.mean() > lead:
             best, lead = score, float(saved.mean())
     of = "imbalance above 1" if known.excess.size else "misplaced tokens"
-    told = f"{of} {_error(best).mean():.4f} on {len(_error(best))} windows"
+    summary = f"{of} {_error(best).mean():.4f} on {len(_error(best))} windows"
     if best is known:
-        reason = f"{known.forecaster.name}: {told}, and no other is surely better"
+        reason = f"{known.forecaster.name}: {summary}, and no other is surely better"
     else:
         reason = (
-            f"{best.forecaster.name}: {told}, {_error(known).mean():.4f} with the last window: "
+            f"{best.forecaster.name}: {summary}, {_error(known).mean():.4f} with the last window: "
             f"skill {_skill(_error(best), _error(known)):.2f}"
         )
     return Choice(best.forecaster, reason, scores)

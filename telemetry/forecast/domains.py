@@ -27,7 +27,7 @@ def learn_domains(history: LoadHistory, num_domains: int, *, seed: int) -> Profi
     """[D, L, E] profiles whose mixes explain the windows best.
 
     Args:
-        history: the more the mix of traffic varies over it, the better they are told apart.
+        history: the more the mix of traffic varies over it, the better they are separated.
         num_domains: D, at most as many as windows.
         seed: of the first guess; the same one learns the same profiles.
 

@@ -28,7 +28,7 @@ TINY = 1e-12  # keeps a ratio of two shares finite
 
 
 class Forecaster(Protocol):
-    """Says what the next window of one phase will be."""
+    """Forecasts the next window of one phase."""
 
     @property
     def name(self) -> str:

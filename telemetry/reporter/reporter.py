@@ -64,7 +64,7 @@ class Reporter:
         self._changed = Condition()  # what they wait on who ring it
         self._num_waiters = 0
         self._is_closing = self._is_closed = False
-        self._broken: BaseException | None = None  # what ended a thread against our will
+        self._broken: BaseException | None = None  # the exception that ended a thread
         self._lost_at_flush = 0
         self._threads = [
             self._start("inbox", self._take_in),

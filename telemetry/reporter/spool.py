@@ -198,10 +198,10 @@ class Spool:
 
     def _drop_removed(self) -> None:
         """Count what went with the oldest segments; what is still in memory is not lost yet."""
-        gone = [p for p, place in self._on_disk.items() if place.segment.is_removed]
-        for position in gone:
+        removed = [p for p, place in self._on_disk.items() if place.segment.is_removed]
+        for position in removed:
             del self._on_disk[position]
-        self._tally.dropped += len(gone)
+        self._tally.dropped += len(removed)
         for held in (*self._held.values(), *self._leased.values()):
             if held.place is not None and held.place.segment.is_removed:
                 held.place = None

@@ -15,7 +15,7 @@ from telemetry.windows.fit import Fit
 LATE: Literal["late"] = "late"
 REPEATED: Literal["repeated"] = "repeated"
 
-# Finds the window of a sample that fits, or says why it changes none. Raises HistoryError.
+# Finds the window of a sample that fits, or returns why it changes none. Raises HistoryError.
 Place = Callable[[LoadSample], Filling | Literal["late", "repeated"]]
 
 

@@ -86,7 +86,7 @@ class Fit:
             )
 
     def find_bad_slots(self, held: NDArray[np.int32], tokens: NDArray[np.int64]) -> Sequence[bool]:
-        """Say of each of N samples, as arrays [N, L, C], whether ``check_slots`` refuses it."""
+        """Return for each of N samples, as arrays [N, L, C], whether ``check_slots`` rejects it."""
         found: list[bool] = _has_bad_slot(held, tokens, self._num_experts).tolist()
         return found
 

@@ -2,7 +2,7 @@
 
 Window w covers the seconds w * window_seconds up to, not including, (w + 1) * window_seconds. A
 sample belongs to the window in which it was taken, by its rank's clock. There are no steps to be
-covered, so sequences tell what is missing: a rank's part of a window is complete when its samples
+covered, so sequences show what is missing: a rank's part of a window is complete when its samples
 follow one another without a gap, from the last before the window to the first past its end.
 
 Shapes:  L MoE layers, E experts, R ranks.

@@ -325,9 +325,7 @@ class HostCache:
     def _let_go(self, entry: Entry, holder: int) -> None:
         self._places.let_go(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
-            self._void(
-                entry, "released by its rank before it was loaded"
-            )  # no request needs it now
+            self._void(entry, "released by its rank before it was loaded")
 
     def _void(self, entry: Entry, error: str) -> None:
         if entry in self._queued:

@@ -212,7 +212,7 @@ class HostCacheServer:
             self._write_behind(entry, target, loaded.digest)
 
     def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
-        assert self._writer is not None, "the caller has seen it"
+        assert self._writer is not None, "only called with a writer"
         done = partial(self._cache.release, WRITER, [entry.record])
         if not self._writer.offer(Written(entry.record, data, digest, done)):
             done()

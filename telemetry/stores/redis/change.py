@@ -148,7 +148,7 @@ class Changes:
     def make(self, what: str, change: Change) -> list[int]:
         """Make a change that depends on nothing, and return the ids of its events."""
         made = self._made(what, change, "", self._clock() if self._clock is not None else None)
-        assert made is not None, "without a revision nobody comes first"
+        assert made is not None, "a change without a revision cannot conflict"
         return made
 
     def _made(self, what: str, change: Change, guard: str, now: float | None) -> list[int] | None:

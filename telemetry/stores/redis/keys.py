@@ -5,7 +5,7 @@ server, where a script may use them together.
 
     state        HASH    what decisions rest on, and counters: see telemetry/stores/redis/change.py
     runs         HASH    run -> its start; run_order LIST: in which order they began
-    ranks:RUN    HASH    rank -> what it last said of itself
+    ranks:RUN    HASH    rank -> its latest report
     sampled      SET     names of the runs with samples
     samples:RUN  STREAM  cursor-0: record
     times:RUN    ZSET    cursor by the time of its sample

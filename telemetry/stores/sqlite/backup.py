@@ -67,7 +67,7 @@ def shrink(path: Path) -> None:
 
 
 def _existing(path: Path) -> sqlite3.Connection:
-    # Not mode=ro: the last reader of a store that nobody has open could not tidy its log away.
+    # Not mode=ro: the last reader of a store that is not open elsewhere could not remove its log.
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
 
 

@@ -155,7 +155,7 @@ def test_a_publisher_that_is_not_wanted_publishes_nothing(open_one: OpenOne) -> 
 # -- the whole of it
 
 
-def hear(process: subprocess.Popen[str], words: str) -> str:
+def wait_for_message(process: subprocess.Popen[str], words: str) -> str:
     """Read its error stream until it has said these words."""
     assert process.stderr is not None
     said, deadline = "", time.monotonic() + DEADLINE_S
@@ -186,7 +186,7 @@ def test_an_interrupted_soak_prints_its_rows_and_leaves_nothing(
         start_new_session=True,
     ) as process:
         try:
-            hear(process, "migrations")
+            wait_for_message(process, "migrations")
             os.killpg(process.pid, how)  # as a terminal and a service manager do: to all of them
             rows, errors = process.communicate(timeout=DEADLINE_S)
         finally:

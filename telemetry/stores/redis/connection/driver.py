@@ -69,9 +69,9 @@ class RedisDriver:
     def trouble_of(self, exc: Exception) -> Trouble:
         """Return what kind of failure an error of this driver is."""
         errors = self._redis.exceptions
-        told = trouble_in(f"{getattr(exc, 'status_code', None) or ''} {exc}".lstrip())
-        if told is not None:
-            return told
+        trouble = trouble_in(f"{getattr(exc, 'status_code', None) or ''} {exc}".lstrip())
+        if trouble is not None:
+            return trouble
         if isinstance(exc, errors.AuthenticationError):
             return Trouble.LOGIN
         if self._address.tls is not None and _is_behind(
@@ -175,7 +175,7 @@ class Subscription:
     def __init__(self, pubsub: Any) -> None:
         self._pubsub = pubsub
 
-    def hear(self, timeout_s: float) -> bool:
+    def wait_for_message(self, timeout_s: float) -> bool:
         """Wait for messages, drop them all, and return whether there were any."""
         is_any = False
         while self._pubsub.get_message(timeout=0.0 if is_any else timeout_s) is not None:

@@ -20,7 +20,7 @@ _KEPT = "what was acknowledged before is kept"
 
 
 class Trouble(Enum):
-    """Kinds of failure that need different words or deeds."""
+    """Kinds of failure with their own message or handling."""
 
     UNREACHABLE = Trait("cannot be reached, expected a server that answers", True, True)
     SLOW = Trait("does not answer, expected an answer within the timeout", True, True)

@@ -83,14 +83,14 @@ class RedisLink:
         """Listen to a channel."""
         return self._tried(f"SUBSCRIBE {channel}", lambda: self._driver.subscribe(channel))
 
-    def hear(self, subscription: Subscription, timeout_s: float) -> bool:
+    def wait_for_message(self, subscription: Subscription, timeout_s: float) -> bool:
         """Wait for a message.
 
         Raises:
             StoreError: the connection is lost; the subscription is closed.
         """
         try:
-            return subscription.hear(timeout_s)
+            return subscription.wait_for_message(timeout_s)
         except self._driver.errors as exc:
             subscription.close()
             self._check_open(exc)
@@ -145,10 +145,10 @@ class RedisLink:
     ) -> LinkError:
         """Count a failed attempt, and log it."""
         trouble = self._driver.trouble_of(exc)
-        said = _shown(exc, self.address.password)
+        found = _shown(exc, self.address.password)
         tries = f" after {num_tried} attempts in {spent_s:.1f} s" if num_tried > 1 else ""
         words = (
-            f"Redis store {self.address} {trouble.value.words}: {what} failed{tries}, found {said}"
+            f"Redis store {self.address} {trouble.value.words}: {what} failed{tries}, found {found}"
         )
         # A refusal shows that the server is there: only a missing response counts against it.
         if not trouble.value.is_absence:
@@ -156,8 +156,8 @@ class RedisLink:
             return LinkError(words, trouble)
         self._last_failure = words
         self.breaker.fail()
-        told = f"{words}; it may or may not have taken effect" if is_write else words
-        return LinkError(told, trouble)
+        text = f"{words}; it may or may not have taken effect" if is_write else words
+        return LinkError(text, trouble)
 
     def _check_open(self, exc: BaseException | None = None) -> None:
         # A client that is closed under a command in another thread may fail in any way.

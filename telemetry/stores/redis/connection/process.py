@@ -66,7 +66,7 @@ class RedisProcess:
             "appendonly": "no",
             "repl-diskless-sync-delay": "0",
         } | dict(settings or {})
-        self._said: list[str] = []
+        self._output: list[str] = []
         self._changed = Condition()
         self._is_silent = True
         self.process: subprocess.Popen[str] | None = None
@@ -98,7 +98,7 @@ class RedisProcess:
             StoreError: it ended, or was not ready in time.
         """
         words = [word for name, text in self.settings.items() for word in (f"--{name}", text)]
-        self._said, self._is_silent = [], False
+        self._output, self._is_silent = [], False
         self.process = subprocess.Popen(
             [str(find_redis_server()), *words],
             stdin=subprocess.DEVNULL,
@@ -116,7 +116,7 @@ class RedisProcess:
             self.kill()
             raise StoreError(
                 f"redis-server on port {self.port} was not ready within {READY_S:g} s, it "
-                f"said: {' | '.join(self._said[-10:])}"
+                f"output: {' | '.join(self._output[-10:])}"
             )
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
@@ -147,14 +147,14 @@ class RedisProcess:
         with process.stdout as lines:
             for line in lines:
                 with self._changed:
-                    self._said.append(line.strip())
+                    self._output.append(line.strip())
                     self._changed.notify_all()
         with self._changed:
             self._is_silent = True
             self._changed.notify_all()
 
     def _is_ready(self) -> bool:
-        return any("Ready to accept connections" in line for line in self._said)
+        return any("Ready to accept connections" in line for line in self._output)
 
 
 class RedisClusterProcesses:

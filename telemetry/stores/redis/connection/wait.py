@@ -78,7 +78,7 @@ class Waiter:
             self._closed.wait(min(left_s, _DEAF_LOOK_S))
             return False
         try:
-            self._link.hear(subscription, min(left_s, _LOOK_S))
+            self._link.wait_for_message(subscription, min(left_s, _LOOK_S))
         except StoreError as exc:
             self._turn_deaf(exc)
             return False
