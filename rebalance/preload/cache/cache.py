@@ -30,7 +30,7 @@ class HostCache:
         self.counts: Counter[str] = Counter()
         self.weights_version = 0
         self._changed = threading.Condition()
-        self._places = EntryTable(num_entries)
+        self._table = EntryTable(num_entries)
         self._waiting: list[Request] = []  # for room, in order of arrival
         self._loading: dict[
             Entry, list[Request]
@@ -45,7 +45,7 @@ class HostCache:
     def ask(self, request: Request) -> None:
         """Lease a request's records, now or when there is room, and have them loaded."""
         with self._changed:
-            if refusal := refusal_of(request, self._places, self.weights_version):
+            if refusal := refusal_of(request, self._table, self.weights_version):
                 self._end(request, refusal)
                 return
             self._waiting.append(request)
@@ -55,15 +55,15 @@ class HostCache:
                 # All holders that could release entries are waiting: the latest request is refused.
                 if self._is_stuck():
                     self._end(
-                        request, f"{no_room(request, self._places)}, and all holders are waiting"
+                        request, f"{no_room(request, self._table)}, and all holders are waiting"
                     )
 
     def lease_ready(self, request: Request) -> None:
         """Lease a request's one record if it is in memory; nothing is loaded for it."""
         with self._changed:
             (record,) = request.records
-            entry = self._places.entries.get(record)
-            refusal = refusal_of(request, self._places, self.weights_version)
+            entry = self._table.entries.get(record)
+            refusal = refusal_of(request, self._table, self.weights_version)
             if refusal is None and (entry is None or entry.state is not State.READY):
                 refusal = f"layer {record[0]} expert {record[1]} is not in memory"
             if entry is not None and refusal is None:
@@ -73,14 +73,14 @@ class HostCache:
     def ready(self) -> list[Record]:
         """Name the records that are in memory."""
         with self._changed:
-            entries = self._places.entries.items()
+            entries = self._table.entries.items()
             return [record for record, entry in entries if entry.state is State.READY]
 
     def release(self, holder: int, records: Collection[Record]) -> None:
         """End a rank's leases on records; those that it does not hold are no harm."""
         with self._changed:
-            for entry in self._places.held_by(holder, frozenset(records)):
-                self._let_go(entry, holder)
+            for entry in self._table.held_by(holder, frozenset(records)):
+                self._release(entry, holder)
             self._admit()
 
     def withdraw(self, request: Request) -> None:
@@ -98,7 +98,7 @@ class HostCache:
             if not request.is_ended:
                 late = f"timed out: {len(request.missing)} records are still being read"
                 self._end(
-                    request, no_room(request, self._places) if request in self._waiting else late
+                    request, no_room(request, self._table) if request in self._waiting else late
                 )
                 self._admit()
 
@@ -109,8 +109,8 @@ class HostCache:
             for request in asked:
                 if request.holder == holder and not request.is_ended:
                     self._end(request, "its rank disconnected")
-            for entry in self._places.held_by(holder):
-                self._let_go(entry, holder)
+            for entry in self._table.held_by(holder):
+                self._release(entry, holder)
             self._admit()
 
     def hint(self, records: Sequence[Record], weights_version: int) -> None:
@@ -127,7 +127,7 @@ class HostCache:
         """Have a leased record read again from disk: its bytes are not what they were."""
         with self._changed:
             (record,) = request.records
-            held = self._places.held_by(request.holder, [record])
+            held = self._table.held_by(request.holder, [record])
             if not held or held[0].is_void:
                 self._end(request, f"layer {record[0]} expert {record[1]} is not leased")
                 return
@@ -140,9 +140,9 @@ class HostCache:
     def held(self, holder: int, record: Record) -> tuple[Digest, int] | None:
         """Return digest and place of a record that a rank holds and that is READY."""
         with self._changed:
-            for entry in self._places.held_by(holder, frozenset([record])):
+            for entry in self._table.held_by(holder, frozenset([record])):
                 if entry.state is State.READY and not entry.is_void and entry.digest is not None:
-                    return entry.digest, entry.place
+                    return entry.digest, entry.index
             return None
 
     def invalidate(self, version: int) -> None:
@@ -153,8 +153,8 @@ class HostCache:
             self.weights_version = version
             self._hinted.clear()
             for request in list(self._waiting):
-                self._end(request, refusal_of(request, self._places, self.weights_version))
-            for entry in list(self._places.entries.values()):
+                self._end(request, refusal_of(request, self._table, self.weights_version))
+            for entry in list(self._table.entries.values()):
                 self._void(entry, f"weights version 0 was invalidated by version {version}")
 
     # -- readers of the disk
@@ -175,18 +175,18 @@ class HostCache:
             return self._queued.popitem(last=False)[0]
         while self._hinted:
             record, hint = self._hinted.popitem(last=False)
-            if record in self._places.entries:
+            if record in self._table.entries:
                 continue
-            entry = self._places.occupy_for_hint(record, hint)
+            entry = self._table.assign_for_hint(record, hint)
             if entry is not None:
                 return entry
             self.counts["hints_dropped"] += 1
         return None
 
-    def is_backed(self, entry: Entry) -> bool:
+    def is_allocated(self, entry: Entry) -> bool:
         """Return whether the memory of an entry was found before."""
         with self._changed:
-            return self._places.is_backed(entry)
+            return self._table.is_allocated(entry)
 
     def loaded(
         self,
@@ -201,19 +201,19 @@ class HostCache:
         with self._changed:
             from_disk = "repacked" if is_repacked else "from_record_file"
             self.counts["from_hosts" if is_from_host else from_disk] += 1
-            self._places.back(entry)
+            self._table.mark_allocated(entry)
             entry.state, entry.digest = State.READY, digest
             if for_writer:
-                self._places.lease(entry, WRITER)
+                self._table.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
                 request.missing.discard(entry.record)
                 if is_from_host and entry.record in request.fetched:
                     request.num_from_disk -= 1
                     request.num_from_hosts += 1
-                request.found[entry.record] = digest, entry.place
+                request.found[entry.record] = digest, entry.index
                 if not request.missing and not request.is_ended:
                     self._end(request, None)
-            self._places.rest(entry)
+            self._table.make_evictable(entry)
             self._admit()
 
     def failed(self, entry: Entry, error: str) -> None:
@@ -221,7 +221,7 @@ class HostCache:
         with self._changed:
             entry.state = State.READY
             if entry.is_void:
-                self._places.rest(entry)
+                self._table.make_evictable(entry)
             else:
                 self._void(entry, error)
             self._admit()
@@ -229,10 +229,10 @@ class HostCache:
     def out_of_memory(self, entry: Entry, error: str) -> None:
         """Continue with the entries whose memory was allocated so far."""
         with self._changed:
-            self._places.shrink(entry)
-            self.failed(entry, f"{error}; host cache reduced to {self._places.num_entries} records")
+            self._table.shrink(entry)
+            self.failed(entry, f"{error}; host cache reduced to {self._table.num_entries} records")
             for request in list(self._waiting):
-                if refusal := refusal_of(request, self._places, self.weights_version):
+                if refusal := refusal_of(request, self._table, self.weights_version):
                     self._end(request, refusal)
 
     def close(self) -> None:
@@ -244,30 +244,30 @@ class HostCache:
     def figures(self) -> dict[str, int]:
         """Count what was done so far, and what is held now."""
         with self._changed:
-            ready = sum(e.state is State.READY for e in self._places.entries.values())
-            held = sum(bool(e.holders) for e in self._places.entries.values())
+            ready = sum(e.state is State.READY for e in self._table.entries.values())
+            held = sum(bool(e.holders) for e in self._table.entries.values())
             return self.counts | {
-                "evictions": self._places.num_evicted,
+                "evictions": self._table.num_evicted,
                 "resident": ready,
                 "leased": held,
-                "room": self._places.num_entries,
+                "room": self._table.num_entries,
             }
 
     # -- with the lock held
 
     def _is_stuck(self) -> bool:
         holders_that_wait = {request.holder for request in self._waiting}
-        return not self._places.has_unheld_load() and self._places.holders() <= holders_that_wait
+        return not self._table.has_unheld_load() and self._table.holders() <= holders_that_wait
 
     def _admit(self) -> None:
         """Grant requests that fit, in order; a rank with leases may overtake others."""
         is_blocked = False
         for request in list(self._waiting):
-            if is_blocked and not self._places.num_leases[request.holder]:
+            if is_blocked and not self._table.num_leases[request.holder]:
                 continue
             asked = set(request.records)
-            num_new = len(asked - self._places.entries.keys())
-            if num_new <= self._places.room_beside(asked):
+            num_new = len(asked - self._table.entries.keys())
+            if num_new <= self._table.room_beside(asked):
                 self._grant(request)
             else:
                 is_blocked = True
@@ -277,12 +277,12 @@ class HostCache:
         self._waiting.remove(request)
         records = list(dict.fromkeys(request.records))
         # First those that are here, so that none of them makes room for another.
-        here = [self._places.entries[r] for r in records if r in self._places.entries]
+        here = [self._table.entries[r] for r in records if r in self._table.entries]
         for entry in here:
             self._lease(request, entry)
         for record in records:
-            if record not in self._places.entries:
-                entry = self._places.occupy(record)
+            if record not in self._table.entries:
+                entry = self._table.assign(record)
                 self._queued[entry] = None
                 entry.is_for_host = request.is_for_host
                 self._lease(request, entry)
@@ -296,11 +296,11 @@ class HostCache:
     def _lease(self, request: Request, entry: Entry) -> None:
         entry.hint = 0
         entry.is_for_host &= request.is_for_host
-        if self._places.lease(entry, request.holder):
+        if self._table.lease(entry, request.holder):
             request.added.append(entry)
         if entry.state is State.READY:
             assert entry.digest is not None, "what is ready was digested"
-            request.found[entry.record] = entry.digest, entry.place
+            request.found[entry.record] = entry.digest, entry.index
         else:
             self._await(request, entry)
 
@@ -320,10 +320,10 @@ class HostCache:
     def _undo(self, request: Request) -> None:
         added, request.added = request.added, []
         for entry in added:
-            self._let_go(entry, request.holder)
+            self._release(entry, request.holder)
 
-    def _let_go(self, entry: Entry, holder: int) -> None:
-        self._places.let_go(entry, holder)
+    def _release(self, entry: Entry, holder: int) -> None:
+        self._table.release(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
             self._void(entry, "released by its rank before it was loaded")
 
@@ -331,7 +331,7 @@ class HostCache:
         if entry in self._queued:
             del self._queued[entry]
             entry.state = State.READY
-        self._places.void(entry)
+        self._table.void(entry)
         for request in self._loading.pop(entry, []):
             if not request.is_ended:
                 self._end(request, error)

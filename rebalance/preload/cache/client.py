@@ -53,7 +53,7 @@ class HostCacheClient:
         self._num_experts, self._record_bytes = num_experts, record_bytes
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
-        self._places: dict[Record, int] = {}  # of the records that are leased
+        self._entry_of: dict[Record, int] = {}  # of the records that are leased
         self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # places; their addresses never change
         self._connect(deadline_s)
@@ -94,7 +94,7 @@ class HostCacheClient:
                 raise
             before[0].close()
             self._unregister(before[2])
-            self._places.clear()
+            self._entry_of.clear()
         log.info("host %s: attached to the preload process that was started again", self._name)
         if self._weights_version > 0:  # which the new process cannot know
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
@@ -117,8 +117,8 @@ class HostCacheClient:
             return
         torch.cuda.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for place in self._registered:
-            runtime.cudaHostUnregister(memory[place * self._record_bytes :].ctypes.data)
+        for entry in self._registered:
+            runtime.cudaHostUnregister(memory[entry * self._record_bytes :].ctypes.data)
         self._registered.clear()
 
     @property
@@ -133,7 +133,7 @@ class HostCacheClient:
             MigrationError: the memory cannot be registered.
         """
         for record in records:
-            self._register(self._places[record])
+            self._register(self._entry_of[record])
 
     def load(
         self,
@@ -164,7 +164,7 @@ class HostCacheClient:
         answer = self._in_either_process(
             lambda: self._ask("load", what, patience_s, message, is_wanted)
         )
-        self._places |= zip(records, answer["places"], strict=True)
+        self._entry_of |= zip(records, answer["places"], strict=True)
         self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
@@ -203,37 +203,37 @@ class HostCacheClient:
         Raises:
             MigrationError: it is not leased, or its memory cannot be registered with CUDA.
         """
-        place = self._places.get(record)
-        if place is None:
+        entry = self._entry_of.get(record)
+        if entry is None:
             raise MigrationError(
                 f"host {self._name}: layer {record[0]} expert {record[1]} is read without a lease, "
                 "expected a load() first"
             )
-        start = place * self._record_bytes + offset
+        start = entry * self._record_bytes + offset
         part = self._memory[start : start + len(into)]
         if into.is_cuda:
-            self._register(place)
+            self._register(entry)
             into.copy_(torch.from_numpy(part), non_blocking=True)
         else:
             np.copyto(into.numpy(), part)
 
-    def _register(self, place: int) -> None:
+    def _register(self, entry: int) -> None:
         """Register an entry's pages with CUDA when they are first read, so that DMA can read them.
 
         Whole, and kept: an entry's address never changes.
         """
-        if place in self._registered:
+        if entry in self._registered:
             return
-        entry = self._memory[place * self._record_bytes : (place + 1) * self._record_bytes]
+        pages = self._memory[entry * self._record_bytes : (entry + 1) * self._record_bytes]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(entry.ctypes.data, len(entry), 0)
+        status = runtime.cudaHostRegister(pages.ctypes.data, len(pages), 0)
         if int(status) != 0:
             raise MigrationError(
-                f"host {self._name}: entry {place} of the host cache cannot be registered with "
+                f"host {self._name}: entry {entry} of the host cache cannot be registered with "
                 "CUDA "
                 f"(status {status}), expected memory that can be locked"
             )
-        self._registered.add(place)
+        self._registered.add(entry)
 
     def release(self, records: Collection[Record]) -> None:
         """End leases on records; unknown ones are ignored. Does not wait for an answer.
@@ -242,7 +242,7 @@ class HostCacheClient:
             MigrationError: the preload process disconnected, or does not read.
         """
         for record in records:
-            self._places.pop(record, None)
+            self._entry_of.pop(record, None)
         self._send({"ask": "release", "records": list(records)})
 
     def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
@@ -262,7 +262,7 @@ class HostCacheClient:
         """
         self._weights_version = weights_version
         if weights_version > 0:
-            self.release(list(self._places))
+            self.release(list(self._entry_of))
         what = f"the acknowledgement of weights version {weights_version}"
         self._ask("invalidate", what, deadline_s, {"weights_version": weights_version})
 

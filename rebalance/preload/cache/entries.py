@@ -25,9 +25,9 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """A place in the host cache, and the record that it is for."""
+    """An entry of the host cache, and its record."""
 
-    place: int
+    index: int
     record: Record
     state: State = State.QUEUED
     digest: Digest | None = None
@@ -49,7 +49,7 @@ class EntryTable:
         self.num_leases: Counter[int] = Counter()  # by holder
         self.num_evicted = 0
         self._free = list(range(num_entries - 1, -1, -1))
-        self._backed: set[int] = set()
+        self._allocated: set[int] = set()
         self._idle: OrderedDict[Record, Entry] = OrderedDict()  # READY, no holder; oldest first
         self._void: list[Entry] = []  # of which holders may still read
 
@@ -57,15 +57,15 @@ class EntryTable:
         """EntryTable that can be had without giving away any of these records."""
         return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
 
-    def occupy(self, record: Record) -> Entry:
+    def assign(self, record: Record) -> Entry:
         """Assign an entry to a record that has none; there must be room."""
         if not self._free:
             _, oldest = self._idle.popitem(last=False)
-            self._give_away(oldest)
+            self._evict(oldest)
         entry = self.entries[record] = Entry(self._free.pop(), record)
         return entry
 
-    def occupy_for_hint(self, record: Record, hint: int) -> Entry | None:
+    def assign_for_hint(self, record: Record, hint: int) -> Entry | None:
         """Assign an entry to a hinted record, never one of this or a later hint; or None."""
         if not self._free:
             older = (entry for entry in self._idle.values() if entry.hint < hint)
@@ -73,13 +73,13 @@ class EntryTable:
             if oldest is None:
                 return None
             del self._idle[oldest.record]
-            self._give_away(oldest)
+            self._evict(oldest)
         entry = self.entries[record] = Entry(self._free.pop(), record, hint=hint)
         return entry
 
-    def _give_away(self, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> None:
         del self.entries[entry.record]
-        self._free.append(entry.place)
+        self._free.append(entry.index)
         self.num_evicted += 1
 
     def lease(self, entry: Entry, holder: int) -> bool:
@@ -91,14 +91,14 @@ class EntryTable:
         self.num_leases[holder] += 1
         return True
 
-    def let_go(self, entry: Entry, holder: int) -> None:
+    def release(self, entry: Entry, holder: int) -> None:
         """End a holder's lease, if it has one."""
         if holder in entry.holders:
             entry.holders.remove(holder)
             self.num_leases[holder] -= 1
-            self.rest(entry)
+            self.make_evictable(entry)
 
-    def rest(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         """Make an entry evictable if no holder reads it and no load writes it."""
         if entry.holders or entry.state is not State.READY:
             return
@@ -107,8 +107,8 @@ class EntryTable:
             return
         if entry in self._void:
             self._void.remove(entry)
-            if entry.place >= 0:
-                self._free.append(entry.place)
+            if entry.index >= 0:
+                self._free.append(entry.index)
 
     def void(self, entry: Entry) -> None:
         """Invalidate an entry; it becomes free when no one reads or writes it."""
@@ -117,7 +117,7 @@ class EntryTable:
         del self.entries[entry.record]
         self._idle.pop(entry.record, None)
         self._void.append(entry)
-        self.rest(entry)
+        self.make_evictable(entry)
 
     def held_by(self, holder: int, records: Collection[Record] | None = None) -> list[Entry]:
         """Entries that a holder has leases on, of all or of some records."""
@@ -144,17 +144,17 @@ class EntryTable:
             for entry in chain(self.entries.values(), self._void)
         )
 
-    def is_backed(self, entry: Entry) -> bool:
+    def is_allocated(self, entry: Entry) -> bool:
         """Return whether the memory of an entry was found."""
-        return entry.place in self._backed
+        return entry.index in self._allocated
 
-    def back(self, entry: Entry) -> None:
+    def mark_allocated(self, entry: Entry) -> None:
         """Note that the memory of an entry was found."""
-        self._backed.add(entry.place)
+        self._allocated.add(entry.index)
 
     def shrink(self, entry: Entry) -> None:
         """Drop the entries whose memory was not allocated yet, including this one."""
-        backed = [place for place in self._free if place in self._backed]
-        self.num_entries -= len(self._free) - len(backed) + 1
-        self._free = backed
-        entry.place = -1
+        allocated = [index for index in self._free if index in self._allocated]
+        self.num_entries -= len(self._free) - len(allocated) + 1
+        self._free = allocated
+        entry.index = -1

@@ -30,7 +30,7 @@ class Request:
     is_ended: bool = False
 
 
-def refusal_of(request: Request, places: EntryTable, weights_version: int) -> str | None:
+def refusal_of(request: Request, table: EntryTable, weights_version: int) -> str | None:
     """Return why a request can never be granted, or None.
 
     Records come from the checkpoint, whose weights are version 0.
@@ -45,10 +45,10 @@ def refusal_of(request: Request, places: EntryTable, weights_version: int) -> st
             f"weights version {request.weights_version} is not in the host cache, "
             "which is filled from the checkpoint, version 0"
         )
-    asked, room = set(request.records), places.num_entries
-    if len(asked) + places.num_leases[request.holder] <= room:
+    asked, room = set(request.records), table.num_entries
+    if len(asked) + table.num_leases[request.holder] <= room:
         return None
-    beside = {entry.record for entry in places.held_by(request.holder)} - asked
+    beside = {entry.record for entry in table.held_by(request.holder)} - asked
     if len(asked) + len(beside) <= room:
         return None
     return (
@@ -57,10 +57,10 @@ def refusal_of(request: Request, places: EntryTable, weights_version: int) -> st
     )
 
 
-def no_room(request: Request, places: EntryTable) -> str:
+def no_room(request: Request, table: EntryTable) -> str:
     """Return what keeps a request waiting."""
-    held = sum(bool(entry.holders) for entry in places.entries.values())
+    held = sum(bool(entry.holders) for entry in table.entries.values())
     return (
-        f"no room for {len(set(request.records))} records: {held} of {places.num_entries} entries "
-        f"are held, by {len(places.holders())} ranks"
+        f"no room for {len(set(request.records))} records: {held} of {table.num_entries} entries "
+        f"are held, by {len(table.holders())} ranks"
     )

@@ -190,8 +190,8 @@ class HostCacheServer:
                 self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
     def _load(self, entry: Entry) -> None:
-        start = entry.place * self._record_bytes
-        if not self._cache.is_backed(entry):
+        start = entry.index * self._record_bytes
+        if not self._cache.is_allocated(entry):
             try:
                 self._arena.reserve(start, self._record_bytes)
             except MigrationError as exc:

@@ -20,7 +20,7 @@ from rebalance.network.wire import RefusedError, Wire, client_handshake, connect
 from rebalance.preload.hosts.settings import HostAddress
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, GroupName, Part, PartRequest
 from runtime.streams import Completion
 
 NUM_BOUNCES = 2  # one is filled while the other is copied to the device
@@ -93,7 +93,7 @@ class OtherRanks:
 
     def _ask(self, wire: Wire, part: Part, into: memoryview) -> None:
         settings = self._settings
-        ask = Ask(self._group, part, 0.5 * settings.silence_s, wire.left_s)
+        ask = PartRequest(self._group, part, 0.5 * settings.silence_s, wire.left_s)
         wire.send(ask.message())
         answer = wire.receive()
         if "refused" in answer:

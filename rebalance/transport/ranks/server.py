@@ -23,7 +23,7 @@ from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.network.wire import Budget, RefusedError, Wire
 from rebalance.transport.ranks.memory import Bounce
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, GroupName, Part, PartRequest
 from runtime.experts import ExpertBank
 
 PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
@@ -81,14 +81,14 @@ class RankLinkServer:
             torch.cuda.set_device(self._bank.device)
         while wire.wait_for_data(IDLE_S):
             wire.deadline = time.monotonic() + self._settings.deadline_s
-            ask = Ask.of(wire.receive())
+            ask = PartRequest.of(wire.receive())
             wire.deadline = min(wire.deadline, time.monotonic() + ask.deadline_s)
             try:
                 self._give(wire, ask)
             except RefusedError as exc:
                 wire.send({"refused": str(exc)})
 
-    def _give(self, wire: Wire, ask: Ask) -> None:
+    def _give(self, wire: Wire, ask: PartRequest) -> None:
         """Send the requested part.
 
         Raises:
@@ -130,7 +130,7 @@ class RankLinkServer:
         except MigrationError as exc:
             raise RefusedError(str(exc)) from exc
 
-    def _refuse(self, ask: Ask) -> None:
+    def _refuse(self, ask: PartRequest) -> None:
         """Refuse what must not be read now.
 
         Raises:

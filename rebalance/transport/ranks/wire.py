@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PartRequest:
     """One request."""
 
     group: GroupName
@@ -60,7 +60,7 @@ class Ask:
         return asdict(self.group) | asdict(self.part) | timing
 
     @staticmethod
-    def of(message: Message) -> Ask:
+    def of(message: Message) -> PartRequest:
         """Read one.
 
         Raises:
@@ -69,4 +69,4 @@ class Ask:
         numbers = {one.name: field(message, one.name, int) for one in fields(Part)}
         group = GroupName(field(message, "run", str), field(message, "membership", int))
         timing = (field(message, name, float) for name in ("answer_s", "deadline_s"))
-        return Ask(group, Part(**numbers), *timing)
+        return PartRequest(group, Part(**numbers), *timing)

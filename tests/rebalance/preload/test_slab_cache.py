@@ -338,13 +338,13 @@ def finish_one(
 
 
 def check(cache: HostCache, loading: list[Entry]) -> None:
-    places = cache._places
-    known = [*places.entries.values(), *places._void]
-    used = [entry.place for entry in known]
-    assert sorted(used + places._free) == list(range(places.num_entries)), "a place lost or shared"
+    table = cache._table
+    known = [*table.entries.values(), *table._void]
+    used = [entry.index for entry in known]
+    assert sorted(used + table._free) == list(range(table.num_entries)), "a place lost or shared"
     assert set(loading) <= set(known), "the disk writes into a place that was given away"
-    for entry in places._idle.values():
+    for entry in table._idle.values():
         assert not entry.holders
-        assert entry in places.entries.values()
+        assert entry in table.entries.values()
     for holder in range(4):
-        assert places.num_leases[holder] == sum(holder in entry.holders for entry in known)
+        assert table.num_leases[holder] == sum(holder in entry.holders for entry in known)

@@ -48,7 +48,7 @@ from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from rebalance.transport.ranks.client import OtherRanks
 from rebalance.transport.ranks.server import PIECE_BYTES, RankLinkServer, Served
 from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import PROTOCOL, Ask, GroupName, Part
+from rebalance.transport.ranks.wire import PROTOCOL, GroupName, Part, PartRequest
 from runtime.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
@@ -302,7 +302,7 @@ def test_a_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
         slow = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
         client_handshake(slow, SECRET, protocol=PROTOCOL)
         part = replace(PART, num_bytes=size)
-        slow.send(Ask(GROUP, part, DEADLINE_S, DEADLINE_S).message())
+        slow.send(PartRequest(GROUP, part, DEADLINE_S, DEADLINE_S).message())
         assert slow.receive() == {"num_bytes": size}  # and takes none of it in
 
         in_a_hurry = replace(rank.settings, silence_s=SHORT_S)
