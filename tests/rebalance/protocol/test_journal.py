@@ -253,7 +253,7 @@ def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None
     assert [row[5:7] for row in rows if ":" in row[0]] == [
         ["plan", "seen"],
         ["verdict", "transactions=2"],
-        ["death", "seen"],
+        ["death", "detected"],
         ["recovery", "transactions=2"],
     ]
     assert [row for row in rows if row[0] == "start"] == [["start", "run-1"], ["start", "run-2"]]
