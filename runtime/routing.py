@@ -159,8 +159,8 @@ class RoutingTable:
         Args:
             layer: the MoE layer, 0..L-1.
             experts: [T, K] expert ids; negative for padding.
-            salt: any integer, or a tensor [1] that a CUDA graph reads anew at each replay; alike
-                on ranks that must choose alike.
+            salt: any integer, or a tensor [1] that a CUDA graph reads anew at each replay; alike on
+                ranks that must choose alike.
 
         Returns:
             [T, K] int64 slots, EMPTY for padding. An id that is no expert's is EMPTY too and is

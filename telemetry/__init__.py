@@ -29,11 +29,11 @@ def open_store(
     """Open the store that ``url`` names.
 
     Args:
-        url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for
-            a file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
+        url: ``memory:`` for one that ends with the process, ``sqlite:PATH`` or a plain path for a
+            file, or a Redis URL as in ``telemetry/stores/redis/connection/address.py``.
         deployment: name of the deployment whose samples and placements it holds.
-        sample_version: in which samples are written. Until every reader of the store is up to
-            date, its writers keep to the version before.
+        sample_version: in which samples are written. Until every reader of the store is up to date,
+            its writers keep to the version before.
 
     Raises:
         ConfigError: another scheme, a URL or name that the store cannot use, or a version that

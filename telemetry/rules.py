@@ -175,8 +175,8 @@ def next_lease(
     """Return the lease that ``holder`` gets; None while another holds it.
 
     Args:
-            latest: the last lease that was granted, even if expired or released.
-            is_over: returns whether the latest lease is over (``telemetry/stores/lease_watch.py``).
+        latest: the last lease that was granted, even if expired or released.
+        is_over: returns whether the latest lease is over (``telemetry/stores/lease_watch.py``).
     """
     if not holder or not ttl_s > 0:
         raise ConfigError(

@@ -67,10 +67,9 @@ class Controller:
     """Plans for one deployment. Call ``turn`` whenever the store changed, or ``run`` for ever.
 
     Args:
-            holder: name under which it holds the lease. A supervisor that restarts a controller
-            after
-                its death may reuse the name; the new process then need not wait for the lease to
-                expire.
+        holder: name under which it holds the lease. A supervisor that restarts a controller after
+            its death may reuse the name; the new process then need not wait for the lease to
+            expire.
         clock: seconds since the epoch.
 
     Raises:

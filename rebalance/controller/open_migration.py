@@ -41,8 +41,8 @@ class OpenPlan:
         """Withdraw the migration if that is due.
 
         Args:
-                migration: the open migration of the store.
-                states: latest reports of the ranks that serve now.
+            migration: the open migration of the store.
+            states: latest reports of the ranks that serve now.
             served_weights: version of the weights on all of them; None while they differ.
             fence: the token of the controller's lease.
 

@@ -18,8 +18,8 @@ class BackOff:
 
     Args:
         name: of the host or rank, for messages.
-            most_s: upper limit of one back-off.
-            clock: monotonic seconds.
+        most_s: upper limit of one back-off.
+        clock: monotonic seconds.
     """
 
     def __init__(

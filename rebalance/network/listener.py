@@ -40,10 +40,10 @@ class ConnectionListener:
     """Listens until ``close``.
 
     Args:
-            settings: address, protocol and limits.
-            hello: what an authenticated client receives about the owner.
-            serve: serves one client, on that client's thread; it sets its own deadline.
-            is_closing: set on close, so that waits in ``serve`` can end.
+        settings: address, protocol and limits.
+        hello: what an authenticated client receives about the owner.
+        serve: serves one client, on that client's thread; it sets its own deadline.
+        is_closing: set on close, so that waits in ``serve`` can end.
 
     Raises:
         MigrationError: the address cannot be listened on.

@@ -49,8 +49,8 @@ class Wire:
 
     Args:
         end: connected; closed by its owner.
-            deadline: of the whole exchange, by time.monotonic; may be replaced.
-            silence_s: for the next byte.
+        deadline: of the whole exchange, by time.monotonic; may be replaced.
+        silence_s: for the next byte.
     """
 
     def __init__(self, end: socket.socket, deadline: float, silence_s: float) -> None:
@@ -110,7 +110,7 @@ class Wire:
         """Send all of it.
 
         Raises:
-                MigrationError: the connection failed, or the other side does not read.
+            MigrationError: the connection failed, or the other side does not read.
         """
         # Copied, not sendfile: a place may hold another record before pages that are sent by
         # reference have left the machine.
@@ -121,7 +121,7 @@ class Wire:
         """Fill ``into``.
 
         Raises:
-                MigrationError: the connection failed or timed out.
+            MigrationError: the connection failed or timed out.
         """
         self._fill(into, self._silence_s)
 

@@ -64,11 +64,11 @@ class Journal:
     """A rank's journal file.
 
     Args:
-            folder: created if missing.
-            run: name of this start.
-            rank: the rank of this journal.
-            max_bytes: a larger file is renamed to ``.1``, which replaces the previous one.
-            capacity: maximum number of queued entries.
+        folder: created if missing.
+        run: name of this start.
+        rank: the rank of this journal.
+        max_bytes: a larger file is renamed to ``.1``, which replaces the previous one.
+        capacity: maximum number of queued entries.
     """
 
     def __init__(

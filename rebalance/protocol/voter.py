@@ -110,7 +110,7 @@ class Voter:
         Args:
             completion: what to wait for.
             step: in which the device is.
-                is_halting: whether all ranks stop here; then peers may have left regularly.
+            is_halting: whether all ranks stop here; then peers may have left regularly.
 
         Raises:
             BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.

@@ -82,8 +82,7 @@ class Sampler:
 
         Raises:
             RankError: a router gave ids that no expert has. Their tokens were dropped, so answers
-            since
-                the previous sample are wrong.
+                since the previous sample are wrong.
         """
         while self._on_the_way and (wait or self._on_the_way[0][2].is_ready()):
             sample, cut, strays = self._on_the_way.popleft()

@@ -33,8 +33,7 @@ class Survival:
 
         Args:
             deadline_s: for the running check of the scrubber to end. The report is written by then
-            in
-                any case, because a rank without a report counts as dead.
+                in any case, because a rank without a report counts as dead.
         """
         core = self._core
         self.is_recovering = True

@@ -270,14 +270,14 @@ def rejoin(
     """Form the group of the survivors, separate from the broken one.
 
     Args:
-            record: names the survivors; each of them calls this function.
-            rendezvous: a store that outlives every rank, owned by the supervisor.
-            rank: this rank, by its number in the original group.
-            host: as for the votes of the original group.
+        record: names the survivors; each of them calls this function.
+        rendezvous: a store that outlives every rank, owned by the supervisor.
+        rank: this rank, by its number in the original group.
+        host: as for the votes of the original group.
         deadline_s: for all survivors to have joined.
 
     Raises:
-            RankError: a survivor died or timed out meanwhile.
+        RankError: a survivor died or timed out meanwhile.
     """
     place, size = record.survivors.index(rank), len(record.survivors)
     timeout = timedelta(seconds=deadline_s)

@@ -61,9 +61,9 @@ class Mover:
         parts: the rank's pieces.
         transport: where bytes come from.
         settings: what staging may take.
-            dead: returns the ranks that are known to be dead; they are no source.
-            clock: of seconds, for budgets and deadlines.
-            beat: its heartbeat.
+        dead: returns the ranks that are known to be dead; they are no source.
+        clock: of seconds, for budgets and deadlines.
+        beat: its heartbeat.
     """
 
     def __init__(

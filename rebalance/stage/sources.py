@@ -34,10 +34,10 @@ class Sources:
     Args:
         rank: the receiver.
         topology: defines the slots of each rank.
-            readable: ranks whose live slots can be read from here, including this one.
-            dead: returns the ranks that are known to be dead.
-            clock: of seconds.
-            reachable: further ranks, which send live slots over the network.
+        readable: ranks whose live slots can be read from here, including this one.
+        dead: returns the ranks that are known to be dead.
+        clock: of seconds.
+        reachable: further ranks, which send live slots over the network.
     """
 
     def __init__(

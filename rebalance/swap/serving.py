@@ -49,9 +49,8 @@ def check_places(
         room: this rank's staging entries.
 
     Raises:
-            MigrationError: it needs more staging entries than there are; or it flips into a slot
-            that may
-                still serve.
+        MigrationError: it needs more staging entries than there are; or it flips into a slot that
+            may still serve.
     """
     where = f"plan {migration.plan_id} transaction {number}"
     if migration.pace.mode == "copy":

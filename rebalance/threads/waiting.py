@@ -35,8 +35,8 @@ class SharedPhase:
     """The phase machine's state, shared by the threads of one rank.
 
     Args:
-            state: the initial one.
-            on_change: called with (before, after) for every change, under the lock.
+        state: the initial one.
+        on_change: called with (before, after) for every change, under the lock.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Watchdog:
     """The heartbeats of one rank, and the aborts that follow from them.
 
     Args:
-            plan_deadline_s: a migration without progress for so long is aborted.
+        plan_deadline_s: a migration without progress for so long is aborted.
     """
 
     def __init__(self, plan_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:

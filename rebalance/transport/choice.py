@@ -62,11 +62,11 @@ def choose_transport(
         group: every rank, at start-up.
 
     Returns:
-            The transport, and one sentence with the reason of the choice.
+        The transport, and one sentence with the reason of the choice.
 
     Raises:
         MigrationError: some rank reads wrong bytes from its own slots or the host cache of its
-        host.
+            host.
     """
     wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
     if wrong:

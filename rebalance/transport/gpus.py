@@ -15,10 +15,10 @@ class SymmetricPeers:
     """Peers' banks in one symmetric allocation.
 
     Args:
-            rank: the reading rank.
-            topology: names the ranks on its host.
-            bank: the reading rank's own.
-            arena: the reading rank's part of the allocation, which holds its bank.
+        rank: the reading rank.
+        topology: names the ranks on its host.
+        bank: the reading rank's own.
+        arena: the reading rank's part of the allocation, which holds its bank.
     """
 
     def __init__(

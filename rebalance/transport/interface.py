@@ -87,15 +87,15 @@ class WeightTransport(Protocol):
         """Name records to preload next; the host may read ahead when idle and not full.
 
         Raises:
-                MigrationError: the host cache disconnected.
+            MigrationError: the host cache disconnected.
         """
 
     def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Have the host verify a leased record, and reload it from disk if it is corrupted.
 
         Raises:
-                CalledOff: it is not wanted any more; the lease has ended.
-                MigrationError: it cannot be repaired, or not in time.
+            CalledOff: it is not wanted any more; the lease has ended.
+            MigrationError: it cannot be repaired, or not in time.
         """
 
     def release(self, records: Sequence[Record]) -> None:

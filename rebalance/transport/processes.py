@@ -57,10 +57,10 @@ class SharedPeers:
     """Peers' banks in shared memory: the CPU counterpart of mapped GPU memory.
 
     Args:
-            rank: the reading rank.
-            topology: names the ranks on its host.
-            bank: the reading rank's own.
-            handles: of every rank's bank.
+        rank: the reading rank.
+        topology: names the ranks on its host.
+        bank: the reading rank's own.
+        handles: of every rank's bank.
 
     Raises:
         MigrationError: a peer's memory cannot be attached.

@@ -71,8 +71,8 @@ def grouped_gemm(
     Sums are float32. Rows of no slot stay as they are in ``out``.
 
     Args:
-        rows: [n, K] BF16, or float32 for checks. Rows of slot c: ``starts[c]`` up to
-            ``starts[c] + counts[c]``.
+        rows: [n, K] BF16, or float32 for checks. Rows of slot c: ``starts[c]`` up to ``starts[c] +
+            counts[c]``.
         weights: [C, N, K] of the rows' type; slots may lie any distance apart.
         starts: [C] int32.
         counts: [C] int32; 0 for a slot without rows.

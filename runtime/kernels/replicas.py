@@ -35,9 +35,8 @@ def choose_replicas(
         experts: [T, K] int64 expert ids; negative for padding.
         seed: [1] int64 on the device, so that a replayed graph reads the step's own.
         out: [T, K] int64; -1 for padding, and for ids that are no expert's.
-            strays: [1] int32, to which the number of ids from E on is added: an error at the call
-            would
-                stop the stream.
+        strays: [1] int32, to which the number of ids from E on is added: an error at the call would
+            stop the stream.
     """
     _check(slots, cumulative, experts, seed, out)
     check(

@@ -150,8 +150,7 @@ class HostCacheClient:
         Raises:
             CalledOff: ``is_wanted`` has become false; as below.
             MigrationError: a record cannot be read, or not in time; or the host cache has no room
-            for
-                all of them. None of ``records`` is leased then that was not before.
+                for all of them. None of ``records`` is leased then that was not before.
         """
         if not records:
             return [], 0
@@ -249,7 +248,7 @@ class HostCacheClient:
         """Name records to load next, so that the host reads them when the disk is idle.
 
         Raises:
-                MigrationError: the preload process disconnected, or does not read.
+            MigrationError: the preload process disconnected, or does not read.
         """
         hint = {"ask": "hint", "records": list(records), "weights_version": weights_version}
         self._in_either_process(lambda: self._send(hint))
@@ -270,7 +269,7 @@ class HostCacheClient:
         """Return the host's counters.
 
         Raises:
-                MigrationError: the preload process disconnected or timed out.
+            MigrationError: the preload process disconnected or timed out.
         """
         return HostCacheStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
 

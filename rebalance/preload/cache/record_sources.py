@@ -71,8 +71,7 @@ class RecordSources:
         Args:
             record: which.
             into: where to.
-                is_for_host: returns whether only another host requests it: then no third host is
-                asked.
+            is_for_host: returns whether only another host requests it: then no third host is asked.
 
         Raises:
             CheckpointError: the disk does not have it.

@@ -61,9 +61,8 @@ class HostCacheServer:
     """The process's host cache: loads records on demand and serves ranks until ``close``.
 
     Raises:
-            MigrationError: another process listens under this name, or at the address for other
-            hosts;
-                or there is no memory.
+        MigrationError: another process listens under this name, or at the address for other hosts;
+            or there is no memory.
         CheckpointError: a weight file is missing.
         ConfigError: the settings leave no room for a record, or no source of records.
     """

@@ -105,9 +105,9 @@ class HostLinkServer:
         """Send a record.
 
         Raises:
-                RefusedError: it is not in memory, cannot be read in time, or the transfer limit is
+            RefusedError: it is not in memory, cannot be read in time, or the transfer limit is
                 reached.
-                MigrationError: the connection failed, or the other host does not read.
+            MigrationError: the connection failed, or the other host does not read.
         """
         layer, expert = ask["record"]
         answer_s = min(wire.left_s, float(ask["answer_s"]))

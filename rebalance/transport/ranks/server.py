@@ -93,8 +93,7 @@ class RankLinkServer:
 
         Raises:
             RefusedError: the slot does not hold it, or the transfer limit is reached; sent before
-            any
-                byte, or after the last one, which invalidates them.
+                any byte, or after the last one, which invalidates them.
             MigrationError: the connection failed, or the other rank does not read.
         """
         self._refuse(ask)

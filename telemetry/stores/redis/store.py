@@ -52,7 +52,7 @@ class RedisStore:
         clock: for times in place of the server's, for tests and simulations.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see
-        ``telemetry/records/sample_codec.py``.
+            ``telemetry/records/sample_codec.py``.
 
     Raises:
         ConfigError: the URL or the deployment's name cannot be used.

@@ -55,7 +55,7 @@ class SqliteStore:
         clock: seconds since the epoch.
         monotonic: for how long leases stand; if not given, ``clock`` where that is.
         sample_version: of the records that ``append`` writes; see
-        ``telemetry/records/sample_codec.py``.
+            ``telemetry/records/sample_codec.py``.
 
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
