@@ -191,12 +191,12 @@ class RankAgent:
 
     @property
     def placement(self) -> Placement:
-        """What serves now; a legal mix in mid-migration."""
+        """The serving placement; valid also in the middle of a migration."""
         return self._swapper.placement
 
     @property
     def figures(self) -> StepFigures:
-        """What was measured of swaps."""
+        """Statistics of this rank's swaps."""
         return self._swapper.figures
 
     @property
@@ -221,7 +221,7 @@ class RankAgent:
         self._core.mover.pause()
 
     def resume_staging(self) -> None:
-        """Let weights flow again; from any thread."""
+        """Resume staging. Thread-safe."""
         self._core.mover.resume()
         self._shared.wake()
 

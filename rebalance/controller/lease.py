@@ -101,7 +101,7 @@ class ControllerLease:
         self._lease = None
 
     def give_up(self) -> None:
-        """Let another have it at once."""
+        """Release the lease."""
         if self._lease is not None:
             self._store.release_lease(self._lease)
         self._lease = None

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """How the controller decides."""
+    """Settings of the controller."""
 
     policy: str = "auto"
     plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
@@ -115,7 +115,7 @@ class Controller:
         self._lease.give_up()
 
     def turn(self) -> None:
-        """Do what is due now: fold samples and, if this one leads, all that a controller does."""
+        """Fold new samples; if this controller leads, plan, publish and watch."""
         group = self._arrivals.follow()
         if group is None:
             return

@@ -28,7 +28,7 @@ class Serving(Protocol):
 
 
 class StoreLoss:
-    """What one rank remembers of the store; called by its watcher alone."""
+    """One rank's copy of the store's state; called by its watcher alone."""
 
     def __init__(self, store: LoadStore, serving: Serving) -> None:
         self._store, self._serving = store, serving

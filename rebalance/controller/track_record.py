@@ -36,7 +36,7 @@ class TrackRecord:
         self._generations: set[int] = set()  # with the experts where they are now
 
     def unseen(self, windows: Sequence[Window], committed: Placement) -> int:
-        """How many of the latest windows came since the experts are where they are."""
+        """Return the number of latest windows with the present slots."""
         before = self._serving
         if before is None or not np.array_equal(before.slot_to_expert, committed.slot_to_expert):
             self._generations = set()

@@ -1,4 +1,4 @@
-"""Leaves a host or a rank that failed alone for a while, longer after each further failure."""
+"""Back-off after failures of a host or a rank; it doubles with each further failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BackOff:
             return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""
 
     def record_failure(self, why: str) -> None:
-        """Leave it alone for a while, and longer after every failure that follows another."""
+        """Start a back-off, twice as long as the one before."""
         with self._lock:
             now = self._clock()
             if now < self._until:
@@ -46,6 +46,6 @@ class BackOff:
         log.warning("%s: in back-off for %.3g s after: %s", self._name, self._rest_s, why)
 
     def record_success(self) -> None:
-        """Note that it gave what it was asked for."""
+        """Reset the back-off after a successful request."""
         with self._lock:
             self._rest_s = 0.0

@@ -98,7 +98,7 @@ class ConnectionListener:
                 log.warning("connection limit reached, refusal not sent: %s", exc)
 
     def _serve_client(self, client: socket.socket, name: str) -> None:
-        """Serve one client, on a thread of its own."""
+        """Serve one client, on its own thread."""
         settings = self._settings
         try:
             with client:

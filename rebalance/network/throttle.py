@@ -1,4 +1,4 @@
-"""How fast staging may go: a budget of bytes for each kind of link, and a hold for the engine.
+"""Rate of staging: a bandwidth budget for each kind of link, and the engine's pause.
 
 Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest steps,
 8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in small

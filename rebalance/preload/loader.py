@@ -108,7 +108,7 @@ class RecordLoader:
         return self._digests.get(record, self.file.digest_of(record) if self.file else None)
 
     def learn(self, record: Record, digest: Digest) -> None:
-        """Note the digest of a record that came from elsewhere."""
+        """Set the digest of a record that came from another source."""
         self._digests[record] = digest
 
     def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks vote on, and the one verdict that all of them read from the same bytes.
+"""Ballots of the ranks, and the verdict that all ranks decode from the same bytes.
 
 Every rank casts a ballot; an all-reduce with MIN makes one vector of them, alike everywhere. A
 field that must agree is cast with its negation: MIN then yields both the smallest and the largest

@@ -169,24 +169,24 @@ class JournalRecorder:
         self._last_verdict: Verdict | None = None
 
     def note(self, what: str, state: RankPhase, **detail: Any) -> None:
-        """Note something that happened in this state."""
+        """Record an event in this state."""
         plan_id = state.plan.plan_id if state.plan else 0
         self._sink.note(what, (self._step(), state.generation, plan_id), detail)
 
     def note_change(self, before: RankPhase, after: RankPhase) -> None:
-        """Note what a change of the phase machine means."""
+        """Record a change of the phase machine."""
         for what, detail in changes(before, after):
             self.note(what, after if after.plan else before, **detail)
 
     def note_ballot(self, ballot: Ballot) -> None:
-        """Note a vote that differs from the last one."""
+        """Record a ballot that differs from the last one."""
         news = _differences(self._last_ballot, ballot)
         self._last_ballot = ballot
         if news:
             self._note_vote("vote cast", ballot, ballot.generation, news)
 
     def note_verdict(self, cast: Ballot, verdict: Verdict) -> None:
-        """Note a verdict that differs from the last one."""
+        """Record a verdict that differs from the last one."""
         news = _differences(self._last_verdict, verdict)
         self._last_verdict = verdict
         if news:

@@ -27,7 +27,7 @@ class LocalVotes:
         return _LocalMember(self, rank)
 
     def kill(self, rank: int) -> None:
-        """Let a rank die."""
+        """Mark a rank as dead."""
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
@@ -38,7 +38,7 @@ class LocalVotes:
             return frozenset(self._dead)
 
     def add(self, rank: int, number: int, ballot: list[int]) -> None:
-        """Take one rank's ballot of one vote."""
+        """Add one rank's ballot to a vote."""
         with self._changed:
             while len(self._ballots) <= number:
                 self._ballots.append({})

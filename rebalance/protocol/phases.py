@@ -57,7 +57,7 @@ NEXT: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(frozen=True)
 class PlanRef:
-    """What the machine needs to know of a migration."""
+    """The phase machine's view of a migration."""
 
     plan_id: int
     plan_hash: int
@@ -88,7 +88,7 @@ class RankPhase:
 
 @dataclass(frozen=True)
 class Swap:
-    """What a verdict orders: the half-open range of transactions to apply now."""
+    """The swap that a verdict orders: a half-open range of transactions."""
 
     first: int
     last: int

@@ -1,1 +1,1 @@
-"""What a rank's agent is made of, and its threads beside the step."""
+"""Parts of a rank's agent, and its threads beside the step."""

@@ -1,4 +1,4 @@
-"""What the parts of one rank's agent share: made once, handed to each of them."""
+"""Collaborators of one rank's agent: made once, passed to each part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_core(
     placement: Placement,
     listener: WatchedAgent,
 ) -> RankCore:
-    """Put a rank's collaborators together; no thread runs yet.
+    """Build a rank's collaborators; no thread runs yet.
 
     Args:
         settings: alike on every rank.

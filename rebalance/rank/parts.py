@@ -1,4 +1,4 @@
-"""What a rank agent is made of: settings alike on every rank, the rank's live pieces, its links."""
+"""Parts of a rank agent: settings equal on every rank, live objects, links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEPT_PAUSES = 4096  # a rank serves for months
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What every rank must be given alike."""
+    """Settings that must be equal on every rank."""
 
     deployment: str
     run: str
@@ -75,14 +75,14 @@ class Links:
 
 @dataclass
 class StepFigures:
-    """What the agent has measured of itself."""
+    """Statistics of an agent."""
 
     experts_moved: int = 0
     rebalances: int = 0
     _pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_PAUSES))
 
     def swapped(self, num_experts: int, *, pause_ms: float) -> None:
-        """Note a swap, and for how long it kept the step waiting."""
+        """Count a swap, and the time that it delayed the step."""
         self.experts_moved += num_experts
         self._pauses_ms.append(pause_ms)
 

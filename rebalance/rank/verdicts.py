@@ -1,4 +1,4 @@
-"""What this rank votes, and what follows from a verdict: swap, drop, halt."""
+"""Ballots of this rank, and the effects of a verdict: swap, abort, halt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Voting:
         return found[1]
 
     def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
-        """Do what a verdict on this rank's ballot asks for, before ``step``."""
+        """Apply a verdict on this rank's ballot, before ``step``."""
         core = self._core
         core.recorder.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:

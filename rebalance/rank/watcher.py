@@ -42,7 +42,7 @@ class SampleSink(Protocol):
     """Takes samples off the step path (telemetry.reporter.reporter.Reporter)."""
 
     def offer(self, sample: LoadSample) -> bool:
-        """Take a sample; never blocks, never raises. False when one was dropped for it."""
+        """Accept a sample; never blocks, never raises. False if one was dropped for it."""
 
     def state(self, state: RankState) -> None:
         """Accept the rank's report; only the newest is kept."""
@@ -125,11 +125,11 @@ class Watcher:
         self.do(partial(self._mover.bring, migration, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have the mover's thread do something, after what it was given before."""
+        """Queue a job for the mover's thread."""
         self._to_do.put(job)
 
     def report_event(self, kind: str, detail: Details) -> None:
-        """Have an event written down."""
+        """Queue an event for the store."""
         write = partial(self._store.add_event, kind, detail)
         self._to_write.put(Writing(f"writing an event of kind {kind!r}", write))
 
@@ -252,7 +252,7 @@ class Watcher:
             self._after_failure(exc)
 
     def _after_failure(self, exc: Exception) -> None:
-        """Put another thread into the mover's place, once."""
+        """Restart the mover's thread, once."""
         self.num_mover_failures += 1
         self._mover.beat.idle("failed")
         if self.num_mover_failures > 1:

@@ -60,7 +60,7 @@ class Survivor(Protocol):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a survivor waits."""
+    """Deadlines of a recovery."""
 
     reports_s: float = 10.0  # for the others' reports; a rank without one counts as dead
     store_s: float = 20.0  # for a store that fails, in all

@@ -1,4 +1,4 @@
-"""What every expert's bytes must digest to, agreed by all ranks before they serve.
+"""The expected digest of every expert, agreed by all ranks before they serve.
 
 Every expert is live somewhere. Each rank digests what its own slots hold; one vote then makes one
 table, alike on every rank, and proves on the way that all replicas of an expert hold the same
@@ -40,7 +40,7 @@ def agree_on_digests(
 def cast_digests(
     mine: Mapping[Record, Digest], num_layers: int, num_experts: int, votes: VoteGroup
 ) -> PendingVote:
-    """Tell the other ranks what this one holds."""
+    """Send the digests of this rank's slots to the other ranks."""
     smallest = torch.full((num_layers, num_experts, 2), _HIGHEST, dtype=torch.int64)
     # The complement turns the order around without an overflow: its smallest is of the largest.
     complement = torch.full_like(smallest, _HIGHEST)

@@ -1,4 +1,4 @@
-"""What staging measures of itself, for metrics: counted by one thread, read by any."""
+"""Statistics of staging, for metrics: counted by one thread, read by any."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StageFigures:
     ring_entries: int = 0
 
     def as_detail(self) -> dict[str, Any]:
-        """What a rank reports of it beside ``bytes_by_source``; JSON-ready."""
+        """The fields of a rank's report beside ``bytes_by_source``; JSON-ready."""
         detail = asdict(self)
         del detail["bytes_by_source"]
         for name, link in self.links.items():
@@ -69,12 +69,12 @@ class StageMeter:
         self._throttled_s: dict[Link, float] = dict.fromkeys(Link, 0.0)
 
     def add_bytes(self, source: str, num_bytes: int) -> None:
-        """Note bytes by where they came from; "rejected" where they were wrong."""
+        """Count bytes by their source; "rejected" after a digest mismatch."""
         with self._lock:
             self._by_source[source] += num_bytes
 
     def add(self, name: str, count: int = 1) -> None:
-        """Note ``count`` more of a field of StageFigures."""
+        """Add ``count`` to a field of StageFigures."""
         with self._lock:
             self._counts[name] += count
 
@@ -84,12 +84,12 @@ class StageMeter:
             self._counts["num_staged"] = 0
 
     def landed(self, link: Link, num_bytes: int) -> None:
-        """Note a chunk that arrived."""
+        """Count a chunk that arrived."""
         with self._lock:
             self._bytes[link] += num_bytes
 
     def spent(self, link: Link, *, active_s: float = 0.0, throttled_s: float = 0.0) -> None:
-        """Note time that a link was active, or held back."""
+        """Add time that a link was active, or throttled."""
         with self._lock:
             self._active_s[link] += active_s
             self._throttled_s[link] += throttled_s
@@ -97,7 +97,7 @@ class StageMeter:
     def snapshot(
         self, *, num_quarantined: int, ring_in_use: int, ring_entries: int
     ) -> StageFigures:
-        """How it stands now."""
+        """Return the current statistics."""
         with self._lock:
             links = {
                 link.value: LinkFigures(

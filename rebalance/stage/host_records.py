@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class HostRecords:
-    """What the host holds for one rank; used by one thread."""
+    """The records that the host cache leases to one rank; used by one thread."""
 
     def __init__(
         self,

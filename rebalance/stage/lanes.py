@@ -112,7 +112,7 @@ class Lane:
         return bool(self._queue) and (is_full or self.ready_at() <= self._clock())
 
     def add(self, pull: Pull) -> None:
-        """Put a record in line."""
+        """Queue a record."""
         self._queue.append(pull)
         if self._active_since is None:
             self._active_since = self._clock()
@@ -150,7 +150,7 @@ class Lane:
             self._queue.popleft()
 
     def give_up(self, pull: Pull) -> None:
-        """Take a record, the first in line, out again."""
+        """Remove the first record of the queue."""
         assert self._queue[0] is pull, "only the record whose turn it is can fail"
         self._queue.popleft()
         self.rest()

@@ -91,7 +91,7 @@ class Mover:
     # -- from any thread
 
     def figures(self) -> StageFigures:
-        """How staging stands."""
+        """Return the statistics of staging."""
         return self._stager.meter.snapshot(
             num_quarantined=self._sources.num_quarantined,
             ring_in_use=self.ring.num_in_use,
@@ -189,7 +189,7 @@ class Mover:
             check_places(migration, self.serving, number, moves, self.ring.num_entries)
 
     def _preload(self, migration: Migration, shared: SharedPhase) -> Generator[Wait, None, bool]:
-        """Have the host hold what is taken from it, some records at a time; False if unwanted."""
+        """Preload records in batches; return False if the plan is not wanted any more."""
         wanted = {
             (move.layer, move.expert): (move, held)
             for number, transaction in enumerate(migration.transactions)

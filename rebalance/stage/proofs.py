@@ -57,7 +57,7 @@ class Proofs:
 
     @property
     def oldest(self) -> _Proof | None:
-        """What is judged next, if all of it has landed."""
+        """The next proof to check, if all of its chunks have arrived."""
         if self._proofs and not any(pull.num_flying for pull in self._proofs[0].pulls):
             return self._proofs[0]
         return None

@@ -50,7 +50,7 @@ class StagingRing:
         self._copying.append((completion, [self._held.pop(move) for move in moves]))
 
     def release_all(self) -> None:
-        """Give every entry back: the plan was dropped."""
+        """Free every entry: the plan was dropped."""
         self._free.extend(self._held.values())
         self._held.clear()
 

@@ -1,4 +1,4 @@
-"""How much staging may take, of links and of time; alike on every rank."""
+"""Limits of staging: bandwidth and deadlines; equal on every rank."""
 
 from __future__ import annotations
 

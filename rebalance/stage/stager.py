@@ -207,7 +207,7 @@ class Stager:
         return True
 
     def _fail(self, lane: Lane, pull: Pull) -> None:
-        """Give this attempt up; the next must not write before its last chunk has landed."""
+        """Cancel this attempt; the next starts after its last chunk has arrived."""
         lane.give_up(pull)
         pull.has_failed = True
         if not pull.num_flying:

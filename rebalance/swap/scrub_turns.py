@@ -58,7 +58,7 @@ class ScrubTurns:
     # -- the step's thread
 
     def at_step(self) -> None:
-        """Do what is due between two steps."""
+        """Run the scrubber's part between two steps."""
         every_steps = self._core.settings.scrub_every_steps
         if not every_steps or self._is_looking:
             return

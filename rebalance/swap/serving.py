@@ -1,4 +1,4 @@
-"""What serves after each transaction of a migration, worked out off the step path.
+"""The serving placement after each transaction, computed off the step path.
 
 Shapes:  L MoE layers, S slots.
 """
@@ -19,7 +19,7 @@ from runtime.routing import RoutingTable, TableLayers
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves once a transaction is applied."""
+    """Placement and table once a transaction is applied."""
 
     placement: Placement
     table: TableLayers

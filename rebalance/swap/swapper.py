@@ -56,7 +56,7 @@ class Swapper:
         return True
 
     def swap(self, order: Swap, step: int) -> None:
-        """Let transactions serve, between two steps: copy what was staged, then the routing table.
+        """Apply transactions between two steps: copy staged bytes, then the routing table.
 
         In flip mode the bytes are where they will serve, and only the table is copied.
         """
@@ -112,7 +112,7 @@ class Swapper:
     # -- what the scrubber needs
 
     def at_rest(self) -> Placement | None:
-        """What serves, if nothing is writing live slots."""
+        """The serving placement if nothing writes live slots, else None."""
         is_idle = self._core.shared.state.phase is Phase.IDLE and self._core.fence.is_open
         return self.placement if is_idle and self.last_swap.is_complete() else None
 

@@ -20,7 +20,7 @@ FIRST_POLL_S, LONGEST_POLL_S = 20e-6, 1e-3
 
 @dataclass(frozen=True)
 class Wait:
-    """What to wait for before the next step."""
+    """A wait of a generator: for a completion or a deadline."""
 
     what: str  # for messages
     until: float  # of the generator's clock: look again then at the latest

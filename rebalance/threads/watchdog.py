@@ -35,7 +35,7 @@ class Standing:
 
 
 class Heartbeat:
-    """What one thread does. It writes, any other thread reads."""
+    """Activity of one thread, which writes it; any other thread reads it."""
 
     def __init__(self, thread: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._thread, self._clock = thread, clock

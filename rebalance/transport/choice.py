@@ -29,7 +29,7 @@ POLL_S = 0.001
 
 @dataclass(frozen=True)
 class KnownRecords:
-    """What every rank holds before it serves, and what that must digest to."""
+    """Placement and digests of all ranks before they serve."""
 
     placement: Placement
     topology: Topology
@@ -107,7 +107,7 @@ def _places(
 
 
 def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemory) -> str:
-    """What is wrong first; "" if nothing is. Nothing serves yet, so this may wait."""
+    """Return the first failure, or "". Nothing serves yet, so this may wait."""
     size, device = memory.bank.schema.record_bytes, memory.bank.device
     into = torch.empty(size, dtype=torch.uint8, device=device)
     for record, place in _places(transport, known, memory.rank):

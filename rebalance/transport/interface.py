@@ -42,7 +42,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """What bytes from here are counted as."""
+        """Label of this source in metrics."""
         return "other_rank" if self.is_far else self.source.name.lower()
 
 
@@ -66,7 +66,7 @@ class WeightTransport(Protocol):
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host hold these records until ``release``.
+        """Have the host load and keep these records until ``release``.
 
         It may block, as may ``reload``: up to ``deadline_s``, and while it ``is_wanted``. With
         simulated time it returns at once.

@@ -39,7 +39,7 @@ class LocalTransport:
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host hold these records; return the bytes that came from disk."""
+        """Load these records; return the bytes that were read from disk."""
         from_disk = 0
         for record in records:
             if self._weights_version:
@@ -66,7 +66,7 @@ class LocalTransport:
             self._on_host.pop(record, None)
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have no records any more."""
+        """Drop all records."""
         self._on_host.clear()
         self._weights_version = version
 

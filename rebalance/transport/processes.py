@@ -122,7 +122,7 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank reads beside its peers' slots."""
+    """Sources of a rank beside its peers' slots."""
 
     rank: int
     bank: ExpertBank
@@ -164,7 +164,7 @@ class PullTransport:
     def preload(
         self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Have the host cache hold these records; return the bytes it took in for that."""
+        """Have the host cache load these records; return the loaded bytes by source."""
         from_hosts = self._host_cache.bytes_from_other_hosts
         _, from_disk = self._host_cache.load(
             records,
@@ -188,7 +188,7 @@ class PullTransport:
         self._host_cache.hint(records, weights_version=self._weights_version)
 
     def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Have the host cache check its bytes, and read them again."""
+        """Have the host cache verify and reload a record."""
         self._host_cache.reload(record, deadline_s=deadline_s, is_wanted=is_wanted)
 
     def release(self, records: Sequence[Record]) -> None:
@@ -196,7 +196,7 @@ class PullTransport:
         self._host_cache.release(records)
 
     def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have the host cache forget the records of older weights."""
+        """Invalidate the records of older weights in the host cache."""
         self._host_cache.invalidate(version, deadline_s=deadline_s)
         self._weights_version = version
 

@@ -114,7 +114,7 @@ class HostCache:
             self._admit()
 
     def hint(self, records: Sequence[Record], weights_version: int) -> None:
-        """Have records loaded when nothing else is to be done, if there is room for them."""
+        """Queue records to be loaded when idle, if there is room for them."""
         with self._changed:
             if weights_version or self.weights_version:
                 self.counts["hints_dropped"] += len(records)
@@ -124,7 +124,7 @@ class HostCache:
             self._changed.notify_all()
 
     def reload(self, request: Request) -> None:
-        """Have a leased record read again from disk: its bytes are not what they were."""
+        """Reload a leased record from disk after a digest mismatch."""
         with self._changed:
             (record,) = request.records
             held = self._table.held_by(request.holder, [record])
@@ -184,7 +184,7 @@ class HostCache:
         return None
 
     def is_allocated(self, entry: Entry) -> bool:
-        """Return whether the memory of an entry was found before."""
+        """Return whether the memory of an entry was allocated before."""
         with self._changed:
             return self._table.is_allocated(entry)
 
@@ -236,7 +236,7 @@ class HostCache:
                     self._end(request, refusal)
 
     def close(self) -> None:
-        """Let the readers of the disk go."""
+        """Stop the disk readers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -100,7 +100,7 @@ class HostCacheClient:
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
 
     def _in_either_process(self, act: Callable[[], Done]) -> Done:
-        """Do what needs no lease; once more, where another process has taken the place of one."""
+        """Run a request that needs no lease; retry once with a restarted process."""
         try:
             return act()
         except _Disconnected as lost:
@@ -112,7 +112,7 @@ class HostCacheClient:
             return act()
 
     def _unregister(self, memory: NDArray[np.uint8]) -> None:
-        """Give pages back that CUDA has locked, once no copy reads them any more."""
+        """Unregister pages from CUDA once no copy reads them any more."""
         if not self._registered:
             return
         torch.cuda.synchronize()
@@ -168,7 +168,7 @@ class HostCacheClient:
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
     def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
-        """Have the host look at the bytes of a leased record, and read them again if damaged.
+        """Have the host verify a leased record, and reload it from disk if corrupted.
 
         Raises:
             CalledOff: ``is_wanted`` has become false; the lease is then over.
@@ -346,7 +346,7 @@ class HostCacheClient:
         )
 
     def close(self) -> None:
-        """Let go of the host cache."""
+        """Close the connection to the host cache."""
         self._connection.close()
 
 

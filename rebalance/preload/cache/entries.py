@@ -16,7 +16,7 @@ from rebalance.transport.interface import Record
 
 
 class State(Enum):
-    """How far an entry's record is."""
+    """State of an entry's record."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -145,11 +145,11 @@ class EntryTable:
         )
 
     def is_allocated(self, entry: Entry) -> bool:
-        """Return whether the memory of an entry was found."""
+        """Return whether the memory of an entry is allocated."""
         return entry.index in self._allocated
 
     def mark_allocated(self, entry: Entry) -> None:
-        """Note that the memory of an entry was found."""
+        """Mark the memory of an entry as allocated."""
         self._allocated.add(entry.index)
 
     def shrink(self, entry: Entry) -> None:

@@ -54,7 +54,7 @@ class RecordSources:
         self._brought: dict[Record, Digest] = {}  # of those that other hosts gave
 
     def origin(self) -> RecordOrigin:
-        """What the records are of, as far as it is known by now."""
+        """Return the origin of the records, as far as it is known."""
         return self.hosts.origin if self.hosts is not None else self._own_origin
 
     @property
@@ -114,6 +114,6 @@ class RecordSources:
         return Loaded(found, is_from_host=True)
 
     def close(self) -> None:
-        """Let go of the files. No thread may be loading."""
+        """Close the files. No thread may be loading."""
         if self.disk is not None:
             self.disk.close()

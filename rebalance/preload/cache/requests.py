@@ -1,4 +1,4 @@
-"""What ranks ask of the host cache, and why they may be refused."""
+"""Requests to the host cache, and the reasons of a refusal."""
 
 from __future__ import annotations
 

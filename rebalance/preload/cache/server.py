@@ -241,7 +241,7 @@ class HostCacheServer:
         )
 
     def invalidate(self, weights_version: int) -> None:
-        """Hand out no record of older weights any more: the checkpoint's are version 0."""
+        """Invalidate the records of older weights; those of the checkpoint are version 0."""
         self._cache.invalidate(weights_version)
 
     def close(self) -> None:

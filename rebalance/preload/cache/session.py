@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostCacheParts:
-    """What every session of a host cache works with."""
+    """Parts of a host cache that its sessions share."""
 
     cache: HostCache
     arena: SharedArena

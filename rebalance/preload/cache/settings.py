@@ -1,4 +1,4 @@
-"""How much of a checkpoint a host keeps in memory, and where its expert records are on disk."""
+"""Settings of a host cache: its size, and its record file on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RING_RECORDS = 64
 
 @dataclass(frozen=True)
 class HostCacheSettings:
-    """How a preload process keeps records.
+    """Settings of a host cache.
 
     ``full`` has room for every expert, and takes memory as they are asked for; ``hot`` keeps those
     used last within ``budget_bytes``; ``ring`` has ``ring_records`` buffers and no more.

@@ -1,4 +1,4 @@
-"""What a host cache has done, for metrics. Counters only grow; the last three are of now."""
+"""Statistics of a host cache. Counters only grow; the last three are current values."""
 
 from __future__ import annotations
 

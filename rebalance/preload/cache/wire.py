@@ -1,4 +1,4 @@
-"""How ranks and their host's preload process find and greet each other."""
+"""Connections between ranks and the preload process of their host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Digest = tuple[int, int]
 
 @dataclass(frozen=True)
 class HostCacheAddress:
-    """How ranks find their host cache. Abstract socket: no file is left behind by a kill."""
+    """Address of a host cache. An abstract socket: a killed process leaves no file."""
 
     name: str
     key: bytes = field(repr=False)  # keeps other users of the machine out
@@ -30,7 +30,7 @@ class HostCacheAddress:
 
 
 def listen(address: HostCacheAddress) -> socket.socket:
-    """Take the name of a host cache, for as long as the socket is open.
+    """Listen under a host cache's address while the socket is open.
 
     Raises:
         MigrationError: another process has it.
@@ -69,7 +69,7 @@ def server_handshake(connection: Connection, key: bytes) -> None:
 
 
 def _limit_waits(end: socket.socket, seconds: float) -> None:
-    """Let no single read or write take longer."""
+    """Set the timeout of each read and write."""
     timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

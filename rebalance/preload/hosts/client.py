@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class WrongBytesError(MigrationError):
-    """What came does not digest to what was declared."""
+    """The digest of received bytes is not the announced one."""
 
 
 class OtherHosts:

@@ -48,7 +48,7 @@ class KnownHost:
         return self._clock() >= self._inventory_until
 
     def note_inventory(self, inventory: int) -> None:
-        """Note what it holds: a bit for each record, by number."""
+        """Set the host's inventory: a bit for each record, by number."""
         self._inventory, self._inventory_until = inventory, self._clock() + INVENTORY_AGE_S
 
     def holds(self, number: int) -> bool:

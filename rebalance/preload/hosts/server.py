@@ -66,7 +66,7 @@ class HostLinkServer:
         }
 
     def _serve_client(self, wire: Wire) -> None:
-        """Serve one client, on a thread of its own."""
+        """Serve one client, on its own thread."""
         holder = next(self._holders)
         with self._lock:
             self._serving.add(holder)
@@ -134,7 +134,7 @@ class HostLinkServer:
     def _lease(
         self, holder: int, record: Record, ask: Message, answer_s: float
     ) -> tuple[Digest, int]:
-        """Have a record in memory for the time of this call; return its digest and place."""
+        """Lease a record for this call; return its digest and entry."""
         try:
             self._parts.origin.number_of(record)
         except CheckpointError as exc:

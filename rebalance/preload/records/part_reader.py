@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Whole:
-    """What is read in parts."""
+    """A read that is split into parts."""
 
     num_left: int
     digest: RunningDigest = field(default_factory=RunningDigest)
@@ -36,7 +36,7 @@ class _Whole:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def add(self, found: RunningDigest | Exception) -> None:
-        """Note how one part ended."""
+        """Add the result of one part."""
         with self.changed:
             if isinstance(found, Exception):
                 self.error = found

@@ -140,7 +140,7 @@ class RecordFile:
             self.flush()
 
     def flush(self) -> None:
-        """Have everything written so far on the disk, and mark it.
+        """Sync all written records to the disk and mark them.
 
         Raises:
             OSError: the disk is full or fails; what was not marked stays unmarked.
@@ -191,7 +191,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _make(path: Path, origin: RecordOrigin) -> None:
-    """Let the file appear with its header whole. Of two makers at once, one's appears."""
+    """Create the file atomically with its header. Of two processes, one creates it."""
     layout = RecordLayout(origin)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")

@@ -39,7 +39,7 @@ class RecordLayout:
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """The header of the file."""
         digest = hashlib.blake2b(self._text, digest_size=16).digest()
         return _PREFIX.pack(MAGIC, len(self._text), digest) + self._text
 

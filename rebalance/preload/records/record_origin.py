@@ -1,4 +1,4 @@
-"""What records were repacked from: a checkpoint as it lay on disk, and a kernel layout.
+"""Origin of expert records: a checkpoint as it was on disk, and a kernel layout.
 
 Two files of records are interchangeable exactly if their origins are equal.
 """

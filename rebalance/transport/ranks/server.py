@@ -31,7 +31,7 @@ PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
 
 @dataclass(frozen=True)
 class Served:
-    """What a rank's live slots are, at one moment."""
+    """Snapshot of a rank's live slots."""
 
     slot_to_expert: NDArray[np.int32]  # [L, C] of this rank; EMPTY where none serves
     weights_version: int
@@ -76,7 +76,7 @@ class RankLinkServer:
         )
 
     def _serve_client(self, wire: Wire) -> None:
-        """Serve one client, on a thread of its own."""
+        """Serve one client, on its own thread."""
         if self._bank.device.type == "cuda":
             torch.cuda.set_device(self._bank.device)
         while wire.wait_for_data(IDLE_S):
