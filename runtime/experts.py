@@ -1,4 +1,4 @@
-"""Where a rank keeps its experts: live slots that serve, and a staging ring that is being filled.
+"""Expert memory of a rank: live slots that serve, and a staging ring.
 
 An expert is one record: all its tensors in the layout that the kernels read, page-aligned, so that
 moving an expert is moving one run of bytes and nothing that belongs to it can be left behind.
@@ -162,7 +162,7 @@ class ExpertBank:
 
     @property
     def device(self) -> torch.device:
-        """Where the records are."""
+        """The device of the records."""
         return self._live.device
 
     def live(self, layer: int, slot: int) -> torch.Tensor:

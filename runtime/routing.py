@@ -1,4 +1,4 @@
-"""Where a token for an expert goes: the routing table, and the choice among an expert's replicas.
+"""Routing table: from experts to slots, and the choice among an expert's replicas.
 
 The table's tensors keep their addresses and shapes for ever and are changed by copies between
 steps, so a captured graph that reads them stays valid through every swap.
@@ -67,7 +67,7 @@ class RoutingTable:
         self.load(placement, range(placement.num_layers))
 
     def load(self, placement: Placement, layers: Iterable[int]) -> None:
-        """Take over some layers of a placement. Only between steps.
+        """Apply some layers of a placement. Only between steps.
 
         Raises:
             PlacementError: an expert has more replicas than the table has room for.
@@ -102,7 +102,7 @@ class RoutingTable:
         return prepared
 
     def swap(self, prepared: TableLayers) -> None:
-        """Let prepared layers serve: few copies, that neither allocate nor wait. Between steps.
+        """Apply prepared layers: few copies that neither allocate nor wait. Between steps.
 
         Adjacent layers are one plain copy, which a GPU makes at the speed of its memory. Layers
         that lie apart in too many runs are one scattered copy instead.

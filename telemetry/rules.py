@@ -326,7 +326,7 @@ def close_detail(plan_id: int, generation: int | None, reason: str) -> Details:
 
 
 def overtaken_reason(generation: int) -> str:
-    """Why a migration is rejected when something else than it is committed."""
+    """Reason of a migration that is rejected because another generation is committed."""
     return f"generation {generation} was committed in its place"
 
 
@@ -336,7 +336,7 @@ def candidates_to_text(candidates: Candidates) -> str:
 
 
 def candidates_from_text(text: str) -> Candidates:
-    """Read what ``candidates_to_text`` gave."""
+    """Return the candidates from what ``candidates_to_text`` gave."""
     return Candidates.from_dict(details_from_text(text))
 
 

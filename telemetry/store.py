@@ -206,7 +206,7 @@ class LoadStore(Protocol):
         """
 
     def release_lease(self, lease: Lease) -> bool:
-        """Release the lease; False when it has run out, was given up or is another's by now."""
+        """Release the lease; False if it has expired, was released or has another holder."""
 
     def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now, as far as this object has seen, or None."""
@@ -327,7 +327,7 @@ class LoadStore(Protocol):
         """Queue a task."""
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task, which is then running; None when there is none.
+        """Claim the oldest queued task, which is then running; None if there is none.
 
         Raises:
             FencedOut: as ``publish``.

@@ -86,7 +86,7 @@ class ControllerLease:
         """Make sure of the lease after something that took long.
 
         Raises:
-            FencedOut: another holds it by now.
+            FencedOut: another holder has it now.
         """
         if not self.is_held():
             raise FencedOut(

@@ -1,4 +1,4 @@
-"""TCP listener: one thread accepts, and each client is served by a thread of its own.
+"""TCP listener: one thread accepts, and each client is served by its own thread.
 
 A client must prove that it has the deployment's secret; before that it receives only a nonce. The
 owner (host cache or rank) serves the connection after the handshake.

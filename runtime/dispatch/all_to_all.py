@@ -23,7 +23,7 @@ from runtime.counters import SlotCounter
 
 @dataclass(frozen=True)
 class Received:
-    """What one dispatch brought to this rank.
+    """Rows that one dispatch delivered to this rank.
 
     ``rows`` is [n, H], grouped by local slot in slot order, or [C, M, H], M places for each slot of
     which the first ``counts`` are filled: experts must take either.
@@ -183,6 +183,6 @@ class AllToAllDispatcher:
 
 
 def first_sentence(exc: Exception) -> str:
-    """What a communication library found, without where in its source, and without its advice."""
+    """The error of a communication library, without its source position and advice."""
     found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
     return found.split("\n")[0].split(". ")[0]

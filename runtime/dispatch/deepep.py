@@ -62,7 +62,7 @@ def make_buffer(deep_ep: Any, group: dist.ProcessGroup, **settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class DeepEPShape:
-    """What every rank must be given alike."""
+    """Settings that must be equal on every rank."""
 
     topology: Topology
     hidden: int

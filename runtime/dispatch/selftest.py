@@ -27,7 +27,7 @@ DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
 
 @dataclass(frozen=True)
 class Trial:
-    """What a dispatcher is tried on; alike on every rank."""
+    """Settings of the self-test; equal on every rank."""
 
     topology: Topology
     hidden: int

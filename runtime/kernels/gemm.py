@@ -28,7 +28,7 @@ SMALLEST_TILE = 64  # K and N must be multiples: the smallest tile that tensor c
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut: tiles, buffers in flight, and programs on each multiprocessor."""
+    """Tiling of a product: tiles, buffers in flight, programs on each multiprocessor."""
 
     BLOCK_M: int  # rows
     BLOCK_N: int  # outputs

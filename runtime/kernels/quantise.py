@@ -1,4 +1,4 @@
-"""What stands between the experts' two products: gate, and the step down to 8 bits.
+"""The step between the experts' two products: gate, and quantisation to 8 bits.
 
 FP8 here is e4m3 with one float32 scale for every row and 128 columns: value = fp8 * scale. Rows of
 no slot are neither read nor written.

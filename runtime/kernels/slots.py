@@ -1,4 +1,4 @@
-"""How a program of a fixed grid finds its work when only the device knows how many rows there are.
+"""Work distribution over a fixed grid when only the device knows the number of rows.
 
 Rows of slot c are ``starts[c]`` up to ``starts[c] + counts[c]``. That covers rows grouped one slot
 after another, and padded blocks of M rows a slot, flattened, with ``starts = c * M``. Work is cut

@@ -88,7 +88,7 @@ class SharedArena:
 def attach(handle: str, num_bytes: int, *, for_gpu: bool = False) -> NDArray[np.uint8]:
     """Map another process's arena, read-only unless a GPU is to read it.
 
-    CUDA registers only writable memory; no process writes through this mapping all the same.
+    CUDA registers only writable memory; but no process writes through this mapping.
 
     Raises:
         MigrationError: the owner has exited, or its arena has another size.
@@ -148,7 +148,7 @@ class RunningDigest:
         self._num_lanes = first_byte // LANE_BYTES
 
     def add(self, piece: NDArray[np.uint8]) -> None:
-        """Take in the next bytes, a whole number of 32-bit lanes."""
+        """Add the next bytes, a whole number of 32-bit lanes."""
         lanes = piece.view(np.int32)
         is_long = piece.nbytes >= COMPILED_FROM_BYTES
         plain, weighted = (_compiled_lane_sums() if is_long else plain_lane_sums)(lanes)
@@ -157,7 +157,7 @@ class RunningDigest:
         self._num_lanes += len(lanes)
 
     def join(self, part: RunningDigest) -> None:
-        """Take in the sums of another part of the same record; parts may come in any order."""
+        """Add the sums of another part of the same record; parts may come in any order."""
         self._plain += part._plain
         self._weighted += part._weighted
 

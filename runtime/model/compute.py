@@ -1,4 +1,4 @@
-"""What a rank computes for the rows it received: its slots' experts, on a CPU or a GPU.
+"""Expert computation of a rank for received rows, on a CPU or a GPU.
 
 Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermediate.
 """

@@ -81,7 +81,7 @@ class MoELayer:
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward pass gave, and what a reference needs to follow it."""
+    """Result of one forward pass, with the choices that a reference repeats."""
 
     hidden: torch.Tensor  # [T, H] after the last layer
     experts: torch.Tensor  # [L, T, K] where each token went

@@ -1,4 +1,4 @@
-"""The same model in one process, as plainly as it can be written: what right answers are.
+"""Reference model in one process, written for clarity: it defines correct answers.
 
 No slots, no replicas, no exchange: every expert is looked up by its own name and run on the tokens
 that chose it. The distributed runtime must agree under every placement and in mid-migration.
@@ -22,7 +22,7 @@ TIE = 1e-4  # router logits nearer than this are a tie: rounding may choose eith
 
 @dataclass(frozen=True)
 class Check:
-    """How far an answer of the runtime is from the reference."""
+    """Difference between an answer of the runtime and the reference."""
 
     max_error: float  # largest relative error of a hidden state
     wrong_routes: int  # choices of experts that no tie explains

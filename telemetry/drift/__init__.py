@@ -1,1 +1,1 @@
-"""How far the load has drifted, and how much of that is chance."""
+"""Drift of the load, and its noise."""

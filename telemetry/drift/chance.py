@@ -1,4 +1,4 @@
-"""What neighbouring windows differ by when nothing changes, and how far chance takes that.
+"""Noise of load windows: the difference of neighbouring windows when nothing changes.
 
 The evidence G of two windows is a sum over all layers and experts. All layers see the same tokens,
 and a mix of few domains varies in few directions, so the parts of that sum rise and fall together:
@@ -120,7 +120,7 @@ def without_changes(pairs: Pairs, chance: float) -> Pairs:
 
 
 def noise_of(pairs: Pairs) -> Noise:
-    """Learn from pairs that hold no change; never less noise than independent draws have."""
+    """Estimate the noise from pairs without a change; never below that of independent draws."""
     mean = max(float(pairs.evidence.mean()), pairs.freedom)
     variance = 2 * mean**2 / pairs.freedom
     if len(pairs.index) > 1:

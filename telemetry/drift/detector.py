@@ -1,4 +1,4 @@
-"""How far the load has moved, and since when: distances between windows, less what is chance.
+"""Drift of the load: distances between windows, corrected for noise.
 
 Two counts of the same routing differ by chance. With G = 2 (n1 + n2) times their Jensen-Shannon
 divergence in nats, each weighed by its tokens, G is the log-likelihood ratio of "two profiles"

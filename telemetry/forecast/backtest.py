@@ -1,4 +1,4 @@
-"""How good a forecast is, measured on the deployment's own history, and which one to use.
+"""Backtest of forecasters on the deployment's own history, and the choice of one.
 
 Each forecaster sees the windows before one and is judged on that one, again and again over the
 later part of the history; those that learn have learnt on the earlier part. Skill is how much of

@@ -32,7 +32,7 @@ class Forecaster(Protocol):
 
     @property
     def name(self) -> str:
-        """How it is called in tables."""
+        """Its name in tables."""
 
     def predict(self, history: LoadHistory) -> Shares:
         """[L, E] shares of the window that follows ``history``.
@@ -109,7 +109,7 @@ class SinceChange:
 
 @dataclass(frozen=True)
 class DayProfile:
-    """What the same time of earlier days was.
+    """The load of earlier days at the same time.
 
     With ``is_relative`` it takes from those days only how the load changed from this hour to the
     next, and applies that to ``level``'s forecast, so that a slow change of the mix is followed.

@@ -1,4 +1,4 @@
-"""What every packed record shares: a sealed prefix, and arrays as shuffled, compressed bytes.
+"""Envelope of packed records: prefix with checksum, arrays as shuffled, compressed bytes.
 
 Counts are stored in the narrowest type that holds them, their bytes sorted by significance: the
 upper bytes of counts hardly differ, so that zstd finds long runs of them. Level 1, because higher

@@ -1,4 +1,4 @@
-"""What became of the samples of a spool, and of the reporter that fills it, in numbers."""
+"""Counters of a spool and its reporter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Tally:
-    """What happened so far; each only grows."""
+    """Counters; each only grows."""
 
     added: int = 0
     recovered: int = 0  # left by an earlier process
@@ -47,7 +47,7 @@ class SpoolCounts:
 
 @dataclass(frozen=True)
 class ReporterStats:
-    """What became of the samples so far.
+    """Outcome of the samples so far.
 
     ``offered + recovered == stored + dropped + refused + waiting``, but for what is on its way
     while the counts are read.

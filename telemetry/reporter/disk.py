@@ -79,7 +79,7 @@ class SpoolDisk:
             raise StoreError(f"{place.segment.path}: record rejected: {exc}") from exc
 
     def release(self, place: Place | None) -> None:
-        """Let a record go."""
+        """Release a record."""
         if place is None or self._folder is None:
             return
         try:
@@ -88,7 +88,7 @@ class SpoolDisk:
             self._failed(f"spool {self._folder.path} cannot be cleaned", exc)
 
     def close(self) -> None:
-        """Let go of the folder; what waits in it stays for the next process."""
+        """Close the folder; its records stay for the next process."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tempo:
-    """How often a rank writes to the store.
+    """Write intervals of a rank.
 
     A write of several samples costs hardly more than one of a single sample, so many ranks on one
     store do well to let some gather; on disk they are safe meanwhile.
@@ -94,7 +94,7 @@ class Drain:
             self._num_waiters -= 1
 
     def end(self) -> None:
-        """Have ``run`` return soon, whatever waits."""
+        """Make ``run`` return soon, whatever waits."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
@@ -214,7 +214,7 @@ class Drain:
             )
 
     def _rest(self, worked_s: float) -> None:
-        """Let samples gather; in a backlog, leave the interpreter to the step path meanwhile."""
+        """Wait for further samples; in a backlog, yield the interpreter to the step path."""
         rest_s = REST * worked_s if self._spool.has_backlog else self._tempo.write_s
         if rest_s:
             with self._changed:

@@ -90,7 +90,7 @@ class SpoolFolder:
             self._remove(segment)
 
     def close(self) -> None:
-        """Let another process have the folder; records that are needed stay."""
+        """Release the folder's lock; records that are needed stay."""
         for segment in self._segments:
             if segment.num_held:
                 segment.close()
@@ -159,7 +159,7 @@ class SpoolFolder:
 
 
 def _locked(path: Path) -> int:
-    """Take the folder's lock, which goes with the process, however that ends."""
+    """Acquire the folder's lock, which ends with the process."""
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

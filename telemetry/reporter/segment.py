@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """What a segment of an earlier process held."""
+    """Content of a segment of an earlier process."""
 
     places: list[Place]
     torn_bytes: int  # behind the last whole frame
@@ -111,7 +111,7 @@ class Segment:
         self.size = len(HEADER)
 
     def sync(self) -> None:
-        """Have the disk keep what was written: from then on it survives a loss of power."""
+        """Sync written records to the disk, so that they survive a power loss."""
         os.fdatasync(self._descriptor)
 
     def remove(self) -> None:

@@ -84,7 +84,7 @@ class Spool:
         self._counts = self._count()
 
     def add(self, samples: Sequence[LoadSample]) -> None:
-        """Take samples in. Never raises for the disk's sake."""
+        """Add samples. Never raises because of the disk."""
         for sample in samples:
             try:
                 record = sample_to_bytes(sample)
@@ -139,7 +139,7 @@ class Spool:
             self._note_refusal(str(why))
 
     def give_back(self) -> None:
-        """Keep what is still leased, for another try."""
+        """Return leased samples for another attempt."""
         if not self._leased:
             return
         with self._use():
@@ -161,7 +161,7 @@ class Spool:
         return self._counts
 
     def close(self) -> None:
-        """Let go of the folder; what waits on disk stays for the next process."""
+        """Close the folder; samples on disk stay for the next process."""
         with self._lock:
             self._disk.close()
 

@@ -24,7 +24,7 @@ _MOST_MINUTES = 64  # filled at once; 58 layers x 256 experts x 320 ranks take 1
 
 
 class RunShape(NamedTuple):
-    """What a run's samples are checked against."""
+    """Model and topology of a run, for the checks of its samples."""
 
     num_ranks: int
     num_experts: int

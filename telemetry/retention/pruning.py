@@ -1,4 +1,4 @@
-"""What is kept of the load, and for how long: samples, then roll-ups of a minute, then of an hour.
+"""Retention of load: samples, then roll-ups of a minute, then of an hour.
 
 Whatever is about to be forgotten is rolled up first. Each turn of the keeper reads, writes
 roll-ups, and only then prunes. Of one stretch of time the first roll-up stands, and it is written
@@ -28,7 +28,7 @@ _ROLLUP_PAGE = 100
 
 @dataclass(frozen=True)
 class Retention:
-    """How long things are kept.
+    """Retention periods.
 
     Raises:
         ConfigError: a length that is not positive, or a negative number of events.
@@ -49,7 +49,7 @@ class Retention:
 
 @dataclass
 class Turn:
-    """What one turn of the keeper did."""
+    """Result of one turn of the keeper."""
 
     minutes: int = 0  # roll-ups written
     hours: int = 0

@@ -22,7 +22,7 @@ HOUR = 3600
 
 @dataclass(frozen=True, eq=False)
 class Rollup:
-    """What all ranks received from ``start`` for ``seconds``, by the ranks' clocks."""
+    """Tokens of all ranks from ``start`` for ``seconds``, by the ranks' clocks."""
 
     run: str
     phase: Phase

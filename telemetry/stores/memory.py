@@ -160,7 +160,7 @@ class MemoryStore:
             return self._rollups.prune(seconds, before_time)
 
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
+        """Acquire or renew a lease."""
         with self._use():
             return self._lease.acquire(holder, ttl_s, of, self._clock())
 
@@ -331,7 +331,7 @@ class MemoryStore:
             return task
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
         with self._use():
             self._lease.check(fence)
             task = self._tasks.claim()

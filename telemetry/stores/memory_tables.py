@@ -1,4 +1,4 @@
-"""What MemoryStore keeps, table by table; the lock of the store guards them."""
+"""Tables of MemoryStore; the lock of the store guards them."""
 
 from __future__ import annotations
 

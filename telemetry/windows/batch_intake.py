@@ -21,7 +21,7 @@ Place = Callable[[LoadSample], Filling | Literal["late", "repeated"]]
 
 @dataclass
 class Taken:
-    """What became of samples."""
+    """Outcomes of samples."""
 
     accepted: int = 0
     repeated: int = 0  # known before

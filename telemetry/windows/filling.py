@@ -28,7 +28,7 @@ class Counts:
 
 @dataclass
 class Filling:
-    """What the samples of a window add up to."""
+    """Sums over the samples of a window."""
 
     num_ranks: int
     num_experts: int

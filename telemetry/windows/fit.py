@@ -20,7 +20,7 @@ MOST_TOKENS = 2**40
 
 
 class Fit:
-    """What the samples of one run have in common.
+    """Shape and identity that the samples of one run share.
 
     Without ``num_layers`` the first sample that fits otherwise defines their number. It always
     defines the deployment and the run.

@@ -117,7 +117,7 @@ class Intake:
         return self._far_ahead(sample) or self._outdated(sample)
 
     def _far_ahead(self, sample: LoadSample) -> tuple[Outcome, str] | None:
-        """Keep wild steps from pushing every window out, until most ranks are that far."""
+        """Reject steps far ahead, which would push every window out, until most ranks are there."""
         newest = self._folder.newest()
         index = self._folder.index_of(sample)
         if newest is None or index <= newest + self._folder.keep:
@@ -132,7 +132,7 @@ class Intake:
         )
 
     def _outdated(self, sample: LoadSample) -> tuple[Outcome, str] | None:
-        """Tell a rank that missed a swap: all ranks swap at the same step."""
+        """Detect a rank that missed a swap: all ranks swap at the same step."""
         generation, first_step = self._serves_since.get(sample.rank, (-1, 0))
         if sample.generation > generation:
             self._serves_since[sample.rank] = (sample.generation, sample.first_step)

@@ -28,7 +28,7 @@ DEFAULT_KEEP = 256  # windows; 58 layers x 256 experts x 32 ranks take 34 MB
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What all ranks received over the steps of one window, as far as their samples arrived."""
+    """Tokens of all ranks over the steps of one window, as far as their samples arrived."""
 
     run: str
     index: int

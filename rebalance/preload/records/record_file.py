@@ -111,7 +111,7 @@ class RecordFile:
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest of a complete record, None of one that is still to be written."""
         known = self._complete.get(record)
-        if known is None and not self.may_write:  # perhaps another process has written it by now
+        if known is None and not self.may_write:  # another process may have written it
             mark = os.pread(self._file.buffered, MARK_BYTES, self._layout.mark_offset(record))
             if mark != UNMARKED:
                 self._take_mark(record, mark)

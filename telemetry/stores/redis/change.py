@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class State:
-    """What decisions rest on, as it was at one moment."""
+    """Snapshot of the state that decisions depend on."""
 
     time: float  # of that moment, by the store's clock
     server: str  # id of this start of the server
@@ -127,7 +127,7 @@ class Changes:
         return State(now, server.decode(), dict(zip(words[::2], words[1::2], strict=True)))
 
     def decide(self, what: str, decision: Callable[[State, Change], T]) -> T:
-        """Let ``decision`` fill a change, and make it. It is asked again when another came first.
+        """Let ``decision`` fill a change, and make it; repeat both after a conflict.
 
         Raises:
             StoreError: others came first for as long as a call may take.

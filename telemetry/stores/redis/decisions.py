@@ -1,4 +1,4 @@
-"""Who may start a run, hold the lease, commit, publish, withdraw and recover, in the Redis store.
+"""Decisions of the Redis store: start of a run, lease, commit, publish, withdraw, recovery.
 
 Each method looks, lets ``telemetry/rules.py`` judge, and names the writes; ``Changes.decide`` makes
 them or asks again.
@@ -46,7 +46,7 @@ class Decisions:
     # -- the one controller, the one owner
 
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf) -> Lease | None:
-        """Take or renew a lease."""
+        """Acquire or renew a lease."""
         is_over, counter = self._watch.is_over, f"token_of_{of}" if of != "controller" else "token"
 
         def decision(state: State, change: Change) -> Lease | None:

@@ -1,4 +1,4 @@
-"""What the Redis store keeps as JSON text, and entries of its streams as the types of LoadStore."""
+"""Conversion between the Redis store's JSON texts and stream entries and LoadStore's types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis does in one go: Lua scripts, each atomic, for Redis 6.2 and later.
+"""Lua scripts of the Redis store, each atomic, for Redis 6.2 and later.
 
 They name all their keys, which lie in one cluster slot, and use no command newer than 6.2. They
 call TIME before they write: since Redis 5 a script is replicated by its effects, so replicas and

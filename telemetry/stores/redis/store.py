@@ -155,7 +155,7 @@ class RedisStore:
         return self._samples.prune_rollups(seconds, before_time)
 
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
+        """Acquire or renew a lease."""
         return self._decisions.acquire_lease(holder, ttl_s, of)
 
     def release_lease(self, lease: Lease) -> bool:
@@ -264,7 +264,7 @@ class RedisStore:
         return self._tasks.submit(kind, request)
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
         return self._tasks.claim(fence)
 
     def running(self) -> list[Task]:

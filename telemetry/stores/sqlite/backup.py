@@ -55,7 +55,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """Give room that a purge left back to the disk; writers wait meanwhile.
+    """Return the room that a purge left to the disk; writers wait meanwhile.
 
     Raises:
         StoreError: another process kept the store locked, or there is no room to rewrite it.

@@ -1,4 +1,4 @@
-"""What serves and what is on offer, read from the SQLite store."""
+"""Placements and the open migration of the SQLite store, for readers."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class SqliteStore:
         return self._samples.prune_rollups(seconds, before_time)
 
     def acquire_lease(self, holder: str, ttl_s: float, of: LeaseOf = "controller") -> Lease | None:
-        """Take or renew a lease."""
+        """Acquire or renew a lease."""
         with self._change() as change:
             lease = change.acquire_lease(holder, ttl_s, of, self._watch.is_over)
         if lease is not None:
@@ -270,7 +270,7 @@ class SqliteStore:
             return change.submit(kind, request)
 
     def claim(self, *, fence: int | None = None) -> Task | None:
-        """Take the oldest queued task."""
+        """Claim the oldest queued task."""
         # Looked at without the write lock first: a controller asks far more often than it gets.
         if not self._rows("SELECT 1 FROM task WHERE deployment = ? AND state = 'queued' LIMIT 1"):
             rules.check_fence(fence, self._latest_lease())

@@ -37,7 +37,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a store tries, when it stops trying, and how much it keeps."""
+    """Timeouts, circuit breaker and limits of a store."""
 
     connect_timeout_s: float = 1.0
     timeout_s: float = 1.0  # without a byte from the server
@@ -71,7 +71,7 @@ class RedisAddress:
 
 
 def parse_address(url: str) -> RedisAddress:
-    """Take a URL apart.
+    """Parse a URL.
 
     Raises:
         ConfigError: a part that cannot be used; it never shows what stands before the "@".

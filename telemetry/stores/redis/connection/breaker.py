@@ -40,7 +40,7 @@ class Breaker:
 
     @property
     def num_opened(self) -> int:
-        """How often it has opened."""
+        """Number of times that it has opened."""
         return self._num_opened
 
     def is_probe(self) -> bool | None:
@@ -69,6 +69,6 @@ class Breaker:
                 self._open_until = self._clock() + self._cool_down_s
 
     def abandon(self) -> None:
-        """Take back a call that has found out nothing."""
+        """Cancel a call that has no outcome."""
         with self._lock:
             self._is_probing = False

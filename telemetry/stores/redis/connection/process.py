@@ -83,12 +83,12 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return f"redis://127.0.0.1:{self.port}"
 
     @property
     def address(self) -> RedisAddress:
-        """The same, taken apart."""
+        """The parsed address."""
         return parse_address(self.url)
 
     def start(self) -> None:
@@ -182,12 +182,12 @@ class RedisClusterProcesses:
 
     @property
     def url(self) -> str:
-        """Where its nodes listen."""
+        """URL of its nodes."""
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     @property
     def address(self) -> RedisAddress:
-        """The same, taken apart."""
+        """The parsed address."""
         return parse_address(self.url)
 
     def kill(self) -> None:

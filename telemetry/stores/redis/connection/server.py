@@ -1,4 +1,4 @@
-"""What a Redis server must be before placements are trusted to it, and what it then promises."""
+"""Checks of a Redis server before use, and the durability of its settings."""
 
 from __future__ import annotations
 
