@@ -10,7 +10,7 @@ agent's own threads: one loads bytes, two access the store. A store outage or a 
 never fails a step. A dead peer always does, because its tokens would be lost.
 
 The parts: ``voting`` (ballots and verdicts), ``swapper`` (the placement that serves), ``update``
-(new weights), ``survival`` (after a death), ``scrub_turns`` (idle steps), ``report``.
+(new weights), ``recovery`` (after a death), ``scrub_turns`` (idle steps), ``report``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rebalance.rank.parts import AgentSettings, Links, RankParts, StepFigures
 from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.report import rank_state
 from rebalance.rank.verdicts import Voting
-from rebalance.recovery.rank import Survival
+from rebalance.recovery.rank import RankRecovery
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.scrubber import Scrubber
@@ -56,7 +56,7 @@ class RankAgent:
         self._scrubber = Scrubber(parts.rank, settings.topology, parts.bank, parts.digests)
         self._scrub_turns = ScrubTurns(core, self._swapper, self._scrubber)
         self._update = WeightUpdate(core, self._swapper, self._voting, self._scrub_turns)
-        self._survival = Survival(core, self._swapper, self._voting, self._scrub_turns)
+        self._recovery = RankRecovery(core, self._swapper, self._voting, self._scrub_turns)
         self._read_ahead = ReadAhead(core)
         self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
@@ -113,7 +113,7 @@ class RankAgent:
     def _may_begin(self, step: int) -> bool:
         """Return whether a step is new; reject one that must not run."""
         rank, last = self._parts.rank, self._core.steps.last
-        if self._survival.is_recovering:
+        if self._recovery.is_recovering:
             raise RankError(f"rank {rank}: no step may follow a death in the group")
         if step == last:
             return False
@@ -241,11 +241,11 @@ class RankAgent:
 
     def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
         """Stop adopting and swapping; return this rank's survivor report within the deadline."""
-        return self._survival.survivor_report(deadline_s)
+        return self._recovery.survivor_report(deadline_s)
 
-    def take_over(self, record: Recovery) -> None:
+    def apply_recovery(self, record: Recovery) -> None:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
-        self._survival.take_over(record)
+        self._recovery.apply_recovery(record)
 
     # -- what the watcher calls, on its own thread
 

@@ -18,7 +18,7 @@ from rebalance.swap.scrub_turns import ScrubTurns
 from rebalance.swap.swapper import Swapper
 
 
-class Survival:
+class RankRecovery:
     """One rank's side of a recovery, on the thread that ran its steps."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Survival:
             time=core.links.clock(),
         )
 
-    def take_over(self, record: Recovery) -> None:
+    def apply_recovery(self, record: Recovery) -> None:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
         core, state = self._core, self._core.shared.state
         core.recorder.note("recovery", state, membership=record.membership, reason=record.reason)

@@ -54,7 +54,7 @@ class Survivor(Protocol):
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
 
-    def take_over(self, record: Recovery) -> None:
+    def apply_recovery(self, record: Recovery) -> None:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
 
 
@@ -100,7 +100,7 @@ def recover(
             "its survivor report came too late"
         )
     try:
-        survivor.take_over(record)
+        survivor.apply_recovery(record)
     except RuntimeError as exc:  # torch's, of a device that a death took with it
         raise RankError(f"rank {report.rank} cannot roll forward: {exc}") from exc
     retries.until_done("read the commit", lambda: _await_commit(store, survivor, record, retries))

@@ -364,7 +364,7 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
 
 
 def words_of(rank: Rank, index: int) -> SurvivorReport:
-    """Survival.last_words."""
+    """RankRecovery.survivor_report."""
     state = rank.state
     plan = state.plan if state.phase is not Phase.ABORTED else None
     return SurvivorReport(
@@ -394,7 +394,7 @@ def written_end(world: World, rank: Rank, words: SurvivorReport) -> WrittenEnd |
 
 
 def recovered(scenario: Scenario, rank: Rank, record: Recovery) -> tuple[int, Layers]:
-    """Survival.take_over: the generation and what serves afterwards."""
+    """RankRecovery.apply_recovery: the generation and what serves afterwards."""
     state, serving = phases.freeze(rank.state, "a rank died"), rank.serving
     for cast, verdict in scenario.missed(state, record):
         plan = state.plan
