@@ -5,9 +5,9 @@
         model.forward(batch)
     agent.close()
 
-``step`` reads the counters, votes, and swaps what the vote decided. Everything slow happens on the
-agent's own threads: one brings bytes, two talk to the store. A dead store or a failed
-migration never fails a step; a dead peer always does, because its tokens would be lost.
+``step`` reads the counters, votes, and applies swaps that a vote decided. Slow work runs on the
+agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
+never fails a step. A dead peer always does, because its tokens would be lost.
 
 What the agent does is in its pieces (``rebalance.rank.core``): ``voting`` (ballots and verdicts),
 ``swapper`` (what serves), ``update`` (new weights), ``recovery`` (after a death), ``scrub_turns``

@@ -384,8 +384,10 @@ class ControlStore(Protocol):
         """Return what hosts may need next, as the controller sees it; at first nothing."""
 
     def suggest(self, candidates: Candidates) -> None:
-        """Name what hosts may need next. No event: it changes often, and nothing follows from it
-        but reading ahead. The latest counts, whoever wrote it."""
+        """Set the records that hosts may need next; the latest call counts.
+
+        It is no event: it changes often, and only reading ahead depends on it.
+        """
 
 
 class WaitStore(Protocol):

@@ -30,7 +30,7 @@ from eplb.errors import RankError
 
 SILENCE_S = 30  # a host that answers no probe for so long is dead: as long as a vote may take
 # So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for
-# each core, and its group ended though nobody had died.
+# each core, and its group ended although no process had died.
 PROBES = 5
 CLOSE_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"

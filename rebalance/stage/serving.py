@@ -39,7 +39,7 @@ def serving_after_each(migration: Migration, table: RoutingTable) -> Iterator[Se
 def check_places(
     migration: Migration, serving: Sequence[Serving], number: int, moves: Sequence[Move], room: int
 ) -> None:
-    """Refuse a transaction whose bytes have no place on this rank: plans are made elsewhere.
+    """Reject a transaction whose bytes have no destination on this rank.
 
     Args:
         migration: what the transaction is of.
@@ -49,8 +49,8 @@ def check_places(
         room: this rank's staging entries.
 
     Raises:
-        MigrationError: it needs more staging than there is, and would wait for ever; or it flips
-            into a slot that may still serve, and would write over it.
+        MigrationError: it needs more staging entries than there are; or it flips into a slot that
+            may still serve.
     """
     where = f"plan {migration.plan_id} transaction {number}"
     if migration.pace.mode == "copy":

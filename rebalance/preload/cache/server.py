@@ -1,4 +1,4 @@
-"""Phase one, preload: a process per host that brings experts from disk into shared host memory.
+"""Phase one, preload: a process per host that loads experts from disk into shared host memory.
 
 The host cache holds expert records: an expert's tensors in kernel layout, page-aligned, so that the
 next phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where
@@ -45,9 +45,9 @@ from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
 
 __all__ = [
-    "HostCacheServer",
     "HostCacheAddress",
     "HostCacheClient",
+    "HostCacheServer",
     "HostCacheSettings",
     "HostCacheStats",
 ]

@@ -112,7 +112,7 @@ class RecordLoader:
 
     def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:
         """Read from the record file; False when its bytes are not those that were written."""
-        assert self.file is not None, "the caller has found the record there"
+        assert self.file is not None, "only called for a record in the file"
         layer, expert = record
         try:
             found = self.file.read(record, into)
@@ -140,7 +140,7 @@ class RecordLoader:
         return digest(into)
 
     def close(self) -> None:
-        """Mark what was written, and let go of the files. No thread may be loading."""
+        """Mark completed records and close the files. No thread may be loading."""
         self._guard.close()
         if self.file is not None:
             try:

@@ -1,4 +1,4 @@
-"""A rank's door for other ranks: gives them bytes of its live slots, and never waits for them.
+"""Server of a rank's live slots for other ranks.
 
 It reads what serves and changes nothing. Neither the step nor the mover knows of it: a client that
 dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be

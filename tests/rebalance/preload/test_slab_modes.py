@@ -126,7 +126,7 @@ def test_a_record_is_not_read_without_a_lease(start_host_cache: StartHostCache) 
 
     for record in ((0, 1), (1, 1)):
         with pytest.raises(
-            MigrationError, match="is read without a lease, expected a load\(\) first"
+            MigrationError, match=r"is read without a lease, expected a load\(\) first"
         ):
             reader.read(record, into)
 
