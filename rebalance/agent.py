@@ -9,9 +9,9 @@
 agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
 never fails a step. A dead peer always does, because its tokens would be lost.
 
-What the agent does is in its pieces (``rebalance.rank.core``): ``voting`` (ballots and verdicts),
-``swapper`` (what serves), ``update`` (new weights), ``recovery`` (after a death), ``scrub_turns``
-(idle steps), ``report``.
+The parts (``rebalance.rank.core``): ``voting`` (ballots and verdicts), ``swapper`` (the placement
+that serves), ``update`` (new weights), ``recovery`` (after a death), ``scrub_turns`` (idle steps),
+``report``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankAgent:
         self._core = core = make_core(settings, parts, links, placement, self)
         self._shared, self._watchdog, self._sampler = core.shared, core.watchdog, core.sampler
         self._swapper, self._voting, self._scrub_turns = core.swapper, core.voting, core.scrub_turns
-        self._update, self._recovery = core.update, core.survival
+        self._update, self._recovery = core.update, core.recovery
         self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._watchdog.step.busy("before the first step")
@@ -155,9 +155,8 @@ class RankAgent:
         if objection and state.plan is not None:
             self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
-            self._core.links.reporter.state(
-                self.describe()
-            )  # normally the task of the watcher, which has stopped
+            # Otherwise the watcher's task, which has stopped.
+            self._core.links.reporter.state(self.describe())
 
     def wait(self, completion: Completion) -> None:
         """Wait for the device; raise as soon as a peer is known to be dead.
@@ -257,13 +256,11 @@ class RankAgent:
         return self._core.links.votes.dead()
 
     def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
-        """Stop adopting and swapping, and return how far this rank has come, within the
-        deadline."""
+        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
         return self._recovery.survivor_report(deadline_s)
 
     def apply_recovery(self, record: Recovery) -> None:
-        """Apply what the record includes and this rank has not swapped yet, and end the
-        migration."""
+        """Apply what the record includes beyond this rank's swaps, and end the migration."""
         self._recovery.apply_recovery(record)
 
     # -- what the watcher calls, on its own thread
@@ -295,8 +292,7 @@ class RankAgent:
         return committed is not None and committed.plan_id == plan_id
 
     def settled(self) -> tuple[Placement, int]:
-        """Return the committed placement as known to this rank, and the newest plan id it has
-        seen."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
         return self._swapper.settled()
 
     def describe(self) -> RankState:

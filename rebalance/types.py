@@ -19,7 +19,7 @@ class StepCounter(Protocol):
 
 
 class Outcome(Enum):
-    """How a vote can end. They are told apart by what happened, never by a timer alone."""
+    """How a vote can end; decided by what happened, never by a timer alone."""
 
     VALUE = "value"  # every rank voted
     LATE = "late"  # some rank has not voted yet

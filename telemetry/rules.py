@@ -43,7 +43,7 @@ def details_to_text(details: Details) -> str:
 
 
 def details_from_text(text: str) -> dict[str, Any]:
-    """Return details of what ``details_to_text`` gave."""
+    """Return details from what ``details_to_text`` gave."""
     details: dict[str, Any] = json.loads(text)
     return details
 
@@ -210,7 +210,7 @@ def lease_to_text(lease: Lease) -> str:
 
 
 def lease_from_text(text: str) -> Lease:
-    """Return a lease of what ``lease_to_text`` gave, or a program that knew but three fields."""
+    """Return a lease from what ``lease_to_text`` gave, or an older program with three fields."""
     return Lease(**{"ttl_s": OLD_TTL_S, "since": 0.0, "renewals": 0} | details_from_text(text))
 
 
@@ -283,12 +283,12 @@ def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
 
 
 def report_to_text(report: SurvivorReport) -> str:
-    """Give survivor report as JSON text."""
+    """Return a survivor report as JSON text."""
     return details_to_text(vars(report))
 
 
 def report_from_text(text: str) -> SurvivorReport:
-    """Make survivor report of what ``report_to_text`` gave."""
+    """Make a survivor report from what ``report_to_text`` gave."""
     detail = details_from_text(text)
     return SurvivorReport(**detail | {"dead": tuple(detail["dead"])})
 
@@ -299,7 +299,7 @@ def recovery_to_text(record: Recovery) -> str:
 
 
 def recovery_from_text(text: str) -> Recovery:
-    """Return a recovery record of what ``recovery_to_text`` gave."""
+    """Return a recovery record from what ``recovery_to_text`` gave."""
     detail = details_from_text(text)
     return Recovery(**detail | {"survivors": tuple(detail["survivors"])})
 

@@ -21,8 +21,7 @@ class Serving(Protocol):
     """A rank's state, as far as the store must hold it."""
 
     def settled(self) -> tuple[Placement, int]:
-        """Return the committed placement as known to this rank, and the newest plan id it has
-        seen."""
+        """Return the committed placement and the newest plan id, as known to this rank."""
 
     def describe(self) -> RankState:
         """Return how this rank stands."""

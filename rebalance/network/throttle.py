@@ -51,8 +51,7 @@ class TokenBucket:
 
 
 class Hold:
-    """A pause of staging that an engine requests, for example during a prefill or a KV cache
-    transfer.
+    """A pause of staging that an engine requests, during a prefill or a KV transfer.
 
     Thread-safe. A pause without a resume ends at its deadline, because a migration that never ends
     would block every later one.
@@ -64,8 +63,7 @@ class Hold:
         self._until = NOW
 
     def pause(self, deadline_s: float) -> None:
-        """Pause staging until ``resume``, or for ``deadline_s``; a second call restarts the
-        deadline."""
+        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it."""
         with self._lock:
             self._until = self.clock() + deadline_s
 

@@ -205,7 +205,10 @@ def server_handshake(
     nonces = str(found.get("nonce")), own
     proof = _proof(secret, protocol, "asks", nonces)
     if not hmac.compare_digest(str(found.get("proof")), proof):
-        wire.send({"error": "authentication failed: the secrets differ, expected the deployment's"})
+        refusal = (
+            "authentication failed: the secrets differ, expected the deployment's on both sides"
+        )
+        wire.send({"error": refusal})
         raise MigrationError(
             "authentication failed: no proof of the deployment's secret from the client"
         )

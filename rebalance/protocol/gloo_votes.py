@@ -100,7 +100,7 @@ class _GlooVote:
             if timeout_s > 0:  # zero means "no timeout" to torch
                 self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError:
-            # A timeout or a failure, alike by type; and a vote that ends right after the time-out
-            # has not failed. Only whether it has ended counts.
+            # A timeout or a failure, alike by type; and a vote that ends right after the
+            # time-out has not failed. Only whether it has ended counts.
             pass
         return not self._work.is_completed()

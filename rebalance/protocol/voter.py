@@ -99,7 +99,7 @@ class Voter:
             try:
                 exchange.wait(timedelta(seconds=VOTE_POLL_S))
             except RuntimeError:
-                continue  # timeout or failure, the type does not distinguish: only is_completed counts
+                continue  # timeout or failure, alike by type: only is_completed counts
         exchange.wait()  # raises if it failed
 
     def wait_for_device(

@@ -59,7 +59,7 @@ class RankCore:
     scrubber: Scrubber
     scrub_turns: ScrubTurns
     update: WeightUpdate
-    survival: RankRecovery
+    recovery: RankRecovery
     read_ahead: ReadAhead
 
     def listen(self) -> RankLinkServer | None:
@@ -88,7 +88,7 @@ def make_core(
     placement: Placement,
     listener: WatchedAgent,
 ) -> RankCore:
-    """Put a rank's pieces together; no thread runs yet.
+    """Build a rank's collaborators; no thread runs yet.
 
     Args:
         settings: alike on every rank.
@@ -145,7 +145,7 @@ def make_core(
         last_step=steps,
     )
     member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
-    survival = RankRecovery(
+    recovery = RankRecovery(
         member, swapper, voting, scrub_turns, shared=shared, recorder=recorder, beat=watchdog.step
     )
     read_ahead = ReadAhead(
@@ -172,7 +172,7 @@ def make_core(
         scrubber,
         scrub_turns,
         update,
-        survival,
+        recovery,
         read_ahead,
     )
 

@@ -58,7 +58,7 @@ class RankRecovery:
         beat: Heartbeat,
     ) -> None:
         self._member, self._swapper, self._voting = member, swapper, voting
-        self._scrub_turns, self._shared, self._diary, self._beat = (
+        self._scrub_turns, self._shared, self._recorder, self._beat = (
             scrub_turns,
             shared,
             recorder,
@@ -84,8 +84,10 @@ class RankRecovery:
             report = self._report(state)
         # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
         assert has_ended or not report.prepared, "who looks at a slot has staged nothing"
-        self._diary.note("death detected", state, dead=list(report.dead))
-        self._diary.note("survivor report", state, swapped=report.swapped, prepared=report.prepared)
+        self._recorder.note("death detected", state, dead=list(report.dead))
+        self._recorder.note(
+            "survivor report", state, swapped=report.swapped, prepared=report.prepared
+        )
         return report
 
     def _report(self, state: RankPhase) -> SurvivorReport:
@@ -110,7 +112,7 @@ class RankRecovery:
     def apply_recovery(self, record: Recovery) -> None:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
         state = self._shared.state
-        self._diary.note("recovery", state, membership=record.membership, reason=record.reason)
+        self._recorder.note("recovery", state, membership=record.membership, reason=record.reason)
         verdicts = missed_verdicts(state, record)
         if verdicts:
             self._shared.update(lambda found: replace(found, abort_reason=record.reason))

@@ -26,7 +26,7 @@ class Serving:
 
 
 def serving_after_each(migration: Migration, table: RoutingTable) -> Iterator[Serving]:
-    """Return what serves after each transaction; the table's new entries lie ready beside it.
+    """Return the placement and table after each transaction; tables are prepared ahead.
 
     Raises:
         PlacementError: the table has no room for a placement.

@@ -71,7 +71,7 @@ class ScrubTurns:
         every_steps: int,
     ) -> None:
         self._scrubber, self._swapper, self._mover = scrubber, swapper, mover
-        self._shared, self._orders, self._diary = shared, orders, recorder
+        self._shared, self._orders, self._recorder = shared, orders, recorder
         self._every_steps = every_steps
         self._idle_steps = 0
         self._is_looking = False  # set by the step, cleared by the mover's thread
@@ -231,8 +231,8 @@ class ScrubTurns:
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:
             detail |= {"found": in_hex(damage.found), "expected": in_hex(damage.expected)}
-        self._diary.note(f"scrub {result}", self._shared.state, **detail)
-        self._orders.tell("scrub", detail)
+        self._recorder.note(f"scrub {result}", self._shared.state, **detail)
+        self._orders.report_event("scrub", detail)
 
 
 def in_hex(digest: Digest) -> str:

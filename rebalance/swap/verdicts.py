@@ -39,7 +39,7 @@ class Voting:
         vote_every: int,
     ) -> None:
         self._voter, self._swapper, self._shared = voter, swapper, shared
-        self._fence, self._diary = fence, recorder
+        self._fence, self._recorder = fence, recorder
         self._membership, self._vote_every = membership, vote_every
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
@@ -54,11 +54,11 @@ class Voting:
                 self._shared.state = state
         ballot = phases.ballot(state, step=step, membership=self._membership, halt=self.wants_halt)
         ballot = replace(ballot, weights_version=self._fence.ballot)
-        self._diary.note_ballot(ballot)
+        self._recorder.note_ballot(ballot)
         self._voter.cast(ballot)
 
     def read(self, step: int, *, must_finish: bool) -> Verdict | None:
-        """Read the vote under way and obey it; None while it may be read later.
+        """Read the vote under way and apply its verdict; None if it may be read later.
 
         Raises:
             RankError: a rank is dead or too late, or ranks are at different steps.
@@ -72,7 +72,7 @@ class Voting:
 
     def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         """Apply a verdict on this rank's ballot, before ``step``."""
-        self._diary.note_verdict(cast, verdict)
+        self._recorder.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self.halt_at = cast.step + self._vote_every

@@ -14,13 +14,13 @@ class Orders(Protocol):
     """Takes work off the step path. No call waits for the work."""
 
     def has_mover(self) -> bool:
-        """Return whether the mover's thread lives."""
+        """Say whether the mover's thread lives."""
 
     def bring(self, migration: Migration) -> None:
         """Have the mover bring a migration's bytes."""
 
     def do(self, job: Callable[[], None]) -> None:
-        """Queue a job for the mover's thread."""
+        """Have the mover's thread do something, after what it was given before."""
 
     def report_event(self, kind: str, detail: Details) -> None:
         """Have an event written to the store."""

@@ -1,8 +1,8 @@
-"""The seam between the agent and what moves bytes: pull.
+"""Interface between the agent and the transports: pull bytes.
 
-Pulling is one-sided: the receiver reads, or asks within a deadline, and nothing of serving takes
-part at the source, so a busy or dying source can never make a receiver hang (two-sided transfers
-are where peers' production hangs come from: pytorch issue 174288, sglang issue 7956).
+Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes
+no part, so a busy or dying source can never block a receiver (two-sided transfers cause hangs
+elsewhere: pytorch issue 174288, sglang issue 7956).
 """
 
 from __future__ import annotations

@@ -225,8 +225,7 @@ class PullTransport:
         return self._others.pull(place.rank, part, into)
 
     def close(self) -> None:
-        """Close connections to other ranks. The caller closes the host cache client and the
-        peers."""
+        """Close connections to other ranks, but not the host cache client and the peers."""
         if self._others is not None:
             self._others.close()
 

@@ -9,8 +9,8 @@ so the square of their product has the mean that half the variance of G has; T w
 such products, where they give T values of G.
 
 Windows that share requests are alike, and windows further apart are not: such a load wanders, and
-neighbours alone show too little of it. So neighbouring pairs of windows, taken together, are looked
-at as well; chance alone makes no difference between the two.
+neighbours alone show too little of it. So neighbouring pairs of windows, taken together, are
+looked at as well; chance alone makes no difference between the two.
 
     counts of T windows -> pairs_of -> without_changes -> noise_of -> limit: what G passes by chance
 

@@ -196,8 +196,7 @@ class HostCache:
         is_from_host: bool = False,
         for_writer: bool = False,
     ) -> None:
-        """Mark an entry as loaded, answer the requests that wait for it, and keep it for the
-        writer."""
+        """Mark an entry as loaded and answer its requests; the writer may lease it."""
         with self._changed:
             from_disk = "repacked" if is_repacked else "from_record_file"
             self.counts["from_hosts" if is_from_host else from_disk] += 1
@@ -260,8 +259,7 @@ class HostCache:
         return not self._table.has_unheld_load() and self._table.holders() <= holders_that_wait
 
     def _admit(self) -> None:
-        """Grant requests that fit, in order; a rank with leases may overtake, because it releases
-        later."""
+        """Grant requests that fit, in order; a rank with leases may overtake others."""
         is_blocked = False
         for request in list(self._waiting):
             if is_blocked and not self._table.num_leases[request.holder]:
@@ -326,9 +324,7 @@ class HostCache:
     def _release(self, entry: Entry, holder: int) -> None:
         self._table.release(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
-            self._void(
-                entry, "released by its rank before it was loaded"
-            )  # no request needs it now
+            self._void(entry, "released by its rank before it was loaded")
 
     def _void(self, entry: Entry, error: str) -> None:
         if entry in self._queued:

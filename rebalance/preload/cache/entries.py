@@ -53,7 +53,7 @@ class EntryTable:
         self._void: list[Entry] = []  # of which holders may still read
 
     def room_beside(self, records: Collection[Record]) -> int:
-        """EntryTable that can be had without giving away any of these records."""
+        """Entries available without the eviction of any of these records."""
         return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
 
     def assign(self, record: Record) -> Entry:

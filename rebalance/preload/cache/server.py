@@ -1,13 +1,13 @@
 """Phase one, preload: a process per host that loads experts from disk into shared host memory.
 
 The host cache holds expert records: an expert's tensors in kernel layout, page-aligned, so that the
-next phase copies bytes and nothing else. Ranks ask for records over a local socket, are told where
-each lies, and read them from the host cache directly for as long as they hold a lease.
+next phase only copies bytes. Ranks request records over a local socket, receive the index of each
+record's entry, and read the entries directly for as long as they hold a lease.
 
-    rank --ask--> HostCacheSession --> HostCache --> reader threads: other hosts, record file,
-    checkpoint rank <---- digests, places ----+                | rank reads the arena
-    WriteBehind <----+  adds what was repacked to the record file other host --ask--> HostLinkServer
-    --> HostCache, and gets the bytes
+    rank --> HostCacheSession --> HostCache --> reader threads: other hosts, record file, checkpoint
+    rank <-- digests, entries ---+                |
+    rank reads the arena         WriteBehind <----+  appends repacked records to the record file
+    other host --> HostLinkServer --> HostCache, and receives the bytes
 """
 
 from __future__ import annotations

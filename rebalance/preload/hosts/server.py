@@ -161,7 +161,7 @@ class HostLinkServer:
     def _lease(
         self, holder: int, record: Record, ask: Message, answer_s: float
     ) -> tuple[Digest, memoryview]:
-        """Have a record in memory for the time of this call; return its digest and its bytes."""
+        """Lease a record for this call; return its digest and its bytes."""
         try:
             self._records.origin.number_of(record)
         except CheckpointError as exc:

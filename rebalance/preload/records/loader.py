@@ -135,7 +135,7 @@ class RecordLoader:
         self._guard.check()
         layer, expert = record
         self._checkpoint.repack(layer, expert, self._schema, into)
-        # Repacking leaves the last page's rest as it was, and the digest is over all of it.
+        # Repacking leaves the rest of the last page unchanged, and the digest covers all of it.
         into[sum(spec.num_bytes for spec in self._schema.tensors) :].zero_()
         return digest(into)
 
@@ -153,7 +153,7 @@ class RecordLoader:
 
 @dataclass(frozen=True)
 class Written:
-    """An expert record that waits to be written; ``done`` lets go of its memory."""
+    """An expert record that waits to be written; ``done`` releases its memory."""
 
     record: Record
     data: torch.Tensor

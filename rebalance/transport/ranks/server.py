@@ -1,9 +1,9 @@
 """Server of a rank's live slots for other ranks.
 
-It reads what serves and changes nothing. Neither the step nor the mover knows of it: a client that
-dies or takes its time costs a thread that waits, up to a deadline. Who asks keeps to what may be
-read of a mapped peer, too (``rebalance.stage.serving.readable``); here it is refused, besides,
-where the slot does not hold the expert by what serves, and while the weights are being replaced.
+It reads what serves and changes nothing. The step and the mover do not depend on it: a dead or slow
+client costs one waiting thread, up to a deadline. Clients also keep to the rules for mapped peers
+(``rebalance.stage.serving.readable``). A request is refused if the slot does not hold the expert by
+the serving placement, and while the weights are being replaced.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ class PartRequest:
 
     group: GroupName
     part: Part
-    answer_s: (
-        float  # until the first byte; less than the client's deadline, so that a refusal arrives
-    )
+    answer_s: float  # until the first byte; below the client's deadline, so a refusal arrives
     deadline_s: float  # for all of it
 
     def message(self) -> Message:

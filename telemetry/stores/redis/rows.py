@@ -21,7 +21,7 @@ def run_to_text(info: RunInfo) -> str:
 
 
 def run_from_text(text: bytes | str) -> RunInfo:
-    """Return a start of what ``run_to_text`` gave."""
+    """Return a start from what ``run_to_text`` gave."""
     return RunInfo(**_details(text))
 
 
@@ -31,7 +31,7 @@ def rank_state_to_text(state: RankState) -> str:
 
 
 def rank_state_from_text(text: bytes | str) -> RankState:
-    """Return a rank's report of what ``rank_state_to_text`` gave."""
+    """Return a rank's report from what ``rank_state_to_text`` gave."""
     return RankState(**_details(text))
 
 
@@ -43,19 +43,19 @@ def task_to_text(task: Task) -> str:
 
 
 def task_from_text(text: bytes | str) -> Task:
-    """Return a task of what ``task_to_text`` gave."""
+    """Return a task from what ``task_to_text`` gave."""
     return Task(**_details(text))
 
 
 def event_of(entry: Entry) -> Event:
-    """Return an event of an entry of the events."""
+    """Return an event from an entry of the events."""
     entry_id, fields = entry
     detail = _details(fields[b"detail"])
     return Event(first_of(entry_id), float(fields[b"time"]), fields[b"kind"].decode(), detail)
 
 
 def placement_of(entry: Entry) -> CommittedPlacement:
-    """Return a committed placement of an entry of the placements."""
+    """Return a committed placement from an entry of the placements."""
     _, fields = entry
     return CommittedPlacement(
         placement_from_bytes(fields[b"record"]),

@@ -14,9 +14,7 @@ from threading import Event
 from eplb.errors import StoreError
 from telemetry.stores.sqlite.errors import is_busy
 
-APPLICATION_ID = (
-    0x45504C42  # "EPLB": distinguishes this project's files from those of other programs
-)
+APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
 SCHEMA_VERSION = 7  # counts up with each change of the tables below
 
 _RETRY_S = 0.01

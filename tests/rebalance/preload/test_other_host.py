@@ -115,9 +115,8 @@ StartHost = Callable[..., Host]
 def big(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("weights") / "big"
     write_random_checkpoint(path, BIG, BIG_SCHEMA, vocabulary=8, seed=2)
-    digest(
-        torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8)
-    )  # host caches are forked: compiled once
+    # Compiled once, before host caches are forked.
+    digest(torch.zeros(COMPILED_FROM_BYTES, dtype=torch.uint8))
     return Checkpoint(path)
 
 
@@ -516,9 +515,8 @@ def test_a_host_cache_that_gets_no_thread_leaves_nothing_open(
     with closing(
         HostCacheServer(address, weights, small_model, small_schema, settings)
     ) as host_cache:
-        assert (host_cache._writer is None) == (
-            path is None
-        )  # the record file's lock is free again
+        # The record file's lock is free again.
+        assert (host_cache._writer is None) == (path is None)
 
 
 # -- death and silence

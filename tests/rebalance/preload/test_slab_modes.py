@@ -418,16 +418,21 @@ import os, sys
 from pathlib import Path
 from eplb.errors import MigrationError
 from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostCacheServer, HostCacheAddress, HostCacheClient,
-HostCacheSettings from runtime.checkpoint import Checkpoint from runtime.experts import ExpertSchema
+from rebalance.preload.cache.server import (
+    HostCacheAddress, HostCacheClient, HostCacheServer, HostCacheSettings
+)
+from runtime.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
 
 weights, memory = map(Path, sys.argv[1:])
 address = HostCacheAddress(f"small-{os.getpid()}", b"key")
 model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
 schema = ExpertSchema.swiglu(16, 8)
-host cache = HostCacheServer(address, Checkpoint(weights), model, schema,
-HostCacheSettings(memory_folder=memory)) reader = HostCacheClient(address, 8, schema.record_bytes,
-deadline_s=30) held = 0 try:
+settings = HostCacheSettings(memory_folder=memory)
+host_cache = HostCacheServer(address, Checkpoint(weights), model, schema, settings)
+reader = HostCacheClient(address, 8, schema.record_bytes, deadline_s=30)
+held = 0
+try:
     for layer, expert in [(l, e) for l in (0, 1) for e in range(8)]:
         reader.load([(layer, expert)], deadline_s=30)
         held += 1
@@ -437,7 +442,7 @@ reader.release([(0, e) for e in range(8)])
 reader.load([(1, 6), (1, 7)], deadline_s=30)
 print("reduced to", reader.stats(deadline_s=30).room_bytes // schema.record_bytes)
 reader.close()
-host cache.close()  # its threads end before the interpreter does, which would break them off in C++
+host_cache.close()  # its threads end before the interpreter does, which would break them off in C++
 """
 
 

@@ -248,9 +248,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(
         RankError, match=r"^rank 3 cannot listen at 203\.0\.113\.1, expected an addr"
     ):
-        LivenessConnections(
-            3, lambda mine: [mine], host="203.0.113.1"
-        )  # an address of documentation only
+        # An address of documentation only.
+        LivenessConnections(3, lambda mine: [mine], host="203.0.113.1")
 
     assert not open_files() - before
 

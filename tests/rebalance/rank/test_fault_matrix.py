@@ -167,7 +167,7 @@ def make_group(
     small_schema: ExpertSchema,
     tmp_path: Path,
 ) -> Iterator[MakeGroup]:
-    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, transport_host_cache)``."""
+    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, ...)``."""
     with ExitStack() as stack:
 
         def make(
@@ -540,8 +540,10 @@ weights, memory, name = sys.argv[1:]
 model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
 settings = HostCacheSettings(memory_folder=Path(memory))
 schema = ExpertSchema.swiglu(16, 8)
-host cache = HostCacheServer(HostCacheAddress(name, b"key"), Checkpoint(Path(weights)), model,
-schema, settings) print("ready", flush=True) signal.pause()
+address = HostCacheAddress(name, b"key")
+host_cache = HostCacheServer(address, Checkpoint(Path(weights)), model, schema, settings)
+print("ready", flush=True)
+signal.pause()
 """
 
 

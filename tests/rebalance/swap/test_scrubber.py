@@ -182,11 +182,10 @@ def test_the_first_empty_slot_of_a_layer_is_lent() -> None:
 
 
 def test_peers_of_the_host_are_asked_before_the_host_cache(group: Group) -> None:
-    # Before any step: no look may come between the two, or the first is repaired from the second.
-    group.banks[1].live(1, 0)[9] ^= (
-        255  # both replicas of expert 1: rank 0 finds its own corrupted,
-    )
-    group.banks[0].live(1, 2)[9] ^= 255  # and so is what rank 1 gives
+    # Before any step: no check may come between the two, or the first is repaired from the second.
+    # Both replicas of expert 1: rank 0 finds its own corrupted, and so is rank 1's.
+    group.banks[1].live(1, 0)[9] ^= 255
+    group.banks[0].live(1, 2)[9] ^= 255
 
     group.step_until(lambda: len(group.scrubs("repaired")) == 2)
 

@@ -44,7 +44,7 @@ class Waiter:
                 if subscription is None:
                     subscription = self._taken()
                     if subscription is not None:
-                        continue  # check again: changes before the subscription sent no notification
+                        continue  # changes before the subscription sent no notification
                 if not self._heard(subscription, left_s):
                     subscription = None
             return found
