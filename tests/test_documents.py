@@ -39,7 +39,6 @@ SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free p
 LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
 NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2}
-WRITTEN_BESIDE = {"docs/configuration.md"}  # pages that another change brings
 PROGRAMS = {"eplb", "make", "curl", "python", "head"}
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
 
@@ -187,8 +186,7 @@ def test_links_of_a_page_resolve(page: str) -> None:
     for link in LINK.findall(text_of(page)):
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
-        name = os.path.relpath(target, ROOT)
-        if link.startswith(("http:", "https:")) or name in WRITTEN_BESIDE:
+        if link.startswith(("http:", "https:")):
             continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
@@ -199,7 +197,7 @@ def test_links_of_a_page_resolve(page: str) -> None:
 @pytest.mark.parametrize("page", pages())
 def test_paths_and_modules_that_a_page_names_exist(page: str) -> None:
     text = text_of(page)
-    paths = {found.rstrip(".-") for found in PATH.findall(text)} - WRITTEN_BESIDE
+    paths = {found.rstrip(".-") for found in PATH.findall(text)}
 
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
     assert [name for name in sorted(set(MODULE.findall(text))) if not is_known(name)] == []

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from repository import ROOT
 
+from api.config.tree import known_settings
+
 METRICS = ROOT / "api" / "metrics" / "rows.py"
 DEADLINE_S = 100.0  # of a block, or of all Python of a page
 ENDING_OF = {"_gauge": "", "_histogram": "", "_counter": "_total"}
@@ -36,7 +38,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def is_known(dotted: str) -> bool:
-    """Whether this is a module, or something in one."""
+    """Whether this is a setting, a module, or something in one."""
+    if dotted in known_settings():
+        return True
     module, _, rest = dotted, "", ""
     while module:
         try:

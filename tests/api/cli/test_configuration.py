@@ -17,12 +17,12 @@ from api.config.reference import reference_page
 from api.config.tree import Settings, known_names, known_settings
 from api.demo.setup import prepare
 from api.demo.state_dir import StateDir
-from api.demo.workers.build import agent_settings
 from api.demo.workers.plan import WorkerPlan
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from api.settings import load_settings
 from eplb.errors import ConfigError
+from rebalance.build.rank import agent_settings
 from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.rank.parts import AgentSettings
@@ -174,7 +174,7 @@ def test_link_section_has_the_defaults_of_its_dataclass(section: type, kind: typ
 def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {})
 
-    agent = agent_settings(plan, StageSettings(), membership=0)
+    agent = agent_settings(plan.rank_config, plan.run, plan.topology, plan.device, membership=0)
     known = defaults_of(AgentSettings)
     for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps"):
         assert getattr(agent, name) == known[name], name

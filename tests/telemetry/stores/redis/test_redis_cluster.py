@@ -139,9 +139,12 @@ def test_the_user_of_the_docs_may_do_all_that_a_store_does(
     redis_cluster: RedisClusterProcesses,
 ) -> None:
     page = (ROOT / "docs" / "telemetry-redis.md").read_text()
-    _, _, rule = page.partition("    ACL SETUSER eplb ")
+    _, _, rule = page.partition("ACL SETUSER eplb ")
     more = page.partition("For a cluster add `")[2].partition("`")[0]
-    words = [*rule.partition("\n\n")[0].replace("PASSWORD", "writer-secret").split(), *more.split()]
+    words = [
+        *rule.partition("\n```")[0].replace("PASSWORD", "writer-secret").split(),
+        *more.split(),
+    ]
     for node in redis_cluster.nodes:
         node.ask("ACL SETUSER", "eplb", *words)
 
