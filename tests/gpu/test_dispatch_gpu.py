@@ -106,7 +106,7 @@ def run_disagreeing(rank: int, num_ranks: int) -> str:
 def test_ranks_that_disagree_on_a_shape_are_all_told() -> None:
     for told in launch(run_disagreeing, NUM_RANKS, deadline_s=120):
         assert told.startswith("ranks disagree on (slots, hidden, top_k, max_tokens)")
-        assert f"({18 * NUM_RANKS}, {2 * HIDDEN}, {TOP_K}, {MAX_TOKENS})" in told
+        assert f"[{18 * NUM_RANKS}, {2 * HIDDEN}, {TOP_K}, {MAX_TOKENS}]" in told
 
 
 def run_overfull(rank: int, num_ranks: int) -> tuple[str, str]:

@@ -84,6 +84,7 @@ def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
     assert summary["samples_lost"] is None
 
 
+@pytest.mark.slow
 def test_a_demo_that_is_killed_leaves_no_temporary_folder(
     temporary: Path, tmp_path: Path, start_demo: StartDemo
 ) -> None:

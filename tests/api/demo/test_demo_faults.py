@@ -351,6 +351,7 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # three starts, on a busy machine
 def test_ranks_restart_after_an_exit_until_the_budget_is_used_up(
     tmp_path: Path, start_demo: StartDemo

@@ -92,6 +92,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_killed_demo_is_resumed_and_then_outlives_its_controller(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
