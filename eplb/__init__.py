@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         slots_per_layer,
     )
     from eplb.deepseek import rebalance_experts
-    from eplb.dispatch.rules import DispatchRule, effective_shares
+    from eplb.dispatch_rules.rules import DispatchRule, effective_shares
     from eplb.explanation.explainer import explain, explain_layer
     from eplb.explanation.figures import Explanation, LayerExplanation
     from eplb.measure.balance import balancedness, imbalance, lower_bound, rank_load
@@ -132,7 +132,7 @@ _EXPORTS = {
         "RedundancyLevel allocate_redundancy redundancy_price slots_per_layer"
     ),
     "eplb.deepseek": "rebalance_experts",
-    "eplb.dispatch.rules": "DispatchRule effective_shares",
+    "eplb.dispatch_rules.rules": "DispatchRule effective_shares",
     "eplb.explanation.explainer": "explain explain_layer",
     "eplb.explanation.figures": "Explanation LayerExplanation",
     "eplb.measure.balance": "balancedness imbalance lower_bound rank_load",

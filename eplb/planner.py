@@ -30,8 +30,8 @@ from eplb.decision.alternatives import (
 from eplb.decision.gate import CostModel, Decision
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.promises import Record
-from eplb.dispatch.plans import rule_in_words, settled
-from eplb.dispatch.rules import DispatchRule
+from eplb.dispatch_rules.plans import rule_in_words, settled
+from eplb.dispatch_rules.rules import DispatchRule
 from eplb.policies.frontier import Curve
 from eplb.policies.greedy import frame_of, step_ms
 from eplb.policies.incremental import repaired

@@ -21,7 +21,7 @@ from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.decision.promises import Record
-from eplb.dispatch.rules import DispatchRule, refuse_topology
+from eplb.dispatch_rules.rules import DispatchRule, refuse_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.packing.zones import keeps_groups
 

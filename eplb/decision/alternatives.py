@@ -25,7 +25,7 @@ from eplb.core.topology import Topology
 from eplb.decision.allowance import moves_per_layer
 from eplb.decision.expectation import expected_part
 from eplb.decision.gate import Decision, Outlook, decide
-from eplb.dispatch.plans import as_dispatched
+from eplb.dispatch_rules.plans import as_dispatched
 from eplb.measure.balance import imbalance
 from eplb.measure.noise import noise_under
 from eplb.policies.legality import complaints_of

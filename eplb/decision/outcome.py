@@ -19,7 +19,7 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.decision.allowance import moves_per_layer
 from eplb.decision.gate import Decision
-from eplb.dispatch.plans import booked_and_effective
+from eplb.dispatch_rules.plans import booked_and_effective
 from eplb.explanation.explainer import explain
 from eplb.explanation.figures import Explanation, finite
 from eplb.measure.balance import live_shares

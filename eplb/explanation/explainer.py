@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.dispatch.plans import as_dispatched
+from eplb.dispatch_rules.plans import as_dispatched
 from eplb.errors import ConfigError
 from eplb.explanation.figures import Explanation, LayerExplanation, RankLoad
 from eplb.explanation.wording import layer_sentences, sentences

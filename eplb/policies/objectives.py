@@ -15,7 +15,7 @@ import numpy as np
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.dispatch.plans import as_dispatched
+from eplb.dispatch_rules.plans import as_dispatched
 from eplb.measure.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.policies.greedy import descend, frame_of, packed_by_time, refined, rules_for
 from eplb.policies.incremental import Improved, incremental, score_of

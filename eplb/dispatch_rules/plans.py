@@ -10,9 +10,9 @@ import numpy as np
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.dispatch.changes import Terms
-from eplb.dispatch.rules import DispatchRule, effective_shares, sources_of, words_for
-from eplb.dispatch.search import settle
+from eplb.dispatch_rules.changes import Terms
+from eplb.dispatch_rules.rules import DispatchRule, effective_shares, sources_of, words_for
+from eplb.dispatch_rules.search import settle
 from eplb.measure.balance import imbalance
 from eplb.policies.greedy import FINEST_GAIN, WINDOWS_GAIN, history_noise, in_place
 from eplb.search.demand import demand_of

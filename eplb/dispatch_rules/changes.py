@@ -13,8 +13,8 @@ import numpy as np
 
 from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray
-from eplb.dispatch.draws import Sources, share_out
-from eplb.dispatch.layer import Dispatched, add_load, on_rank, place_of, spread_of_time
+from eplb.dispatch_rules.draws import Sources, share_out
+from eplb.dispatch_rules.layer import Dispatched, add_load, on_rank, place_of, spread_of_time
 
 HOT_RANKS = 3  # busiest ranks whose experts are looked at before a layer counts as stuck
 IN_TURN = 24  # changes of replicas tried before they are looked for anew

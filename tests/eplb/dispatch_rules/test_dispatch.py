@@ -21,7 +21,7 @@ from eplb import (
     imbalance,
     plan,
 )
-from eplb.dispatch.rules import chosen_slots
+from eplb.dispatch_rules.rules import chosen_slots
 from eplb.errors import ConfigError
 from eplb.policies.legality import why_it_cannot_serve
 

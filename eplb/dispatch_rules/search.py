@@ -16,7 +16,7 @@ import numpy as np
 
 from eplb.core.jit import jit
 from eplb.core.kernels import ZERO, BoolArray, FloatArray, IntArray
-from eplb.dispatch.changes import (
+from eplb.dispatch_rules.changes import (
     NEAR,
     PLAIN,
     ROUNDING,
@@ -26,8 +26,8 @@ from eplb.dispatch.changes import (
     moves_added,
     promising,
 )
-from eplb.dispatch.draws import START, Sources, Words
-from eplb.dispatch.layer import Dispatched, add_load, new_dispatched, retrace, score_of_time
+from eplb.dispatch_rules.draws import START, Sources, Words
+from eplb.dispatch_rules.layer import Dispatched, add_load, new_dispatched, retrace, score_of_time
 
 TRIES = 96  # changes of replicas tried in a layer
 
