@@ -62,7 +62,11 @@ def config_of(**given: Any) -> RankConfig:
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "has_own_weights"), [(1, False), (2, True)], ids=["one host", "two hosts"]
+    ("num_hosts", "has_own_weights"),
+    [
+        pytest.param(1, False, id="one host", marks=pytest.mark.slow),
+        pytest.param(2, True, id="two hosts that share nothing"),
+    ],
 )
 def test_a_rank_embedded_in_an_engine_migrates_without_loading_api(
     small_checkpoint: Checkpoint,
