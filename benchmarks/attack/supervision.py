@@ -82,7 +82,7 @@ def hang(title: str) -> Callable[[Path], Outcome]:
         moves_again(demo)  # at its start a process is given longer than when it has had a turn
         stopped = time.monotonic()
         strike(demo, title, signal.SIGSTOP)
-        words = "killed by SIGKILL; it is started again"
+        words = "killed by SIGKILL; restarting"
         demo.wait_for("its end", lambda: notes(demo, words) or None, DEADLINE_S)
         return f"killed after {time.monotonic() - stopped:.1f} s, deadline {HUNG_AFTER_S:g} s"
 

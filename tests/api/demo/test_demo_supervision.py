@@ -148,7 +148,7 @@ def test_a_hung_process_that_does_not_serve_is_restarted(
     demo.kill(title, signal.SIGSTOP)
 
     demo.sees("the note", notes(f"{name}: no report for "))
-    demo.sees("its end", notes(f"{name} was killed by SIGKILL; it is started again"))
+    demo.sees("its end", notes(f"{name} was killed by SIGKILL; restarting"))
     at = demo.sees("a step", step_of)
     demo.sees("serving on", serves(at + 200))
     halts_right(demo)
@@ -164,7 +164,7 @@ def test_killed_host_cache_restarts_and_migrations_resume(
         demo.sees("a commit", commits_from(next_plan(demo)))
         demo.kill("preload process")
         # Of either host: the one that runs for longest is killed.
-        demo.sees("its end", notes("was killed by SIGKILL; it is st", number))
+        demo.sees("its end", notes("was killed by SIGKILL; restarting", number))
         demo.sees("a plan after it", commits_from(next_plan(demo)))
     before = from_host(demo)
     demo.sees("bytes of the new process", lambda _: from_host(demo) > before)
@@ -196,7 +196,7 @@ def test_a_checker_that_is_killed_is_restarted_and_checks_go_on(
     for number in (1, 2):
         demo.sees("a commit", commits_from(next_plan(demo)))
         demo.kill("reference check")
-        demo.sees("its end", notes("reference checker was killed by SIGKILL; it is s", number))
+        demo.sees("its end", notes("reference checker was killed by SIGKILL; restarting", number))
         demo.sees("another", lambda _: "reference check" in demo.processes().values())
 
     demo.sees("a commit", commits_from(next_plan(demo)))
@@ -214,7 +214,7 @@ def test_without_a_controller_serving_continues_and_readyz_fails(
         demo.kill("controller")
         demo.sees("its end", notes("the controller was killed by SIGKILL", number))
 
-    demo.sees("the last note", notes("1 restarts within 3600 s are used up, serving goes on"))
+    demo.sees("the last note", notes("1 restarts within 3600 s used up, serving continues"))
     at = demo.sees("a step", step_of)
     demo.sees("serving on", serves(at + 200))
     status, text = ask(f"{url_of(demo)}/readyz")
