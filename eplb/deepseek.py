@@ -1,7 +1,7 @@
 """A drop-in for the ``rebalance_experts`` of DeepSeek's balancer (deepseek-ai/EPLB, eplb.py).
 
 Same arguments, shapes, dtypes and meaning. Different: it never puts two replicas of an expert on
-one rank, bad arguments are errors in words, and numpy arrays work as well as torch tensors.
+one rank, bad arguments raise ConfigError, and numpy arrays work as well as torch tensors.
 """
 
 from __future__ import annotations

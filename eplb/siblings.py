@@ -1,8 +1,8 @@
 """Whether the packages beside ``eplb`` are ours.
 
 They have plain names. A host application with its own ``api/`` or ``runtime.py`` earlier on the
-import path would put its module in place of ours, and everything after that would fail in words
-that name neither.
+import path would put its module in place of ours, and everything after that would fail with
+messages that name neither.
 """
 
 from __future__ import annotations

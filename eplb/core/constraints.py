@@ -1,7 +1,7 @@
 """What every plan must keep to, whatever it costs in balance.
 
 Always: every expert has a slot, no rank holds an expert twice, a dead rank holds nothing. A
-``Constraints`` adds to that. Contradictions are refused in words before anything is planned.
+``Constraints`` adds to that. Contradictions raise ConfigError before anything is planned.
 
 Shapes:  L MoE layers, E experts, R ranks.
 """

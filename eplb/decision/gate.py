@@ -118,7 +118,7 @@ class Outlook:
 
 
 def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
-    """Move, take new shares alone (an outlook without moves) or keep, and the reason in words.
+    """Move, take new shares alone (an outlook without moves) or keep, and the reason as text.
 
     The gain is counted down to the noise floor only: what lies below it will not be seen again.
     """

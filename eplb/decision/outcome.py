@@ -119,7 +119,7 @@ class Plan:
     def explain(self, layer: int, expert: int) -> Explanation:
         """Say why an expert has its replicas, why on these ranks, and what that takes.
 
-        ``str()`` of what is returned says it in words, ``to_dict()`` as JSON.
+        ``str()`` of the result gives text, ``to_dict()`` JSON.
 
         Raises:
             ConfigError: no such layer or expert.

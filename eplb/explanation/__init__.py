@@ -1,1 +1,1 @@
-"""Why an expert is where it is, in figures and in words."""
+"""Why an expert is where it is, as figures and as text."""

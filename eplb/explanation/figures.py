@@ -27,7 +27,7 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """All that bears on one expert of one layer; ``str()`` says it in words."""
+    """All that bears on one expert of one layer; ``str()`` gives it as text."""
 
     layer: int
     expert: int
@@ -64,7 +64,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExplanation:
-    """What a plan does to one layer; ``str()`` says it in words."""
+    """What a plan does to one layer; ``str()`` gives it as text."""
 
     layer: int
     decision: str  # of the whole plan

@@ -127,7 +127,7 @@ def _of_the_layer(found: Explanation | LayerExplanation, before: float, after: f
 
 
 def listed(things: Sequence[object]) -> str:
-    """The first few of them in words, the others counted."""
+    """Text of the first few, and the number of the others."""
     if not things:
         return "none"
     words = ", ".join(str(thing) for thing in things[:MOST_LISTED])

@@ -44,7 +44,7 @@ def _unfit(
 
 
 def why_it_cannot_serve(problem: Problem, placement: Placement) -> str | None:
-    """The first thing that a placement does not keep to, in words; None if all is well."""
+    """Text of the first rule that a placement violates; None if it violates none."""
     complaints = complaints_of(problem, placement)
     return complaints[min(complaints)] if complaints else None
 

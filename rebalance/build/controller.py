@@ -20,7 +20,7 @@ def build_controller(
     *,
     holder: str | None = None,
 ) -> Controller:
-    """Build a controller that can lead at once; ``run`` plans until it is told to stop.
+    """Build a controller that can lead at once; ``run`` plans until it has to stop.
 
     Several may be built for one deployment, on any host that reaches the store: one leads, by the
     store's lease.
