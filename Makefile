@@ -9,9 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
-# Two at once, file by file: a file's tests share what they start.
+# Three at once, file by file: a file's tests share what they start.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --timeout 1800 $(ARGS)
@@ -19,7 +19,7 @@ test-slow: $(VENV)/.dev
 # With the GPU host's own Python and torch, and the deep_ep that is installed there: no environment
 # is made, and neither web nor solver libraries are needed.
 test-gpu:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$(CURDIR)/tests/support/models:$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
 		-W "ignore::pytest.PytestUnknownMarkWarning" -ra -q tests/gpu $(ARGS)
 
 check: $(VENV)/.dev

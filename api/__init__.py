@@ -1,1 +1,1 @@
-"""Settings, HTTP, page, terminal, command line, and the demo that wires all of it."""
+"""Settings, HTTP service, page, terminal, command line, and the demo of a whole deployment."""

@@ -1,4 +1,4 @@
-"""How the command line ends on an interrupt: at once and in one line, or by an exception."""
+"""Handling of interrupts of the command line: exit with one line, or an exception."""
 
 from __future__ import annotations
 
@@ -23,8 +23,21 @@ def interrupt_on_signals() -> None:
             signal.signal(one, signal.default_int_handler)
 
 
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP, noted for a loop that looks at them between two waits."""
+
+    def __init__(self) -> None:
+        self.received = 0  # number of the first; 0: none yet
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(one) is not signal.SIG_IGN:
+                signal.signal(one, self._note)
+
+    def _note(self, number: int, _: object) -> None:
+        self.received = self.received or number
+
+
 def leave(*_: object) -> None:
-    """End the process in one line, with what was registered for its end."""
+    """Print one line and end the process, after its exit handlers."""
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
     os.write(2, b"eplb: interrupted\n")

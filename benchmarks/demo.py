@@ -1,4 +1,4 @@
-"""The whole journey, measured: ``eplb demo`` with several seeds, one row each.
+"""``eplb demo`` with several seeds, measured, one row each.
 
     python -m benchmarks.demo [--seconds 60] [--seeds 1,2,3]
 

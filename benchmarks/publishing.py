@@ -1,7 +1,7 @@
-"""Publishes migrations without a break, on a thread of its own that never stops in silence.
+"""Publishes migrations continuously, on a thread whose failure is reported.
 
-Benchmarks that move experts all the time have this in place of a controller: whenever the store
-has no open migration, the next one follows on what is committed.
+Benchmarks that move experts all the time use this instead of a controller: whenever the store has
+no open migration, the next one is published on the committed placement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Publisher:
         """Raise what ended the thread, if anything did; to be called at every step.
 
         Raises:
-            EplbError: nothing is published any more, so what is measured is no longer meant.
+            EplbError: the thread has stopped, so the measurement is not valid any more.
         """
         if self._failure is not None:
             why = f"{type(self._failure).__name__}: {self._failure}"

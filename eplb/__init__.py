@@ -1,4 +1,4 @@
-"""Expert-parallel load balancing: where each expert of a mixture-of-experts model should live.
+"""Expert-parallel load balancing: placement of the experts of a mixture-of-experts model.
 
 Pure functions over arrays and frozen dataclasses: no torch, no clock, no environment, no I/O.
 Names are imported when they are first used: ``import eplb`` loads neither numba nor scipy.
@@ -17,6 +17,7 @@ from eplb.errors import (
     PlacementError,
     RankError,
     StaleGeneration,
+    StaleRevision,
     StoreError,
     TopologyError,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "Scenarios",
     "Source",
     "StaleGeneration",
+    "StaleRevision",
     "StoreError",
     "Topology",
     "TopologyError",

@@ -1,7 +1,7 @@
 """A drop-in for the ``rebalance_experts`` of DeepSeek's balancer (deepseek-ai/EPLB, eplb.py).
 
-Same arguments, shapes, dtypes and meaning. Different: it never puts two replicas of an expert on
-one rank, bad arguments raise ConfigError, and numpy arrays work as well as torch tensors.
+Same arguments, shapes, dtypes and meaning. Differences: it never puts two replicas of an expert on
+one rank, invalid arguments raise ConfigError, and numpy arrays work as well as torch tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rebalance_experts(
         num_replicas: slots per layer, a multiple of ``num_gpus``, at least E.
         num_groups: the model's expert groups. When they divide by nodes, each stays on one node,
             and experts must divide by groups; otherwise experts may go anywhere.
-        num_nodes: servers, within which the network is fast.
+        num_nodes: servers; the network is fast within each.
         num_gpus: ranks, a multiple of ``num_nodes`` where groups stay on nodes.
 
     Returns:
@@ -41,14 +41,14 @@ def rebalance_experts(
         padded with -1, expert_count [L, E]; int64, torch tensors on the CPU if ``weight`` is one.
 
     Raises:
-        ConfigError: numbers that do not fit together.
+        ConfigError: numbers that contradict each other.
         HistoryError: weights that are negative or not finite.
     """
     history = as_history(on_host(weight))
     num_layers, num_experts = history.num_layers, history.num_experts
     _check(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
     if num_groups % num_nodes:
-        num_groups = num_nodes = 1  # planned globally: neither has to divide anything
+        num_groups = num_nodes = 1  # planned globally, without groups and nodes
     topology = Topology.uniform(num_nodes, num_gpus // num_nodes, num_replicas // num_gpus)
     layers = tuple(range(num_layers))
     model = ModelShape(layers, num_experts, 1, 1, 1, num_expert_groups=num_groups)
@@ -87,7 +87,7 @@ def _check(
 
 
 def _like(weight: Any, array: NDArray[np.int64]) -> Any:
-    """The array as the kind of thing that ``weight`` is."""
+    """The array as the type of ``weight``: a torch tensor or a numpy array."""
     if hasattr(weight, "detach"):
         return weight.detach().cpu().long().new_tensor(array)
     return array

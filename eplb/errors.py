@@ -1,29 +1,29 @@
-"""Everything that can go wrong, as one tree.
+"""The exceptions of this project, as one tree.
 
     EplbError
-    ├── ConfigError       a setting, a flag or a name that cannot be used
+    ├── ConfigError       an invalid setting, flag or name
     ├── PlacementError    a placement that must not serve
-    ├── TopologyError     ranks, slots or nodes that do not fit together
-    ├── HistoryError      load figures that cannot be planned on
-    ├── MigrationError    moves that cannot be made, or were not
+    ├── TopologyError     ranks, slots or nodes that contradict each other
+    ├── HistoryError      load that cannot be planned on
+    ├── MigrationError    moves that cannot be made, or that failed
     ├── CheckpointError   weights on disk that are missing, damaged or of another shape
     ├── StoreError        the load store cannot be used
-    │   ├── StaleGeneration   the placement moved on since the caller looked
+    │   ├── StaleGeneration   another placement was committed since the caller read it
     │   └── FencedOut         another controller holds the lease now
     └── RankError         a rank died, fell out of step, or missed a deadline
-        └── BrokenGroup   a peer is dead or late: nobody serves on, and all may start again
+        └── BrokenGroup   a peer is dead or late: all ranks stop serving and may start again
 
-Each message says where, what was found and what was expected. Our own broken invariants are
-``assert``s, not these.
+Each message gives the place, what was found and what was expected. Broken invariants of this code
+are ``assert``s, not these.
 """
 
 
 class EplbError(Exception):
-    """Root of the tree: catch this to catch every refusal of this project."""
+    """Root of the tree: catch this to catch every error that this project raises on purpose."""
 
 
 class ConfigError(EplbError, ValueError):
-    """A setting, a flag or a name that cannot be used."""
+    """An invalid setting, flag or name."""
 
 
 class PlacementError(EplbError, ValueError):
@@ -31,15 +31,15 @@ class PlacementError(EplbError, ValueError):
 
 
 class TopologyError(EplbError, ValueError):
-    """Ranks, slots or nodes that do not fit together."""
+    """Ranks, slots or nodes that contradict each other."""
 
 
 class HistoryError(EplbError, ValueError):
-    """Load figures that cannot be planned on."""
+    """Load that cannot be planned on."""
 
 
 class MigrationError(EplbError):
-    """Moves that cannot be made, or were not."""
+    """Moves that cannot be made, or that failed."""
 
 
 class CheckpointError(EplbError):
@@ -51,11 +51,15 @@ class StoreError(EplbError):
 
 
 class StaleGeneration(StoreError):
-    """The placement moved on since the caller looked; look again and decide again."""
+    """Another placement was committed since the caller read it; read it and decide again."""
+
+
+class StaleRevision(StoreError):
+    """Live settings were changed since the caller read them; read again and decide again."""
 
 
 class FencedOut(StoreError):
-    """Another controller holds the lease now; whoever was the controller must stop acting."""
+    """Another controller holds the lease now; the caller must stop acting as the controller."""
 
 
 class RankError(EplbError):
@@ -63,7 +67,7 @@ class RankError(EplbError):
 
 
 class BrokenGroup(RankError):
-    """A peer is dead or late: no rank may run another step, and a start of all ranks is right.
+    """A peer is dead or late: no rank may run another step, and all ranks may be started again.
 
-    The rank that says so did nothing wrong. It agrees with the other survivors before it ends.
+    The rank that raises it is not the cause. It agrees with the other survivors before it exits.
     """

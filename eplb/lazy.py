@@ -1,6 +1,6 @@
-"""Names that a package exports, imported when they are first used.
+"""Lazy exports of a package: names are imported on first use.
 
-``import eplb`` must cost milliseconds in a serving process that plans nothing: numba alone takes a
+``import eplb`` must take milliseconds in a serving process that does not plan: numba alone takes a
 second to load.
 """
 
@@ -18,7 +18,7 @@ def lazy_exports(
 
     Args:
         package: its dotted name.
-        names_of_modules: dotted name of a module -> the names that it gives, apart by spaces.
+        names_of_modules: dotted name of a module -> the names that it exports, space-separated.
     """
     module_of = {name: mod for mod, names in names_of_modules.items() for name in names.split()}
 
@@ -26,7 +26,7 @@ def lazy_exports(
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(import_module(module_of[name]), name)
-        vars(import_module(package))[name] = found  # the next use finds it at once
+        vars(import_module(package))[name] = found  # the next use needs no import
         return found
 
     def names() -> list[str]:

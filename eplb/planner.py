@@ -1,4 +1,4 @@
-"""The planner's front door: load in, a plan with its reasons out.
+"""The entry point of the planner: from load to a plan with its reasons.
 
     history -> policy -> budget -> shares -> gate -> MOVE, RESPLIT or KEEP
 
@@ -30,18 +30,16 @@ from eplb.decision.alternatives import (
 from eplb.decision.gate import CostModel, Decision
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.promises import Record
-from eplb.dispatch_rules.plans import rule_in_words, settled
+from eplb.dispatch_rules.plans import balanced_for_rule, rule_note
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.policies.frontier import Curve
 from eplb.policies.greedy import frame_of, step_ms
 from eplb.policies.incremental import repaired
-from eplb.policies.legality import complaints_of, unfit_layers
+from eplb.policies.legality import illegal_layers, violations_of
 from eplb.policies.table import contiguous_policy, policy_named
-from eplb.shares.traffic import nearer
+from eplb.shares.traffic import with_less_crossing
 
 __all__ = ["Plan", "plan", "plan_for"]
-
-# Policies that plan shares as well. The others are there to be compared with: equal split.
 
 
 def plan(
@@ -65,25 +63,26 @@ def plan(
 
     Args:
         history: LoadHistory, or tokens [L, E] or [T, L, E]; torch tensors too. Windows that some
-            rank did not report are left out.
+            rank did not report are not used.
         topology: ranks, their slots, and which are alive.
         model: adds expert groups, bytes and costs; without it every expert costs the same.
-        current: what serves now; without it the plan is fresh and moves from contiguous.
-        budget: limits on moves and thinking; layers whose current placement cannot serve are
+        current: the serving placement; without it the plan is fresh and moves from contiguous.
+        budget: limits on moves and search time; layers whose current placement cannot serve are
             exempt from the limit on moves.
         policy: one of ``eplb.policies.table.POLICIES``.
-        objective: "tokens" evens tokens out; "time" the time that the curve in ``cost`` says they
-            take, a window being as many steps as the history says, one for plain arrays.
-        constraints: what every plan must keep to.
-        scenarios: windows that may come, beside those of the past; arrays [K, L, E] weigh as much
-            as a window of the past each.
-        cost: what a move must earn, not asked when nothing serves yet, or cannot; and the curve.
+        objective: "tokens" balances tokens; "time" balances their time by the curve in ``cost``,
+            where a window has the steps that the history gives, one for plain arrays.
+        constraints: met by every plan.
+        scenarios: possible future windows beside those of the past; in arrays [K, L, E] each has
+            the weight of one past window.
+        cost: cost and pay-back time of moves, not used when no placement serves or can serve; and
+            the curve.
         seed: for policies that draw.
-        dispatch: how the engine chooses among replicas. The plan is made and judged for that, and
-            has shares only where the rule follows them.
+        dispatch: how the engine chooses among replicas. The plan is made and judged for that rule,
+            and has shares only where the rule uses them.
         unseen: how many of the latest windows came after those that ``current`` was planned on;
             None: all of them. Gains are judged on these.
-        record: what earlier plans promised and gave; None: nothing is known of them.
+        record: promised and realised gains of earlier plans; None: no plans so far.
 
     Raises:
         ConfigError: an unknown policy, constraints that contradict each other, inputs that
@@ -111,12 +110,12 @@ def plan(
 
 
 def plan_for(problem: Problem, policy: str) -> Plan:
-    """``plan`` for a problem that is put together already."""
+    """``plan`` for a complete ``Problem``."""
     current = problem.current
     base = current if current is not None else contiguous_policy(problem)
-    complaints = complaints_of(problem, base) if current is not None else {}
+    violations = violations_of(problem, base) if current is not None else {}
     forced = np.zeros(base.num_layers, dtype=np.bool_)
-    forced[list(complaints)] = True
+    forced[list(violations)] = True
     serving = Option(base, score_of(problem, base))
     splits = policy_named(policy).resplits and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
@@ -126,8 +125,8 @@ def plan_for(problem: Problem, policy: str) -> Plan:
             proposed = no_worse_than(problem, serving, proposed)
         else:
             proposed = without_losses(problem, serving, proposed, forced)
-    assert not unfit_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
-    why_not = complaints[min(complaints)] if complaints else None
+    assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
+    why_not = violations[min(violations)] if violations else None
     lost = lost_tokens(problem, base) if why_not else 0.0
     if lost:
         why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
@@ -140,14 +139,14 @@ def plan_for(problem: Problem, policy: str) -> Plan:
         before_per_layer=serving.score,
         after_per_layer=taken.score,
         decision=decision,
-        reason=reason + rule_in_words(problem, target) + _cut_short(problem),
+        reason=reason + rule_note(problem, target) + _time_limit_note(problem),
         curve=curve,
         policy=policy,
         expected_gain=expected,
     )
 
 
-def _cut_short(problem: Problem) -> str:
+def _time_limit_note(problem: Problem) -> str:
     """The note in ``plan.reason`` where ``time_ms`` allows no step of the search; else empty."""
     limit = problem.budget.time_ms
     windows = int(problem.complete.sum())
@@ -160,24 +159,24 @@ def _cut_short(problem: Problem) -> str:
 def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, Curve]:
-    """What the policy aims at within the budget, and the curve that leads there."""
+    """The policy's placement within the budget, and the curve of moves against balance."""
     entry = policy_named(policy)
     if entry.resplits and problem.dispatch.by_rank:
         return _for_rule(problem, policy, serving)
     placement, curve = entry.propose(problem)
     if problem.cost.node_traffic and entry.resplits:
-        placement = nearer(problem, placement)
+        placement = with_less_crossing(problem, placement)
     proposed = Option(placement, score_of(problem, placement))
     if curve is not None:
         return proposed, curve
-    # What cannot be served at all is left whatever it gains.
+    # A layer that cannot serve is replaced whatever its gain.
     before = np.where(np.isfinite(serving.score), serving.score, proposed.score)
     offer = Offer(serving.placement, placement, before, proposed.score, forced)
     chosen, curve = within_budget(offer, problem.max_moves)
     if chosen.all() or problem.current is None:
         return proposed, curve
     bought = offer.base.with_layers(placement, np.flatnonzero(chosen).tolist())
-    if problem.dispatch.by_rank:  # draws go through all layers: a mix has draws of its own
+    if problem.dispatch.by_rank:  # draws depend on all layers: a mix of layers has its own draws
         return Option(bought, score_of(problem, bought)), curve
     return Option(bought, np.where(chosen, proposed.score, serving.score)), curve
 
@@ -185,8 +184,8 @@ def _proposed(
 def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, Curve]:
     """A plan for a rule under which each source rank uses one replica of an expert.
 
-    What serves was made for the rule, and looks uneven by an equal split: it is evened out as it
-    is, and only a fresh plan starts from one for an equal split.
+    The search starts from the serving placement, which was made for the rule; only a fresh plan
+    starts from a placement for an equal split.
     """
     if problem.current is None:
         start, _ = policy_named(policy).propose(problem)
@@ -194,7 +193,7 @@ def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, C
         base = problem.current.slot_to_expert.astype(np.int64)
         held = repaired(problem, frame_of(problem), base).astype(np.int32)
         start = Placement(held, problem.num_experts, problem.current.generation + 1)
-    placement = settled(problem, start)
+    placement = balanced_for_rule(problem, start)
     score = score_of(problem, placement)
     moves = int(moves_per_layer(serving.placement, placement).sum())
     return Option(placement, score), (

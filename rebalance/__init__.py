@@ -6,13 +6,13 @@ Names are imported when they are first used, and torch with those of the rank.
 from typing import TYPE_CHECKING
 
 from eplb.lazy import lazy_exports
-from eplb.siblings import check_siblings
+from eplb.package_check import check_packages
 
 if TYPE_CHECKING:
     from rebalance.agent import RankAgent
     from rebalance.controller.loop import Controller, ControllerSettings
     from rebalance.rank.parts import AgentSettings, Links, RankParts
-    from rebalance.stage.settings import LinkSettings, StageSettings
+    from rebalance.stage.stage_settings import LinkSettings, StageSettings
 
 __all__ = [
     "AgentSettings",
@@ -29,8 +29,8 @@ _EXPORTS = {
     "rebalance.agent": "RankAgent",
     "rebalance.controller.loop": "Controller ControllerSettings",
     "rebalance.rank.parts": "AgentSettings Links RankParts",
-    "rebalance.stage.settings": "LinkSettings StageSettings",
+    "rebalance.stage.stage_settings": "LinkSettings StageSettings",
 }
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 
-check_siblings(("runtime", "telemetry"))
+check_packages(("runtime", "telemetry"))

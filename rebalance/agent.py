@@ -9,8 +9,8 @@
 agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
 never fails a step. A dead peer always does, because its tokens would be lost.
 
-The parts (``rebalance.rank.core``): ``voting`` (ballots and verdicts), ``swapper`` (the placement
-that serves), ``update`` (new weights), ``recovery`` (after a death), ``scrub_turns`` (idle steps),
+The parts (``rebalance.rank.core``): ``voting`` (ballots and verdicts), ``swapper`` (the serving
+placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_schedule`` (idle steps),
 ``report``.
 """
 
@@ -46,9 +46,14 @@ class RankAgent:
     ) -> None:
         self._settings, self._parts = settings, parts
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
-        self._core = core = make_core(settings, parts, links, placement, self)
+        # For reports and inspection; an engine needs none of it.
+        self.core = core = make_core(settings, parts, links, placement, self)
         self._shared, self._watchdog, self._sampler = core.shared, core.watchdog, core.sampler
-        self._swapper, self._voting, self._scrub_turns = core.swapper, core.voting, core.scrub_turns
+        self._swapper, self._voting, self._scrub_schedule = (
+            core.swapper,
+            core.voting,
+            core.scrub_schedule,
+        )
         self._update, self._recovery = core.update, core.recovery
         self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
@@ -62,8 +67,8 @@ class RankAgent:
         Raises:
             MigrationError: the address at which they ask cannot be listened on.
         """
-        self._link_server = self._core.listen()
-        self._core.watcher.start()
+        self._link_server = self.core.listen()
+        self.core.watcher.start()
 
     def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
         """Do what is due between two forward passes; False when serving ends on every rank.
@@ -74,7 +79,7 @@ class RankAgent:
         Args:
             step: number of the forward pass that is about to begin, from 0 on, alike on every rank.
                 Micro-batches, speculative steps and dummy batches are part of one pass. None: the
-                count of ``RankParts.steps``.
+                count of ``RankParts.steps``; with both, they must agree.
             phase: what the pass is; None: ``AgentSettings.load_phase``. A sample of passes that
                 differ is "mixed".
 
@@ -91,25 +96,25 @@ class RankAgent:
             )
         if self._has_ended:
             return False
-        step = self._number() if step is None else step
+        step = self._number(step)
         if not self._may_begin(step):
             return True
-        self._core.steps.last = step
+        self.core.steps.last = step
         self._watchdog.step.busy(f"before step {step}")
-        self._core.voter.raise_if_peer_dead(f"before step {step}")
+        self.core.voter.raise_if_peer_dead(f"before step {step}")
         if step % self._settings.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.vote_every == 0
         self._voting.read(step, must_finish=is_vote_due)
         if step == self._voting.halt_at:
             self._sampler.cut(step, self.placement)
-            self._core.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
+            self.core.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
             self._has_ended = True
             return False
         self._sampler.hand_over()
-        self._scrub_turns.at_step()
+        self._scrub_schedule.at_step()
         if is_vote_due:
             self._watch_over()
             self._voting.cast(step)
@@ -117,23 +122,30 @@ class RankAgent:
         self._watchdog.step.busy(f"in step {step}")
         return True
 
-    def _number(self) -> int:
-        """The number of the step that is about to begin, by who counts forward passes here."""
-        if self._parts.steps is None:
+    def _number(self, given: int | None) -> int:
+        """The number of the step that is about to begin: the engine's, the counter's, or both."""
+        rank = self._parts.rank
+        counted = None if self._parts.steps is None else self._parts.steps.steps
+        if given is None and counted is None:
             raise RankError(
-                f"rank {self._parts.rank}: step() without a number, expected one: "
+                f"rank {rank}: step() without a number, expected one: "
                 "this rank was given no counter of forward passes"
             )
-        return self._parts.steps.steps
+        if given is not None and counted not in (None, given):
+            raise RankError(
+                f"rank {rank}: step {given} after {counted} forward passes, expected step "
+                f"{counted}: a call of step() or a forward pass was skipped"
+            )
+        return given if given is not None else counted  # type: ignore[return-value]
 
     def _may_begin(self, step: int) -> bool:
         """Return whether a step is new; reject one that must not run."""
-        rank, last = self._parts.rank, self._core.steps.last
+        rank, last = self._parts.rank, self.core.steps.last
         if self._recovery.is_recovering:
             raise RankError(f"rank {rank}: no step may follow a death in the group")
         if step == last:
             return False
-        if not self._core.fence.is_open:
+        if not self.core.fence.is_open:
             raise RankError(
                 f"rank {rank}: step {step} before end_update, expected no forward pass "
                 "while the weights are being replaced"
@@ -147,7 +159,7 @@ class RankAgent:
 
     def _watch_over(self) -> None:
         """Detect stopped threads and stalled plans: freeze migrations, or request an abort."""
-        rank, state, ended = self._parts.rank, self._shared.state, self._core.watcher.ended()
+        rank, state, ended = self._parts.rank, self._shared.state, self.core.watcher.ended()
         if ended:
             reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
             self._shared.update(phases.freeze, reason)
@@ -156,7 +168,7 @@ class RankAgent:
             self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
             # Otherwise the watcher's task, which has stopped.
-            self._core.links.reporter.state(self.describe())
+            self.core.links.reporter.state(self.describe())
 
     def wait(self, completion: Completion) -> None:
         """Wait for the device; raise as soon as a peer is known to be dead.
@@ -167,7 +179,7 @@ class RankAgent:
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
         """
-        self._core.voter.wait_for_device(completion, self._core.steps.last)
+        self.core.voter.wait_for_device(completion, self.core.steps.last)
 
     def wait_for_exchange(self, exchange: Exchange) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
@@ -175,7 +187,7 @@ class RankAgent:
         Raises:
             BrokenGroup: a peer is dead.
         """
-        self._core.voter.wait_for_exchange(exchange, self._core.steps.last)
+        self.core.voter.wait_for_exchange(exchange, self.core.steps.last)
 
     def begin_update(self, version: int) -> None:
         """Stop moving experts, on every rank, so that the engine can replace all weights.
@@ -234,26 +246,26 @@ class RankAgent:
 
         Staging resumes at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
         """
-        self._core.mover.pause()
+        self.core.mover.pause()
 
     def resume_staging(self) -> None:
         """Resume staging. Thread-safe."""
-        self._core.mover.resume()
+        self.core.mover.resume()
         self._shared.wake()
 
     def close(self) -> None:
         """Stop the threads and leave the group. The caller flushes the reporter."""
-        self._core.watcher.close()
-        self._core.links.transport.close()
+        self.core.watcher.close()
+        self.core.links.transport.close()
         if self._link_server is not None:
             self._link_server.close()
-        self._core.links.votes.close()
+        self.core.links.votes.close()
 
     # -- after a death (rebalance.recovery.survivors)
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
-        return self._core.links.votes.dead()
+        return self.core.links.votes.dead()
 
     def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
         """Stop adopting and swapping; return this rank's survivor report within the deadline."""
@@ -278,7 +290,7 @@ class RankAgent:
         elif published is not None and control.movement:
             return self._swapper.adopt(published)
         elif control.movement:
-            self._core.read_ahead.look()
+            self.core.read_ahead.look()
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
@@ -288,7 +300,7 @@ class RankAgent:
         """
         if published is not None and published.plan_id == plan_id:
             return True
-        committed = self._core.links.store.committed()
+        committed = self.core.links.store.committed()
         return committed is not None and committed.plan_id == plan_id
 
     def settled(self) -> tuple[Placement, int]:
@@ -297,4 +309,4 @@ class RankAgent:
 
     def describe(self) -> RankState:
         """Return how this rank stands, for the store."""
-        return rank_state(self._core, self.notes)
+        return rank_state(self.core, self.notes)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from eplb.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from runtime.checkpoint import Checkpoint, write_random_checkpoint
+    from runtime.checkpoints.checkpoint import Checkpoint
+    from runtime.checkpoints.own_model import write_random_checkpoint
     from runtime.counters import SlotCounter
     from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
     from runtime.experts import ExpertBank, ExpertSchema, PlainArena
@@ -32,7 +33,8 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "runtime.checkpoint": "Checkpoint write_random_checkpoint",
+    "runtime.checkpoints.checkpoint": "Checkpoint",
+    "runtime.checkpoints.own_model": "write_random_checkpoint",
     "runtime.counters": "SlotCounter",
     "runtime.dispatch.all_to_all": "AllToAllDispatcher Dispatcher",
     "runtime.experts": "ExpertBank ExpertSchema PlainArena",

@@ -8,16 +8,16 @@ Shapes:  L MoE layers, C slots of this rank, K staging entries, H hidden, M inte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from eplb.errors import CheckpointError
-from runtime.memory.shared import PAGE_BYTES, SharedArena, attach, digest
+from runtime.memory.shared import SharedArena, attach, digest, whole_pages
 from runtime.streams import Completion
 
 SCALE_BLOCK = 128  # rows and columns of a weight that share one FP8 scale
@@ -73,44 +73,32 @@ class ExpertSchema:
         )
         return ExpertSchema((gate_up, gate_up_scale, down, down_scale))
 
+    def spans(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Yield each tensor and the byte of a record that it begins at, aligned to its type."""
+        offset = 0
+        for spec in self.tensors:
+            offset = -(-offset // spec.dtype.itemsize) * spec.dtype.itemsize
+            yield spec, offset
+            offset += spec.num_bytes
+
     @property
     def record_bytes(self) -> int:
         """Bytes from one record to the next: whole pages."""
-        used = sum(spec.num_bytes for spec in self.tensors)
-        return -(-used // PAGE_BYTES) * PAGE_BYTES
+        return whole_pages(max(offset + spec.num_bytes for spec, offset in self.spans()))
 
     def views(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
         """Tensors [..., *shape] of uint8 ``records`` [..., record_bytes], sharing their storage."""
-        views, offset = {}, 0
-        for spec in self.tensors:
+        views = {}
+        for spec, offset in self.spans():
             span = records[..., offset : offset + spec.num_bytes]
-            views[spec.name] = span.view(spec.dtype).view(*records.shape[:-1], *spec.shape)
-            offset += spec.num_bytes
+            views[spec.name] = span.view(spec.dtype).view((*records.shape[:-1], *spec.shape))
         return views
 
     def part_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """Shape of each checkpoint tensor that ``spec`` is made of."""
+        if len(spec.parts) == 1:
+            return spec.shape
         return (spec.shape[0] // len(spec.parts), *spec.shape[1:])
-
-    def repack(self, parts: Mapping[str, torch.Tensor], record: torch.Tensor, where: str) -> None:
-        """Write one expert's checkpoint tensors into a record, in kernel layout.
-
-        Raises:
-            CheckpointError: a tensor has another shape or type than the model needs.
-        """
-        views = self.views(record)
-        for spec in self.tensors:
-            expected = (self.part_shape(spec), spec.dtype)
-            for number, name in enumerate(spec.parts):
-                part = parts[name]
-                if (tuple(part.shape), part.dtype) != expected:
-                    raise CheckpointError(
-                        f"{where}.{name} has shape {tuple(part.shape)} of {part.dtype}, "
-                        f"expected {expected[0]} of {expected[1]}"
-                    )
-                rows = slice(number * len(part), (number + 1) * len(part))
-                # As bytes: copies between FP8 tensors go through float32, twenty times slower.
-                views[spec.name][rows].view(torch.uint8).copy_(part.view(torch.uint8))
 
 
 class Arena(Protocol):
@@ -191,17 +179,41 @@ class ExpertBank:
 
 
 class PeerBank:
-    """Another rank's live slots, read without that rank's help."""
+    """Another rank's live slots, read without that rank's help.
 
-    def __init__(self, handle: str, mine: ExpertBank, num_slots: int) -> None:
-        size = mine.schema.record_bytes
-        num_live = mine.num_layers * num_slots
-        arena = attach(handle, (num_live + mine.num_staging) * size)
-        self._live = arena[: num_live * size].reshape(mine.num_layers, num_slots, size)
+    Args:
+        arena: that rank's memory: the handle of an arena of this host, which is attached, or the
+            bytes themselves where a GPU has mapped them.
+        mine: the reading rank's bank.
+        num_slots: of the other rank, in each layer.
+
+    Raises:
+        MigrationError: the memory cannot be attached.
+    """
+
+    def __init__(self, arena: str | torch.Tensor, mine: ExpertBank, num_slots: int) -> None:
+        shape = (mine.num_layers, num_slots, mine.schema.record_bytes)
+        self._live: NDArray[np.uint8] | torch.Tensor
+        if isinstance(arena, str):
+            staging_bytes = mine.num_staging * mine.schema.record_bytes
+            attached = attach(arena, prod(shape) + staging_bytes)
+            self._live = attached[: prod(shape)].reshape(shape)
+        else:
+            self._live = arena[: prod(shape)].view(shape)
 
     def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
-        """Copy the record of one of the peer's slots into ``into``, from byte ``offset`` on."""
-        np.copyto(into.numpy(), self._live[layer, slot, offset : offset + len(into)])
+        """Copy the record of one of the peer's slots into ``into``, from byte ``offset`` on.
+
+        Of a GPU's memory the copy is ordered on this thread's stream, by copy engine.
+
+        Raises:
+            RuntimeError: torch's own, of a copy that cannot be ordered.
+        """
+        part = self._live[layer, slot, offset : offset + len(into)]
+        if isinstance(part, torch.Tensor):
+            into.copy_(part, non_blocking=True)
+        else:
+            np.copyto(into.numpy(), part)
 
 
 class PlainArena:

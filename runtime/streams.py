@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from eplb.clock import Clock
+
+POLL_S = 0.0002
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -55,6 +61,28 @@ class Completion:
     def is_complete(self) -> bool:
         """Return whether the stream has passed it."""
         return self._event is None or bool(self._event.query())
+
+    def wait_until(
+        self,
+        deadline: float,
+        *,
+        poll_s: float = POLL_S,
+        between: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
+    ) -> bool:
+        """Wait on the host; False if it is not complete by ``deadline``, a time of ``clock``.
+
+        A device's event can be asked, or waited for without end, so this polls.
+
+        Args:
+            between: called before each pause; what it raises ends the wait.
+        """
+        while not self.is_complete():
+            between()
+            if clock() >= deadline:
+                return False
+            time.sleep(poll_s)
+        return True
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait for it; the host continues."""

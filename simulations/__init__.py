@@ -1,4 +1,4 @@
-"""The offline simulator: recorded or generated load, planned on the past, judged on the future."""
+"""The offline simulator: plans on past windows of a load, and judges on the next one."""
 
 from simulations.replay import Replay, Scenario, replay, replay_all
 from simulations.report import summary, table

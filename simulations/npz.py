@@ -1,8 +1,8 @@
-"""Reads named arrays of an ``.npz`` file that somebody else has written, and trusts none of it.
+"""Reads named arrays of an untrusted ``.npz`` file.
 
-A few bytes can ask for any amount of memory: by a shape that they declare, or by what they unpack
-to. So sizes are compared before anything is allocated: the size that the zip directory gives, the
-one that the array's own header declares, and the bytes that are really there. Nothing is unpickled.
+A few bytes can request any amount of memory, by a declared shape or by their unpacked size. So
+sizes are compared before anything is allocated: the size in the zip directory, the size that the
+array's header declares, and the number of bytes present. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def read_arrays(path: Path, wanted: Collection[str]) -> tuple[Arrays, str]:
     """Read those of the ``wanted`` arrays that a file has; others are not unpacked.
 
     Returns:
-        The arrays, and the names of all that the file holds, for people.
+        The arrays, and the names of all arrays in the file as text.
 
     Raises:
-        HistoryError: the file is missing, damaged, or asks for more memory than its size explains.
+        HistoryError: the file is missing, damaged, or needs more memory than its size allows.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for without end
         raise HistoryError(f"trace {path} is no regular file, expected an .npz file")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a comparison: the script is inside, nothing is fetched."""
+"""A self-contained HTML page of a comparison: the script is included, nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ th:first-child, td:first-child { text-align: left; }
 def write_page(
     path: Path, result: dict[str, Any], scenario: Scenario, replays: Sequence[Replay]
 ) -> None:
-    """Write the page; the file is whole or not there.
+    """Write the page atomically.
 
     Raises:
         ConfigError: plotly is not installed, or the file cannot be written.
@@ -48,7 +48,7 @@ def write_page(
             _over_time(go, result, replays),
         ),
         (
-            "What the moves bought",
+            "Imbalance against moves",
             "Mean imbalance against experts moved. Left and low is good.",
             _moves_against_balance(go, result),
         ),

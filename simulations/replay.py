@@ -76,6 +76,7 @@ class Rebalance:
     moves: int
     bytes_by_link: dict[str, int]
     reason: str
+    target: Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ class Replay:
     plan_ms: NDArray[np.float64]  # wall time of each plan
     first_load: NDArray[np.float64]  # [L, R] of the last window under the first placement
     last_load: NDArray[np.float64]  # [L, R] of the last window under the last placement
+    first_placement: Placement
     last_placement: Placement
 
     @property
@@ -96,6 +98,15 @@ class Replay:
         """[T - 1] mean over layers."""
         mean: NDArray[np.float64] = self.imbalance.mean(axis=1)
         return mean
+
+    @property
+    def placements(self) -> list[Placement]:
+        """The placement under which each window 1, 2, ... was judged."""
+        serving = [self.first_placement] * (len(self.imbalance) + 1)
+        for rebalance in self.rebalances:
+            later = len(serving) - rebalance.window - 1
+            serving[rebalance.window + 1 :] = [rebalance.target] * later
+        return serving[1:]
 
     @property
     def moves(self) -> int:
@@ -154,7 +165,9 @@ def replay(scenario: Scenario, policy: str) -> Replay:
         if found.decision is Decision.KEEP:
             num_kept += 1
             continue
-        taken.append(Rebalance(window, found.num_moves, found.bytes_by_link, found.reason))
+        taken.append(
+            Rebalance(window, found.num_moves, found.bytes_by_link, found.reason, found.target)
+        )
         if found.decision is Decision.MOVE:
             promise = Promise(found.base, found.target, found.before - found.after)
             since = window
@@ -168,6 +181,7 @@ def replay(scenario: Scenario, policy: str) -> Replay:
         plan_ms=np.array(plan_ms),
         first_load=rank_load(last, first, topology),
         last_load=rank_load(last, current, topology),
+        first_placement=first,
         last_placement=current,
     )
 

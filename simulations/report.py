@@ -1,4 +1,4 @@
-"""What a replay found: a table for the terminal, a summary for machines, one page for people."""
+"""Results of a replay: a table for the terminal, a JSON summary, and an HTML page."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the file, then rename over it: nobody sees half of it.
+    """Write a temporary file, then rename it over the target, so that no reader sees a part.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,9 +1,9 @@
 """Generated load: seeded, skewed as real traces are, and drifting by a mix of domains.
 
-Each layer has a base profile over experts; each domain bends it by a lognormal factor of its own.
-A window mixes requests of several domains, the mix walks from window to window, and every request
-draws its own profile around its domain's. That gives the three things that a planner meets: skew,
-drift, and noise that no planner can remove.
+Each layer has a base profile over experts; each domain modifies it by its own lognormal factor. A
+window mixes requests of several domains, the mix is a random walk over windows, and every request
+draws its own profile around that of its domain. The result has skew, drift, and noise that no
+planner can remove.
 
 Real profiles are nearest to a gamma distribution with shape 0.7 to 5; Zipf with exponent 1 or more,
 common in demonstrations, is far too steep, and is here for comparison.

@@ -17,6 +17,7 @@ from telemetry.store import (
     RankState,
     RunInfo,
     Task,
+    TaskResult,
 )
 from telemetry.stores.redis.connection import address as redis_address
 
@@ -39,6 +40,7 @@ __all__ = [
     "RunInfo",
     "SqliteStore",
     "Task",
+    "TaskResult",
     "file_of",
     "open_store",
 ]

@@ -20,6 +20,8 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from telemetry.live import Control as Control
+from telemetry.live import LiveSettings, LiveState, Value
 from telemetry.retention.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
@@ -53,7 +55,14 @@ class RankState:
     plan_id: int  # 0 when it works on no migration
     applied: int  # transactions of that migration that serve on this rank
     sequence: int  # samples written so far
-    detail: Details = field(default_factory=dict)  # counters: bytes_by_source, swap pauses, ...
+    weights_version: int  # of the weights that serve
+    prepared: int = 0  # transactions of that migration that are staged and verified
+    frozen: str = ""  # why migrations are disabled on this rank; "": they are not
+    digest_failures: int = 0  # records and live slots with wrong bytes
+    mover_failures: int = 0
+    progress_age_s: float = 0.0  # since the last progress of the thread with the least
+    progress_of: str = ""  # that thread, and its work
+    detail: Details = field(default_factory=dict)  # for display: bytes_by_source, swap pauses, ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,15 @@ class Event:
 
 
 @dataclass(frozen=True)
+class TaskResult:
+    """What came of a task."""
+
+    error: str = ""  # why it failed
+    plan_id: int = 0  # of the migration that was published for it; 0: none
+    detail: Details = field(default_factory=dict)  # for display, by the kind of task
+
+
+@dataclass(frozen=True)
 class Task:
     """A request that the controller works off, e.g. a rebalance asked for over HTTP."""
 
@@ -75,7 +93,7 @@ class Task:
     kind: str
     request: Details
     state: TaskState
-    result: Details
+    result: TaskResult = TaskResult()
 
 
 @dataclass(frozen=True)
@@ -83,8 +101,8 @@ class Lease:
     """The right to act as the deployment's one controller, or to run it at all, for a while.
 
     ``token`` is the fencing token: it grows with each new holder and is never given out again, not
-    by a store that lost its contents either (``telemetry.rules.first_token``). A controller passes
-    it with whatever it writes; once another holds the lease, that is refused.
+    by a store that lost its contents either (``telemetry.stores.commit_rules.first_token``). A
+    controller passes it with each write; once another controller holds the lease, that is refused.
     """
 
     holder: str
@@ -94,18 +112,6 @@ class Lease:
     since: float  # when this holder took it, by the store's clock
     renewals: int  # grows with each change
     of: LeaseOf = "controller"
-
-
-@dataclass(frozen=True)
-class Control:
-    """Switches that every process follows at once.
-
-    ``movement`` is the kill switch: while it is off no weight moves, and a migration in flight is
-    dropped at the next vote. ``observe`` plans and reports but publishes nothing.
-    """
-
-    movement: bool = True
-    observe: bool = False
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,7 @@ class RecoveryStore(Protocol):
         self,
         run: RunInfo,
         placement: Placement,
-        control: Control,
+        live: LiveState,
         *,
         last_plan_id: int,
         reason: str,
@@ -322,6 +328,7 @@ class RecoveryStore(Protocol):
 
         Args:
             placement: what serves; the next commit follows its generation.
+            live: the settings as the caller has read them last.
             last_plan_id: the newest that the caller has seen; later ids are well above it.
         """
 
@@ -359,7 +366,7 @@ class TaskStore(Protocol):
         """Return tasks in a state past the id ``after``, oldest first."""
 
     def finish(
-        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+        self, task_id: int, state: TaskState, result: TaskResult, *, fence: int | None = None
     ) -> None:
         """End a task with its result.
 
@@ -371,14 +378,41 @@ class TaskStore(Protocol):
         """Return a task, or None when there is no such task."""
 
 
-class ControlStore(Protocol):
-    """Switches that every process obeys, and hints to the hosts."""
+class LiveStore(Protocol):
+    """Live settings, the switches that every process obeys among them."""
+
+    def live(self) -> LiveState:
+        """Return the live settings."""
+
+    def change_live(
+        self, changes: Mapping[str, Value | None], *, expected: int | None = None, reason: str
+    ) -> LiveState:
+        """Set live values, and return what applies then; the change is an event.
+
+        Args:
+            changes: by name; None: the static value applies again.
+            expected: the revision that the caller has read; None: whatever it is now.
+
+        Raises:
+            ConfigError: an unknown setting, or a value of another type or out of range.
+            StaleRevision: another change came first.
+        """
+
+    def set_static(self, static: LiveSettings, *, reason: str) -> LiveState:
+        """Set with what the deployment was started; live values stay, and win.
+
+        Not those of a switch that lets weights move: the start may forbid it.
+        """
 
     def control(self) -> Control:
-        """Return the switches."""
+        """Return the switches that apply."""
 
     def set_control(self, control: Control, *, reason: str) -> None:
-        """Set the switches; the change is an event."""
+        """Set both switches as live values, at whatever revision."""
+
+
+class ControlStore(LiveStore, Protocol):
+    """Live settings, and hints to the hosts."""
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next, as the controller sees it; at first nothing."""

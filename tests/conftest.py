@@ -30,13 +30,14 @@ from repository import ROOT
 
 from api.processes.children import preload_modules
 from eplb.core.model import ModelShape
-from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
 from telemetry.store import LoadStore
 from telemetry.stores.memory import MemoryStore
 from telemetry.stores.redis.connection.address import RedisAddress
-from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from telemetry.stores.redis.store import RedisStore
 from telemetry.stores.sqlite.store import SqliteStore
 
@@ -436,7 +437,7 @@ class DemoProcess:
 
         with self._said:
             self._said.wait_for(lambda: found() or self._is_silent, DEMO_DEADLINE_S)
-        assert found(), f"no {words!r} before its end or the deadline; {self.told()}"
+        assert found(), f"no {words!r} before its end or the deadline; {self.output_text()}"
         return found()[0]
 
     def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
@@ -449,8 +450,8 @@ class DemoProcess:
                 has_ended = self.process.poll() is not None  # first: what it wrote last counts
                 if found := look(store):
                     break
-                assert not has_ended, f"ended before {what}; {self.told()}"
-                assert time.monotonic() < deadline, f"no {what} in time; {self.told()}"
+                assert not has_ended, f"ended before {what}; {self.output_text()}"
+                assert time.monotonic() < deadline, f"no {what} in time; {self.output_text()}"
                 version = store.wait(version, 0.2)
             return found
 
@@ -465,7 +466,7 @@ class DemoProcess:
         deadline = time.monotonic() + GONE_DEADLINE_S
         while running := self.processes():
             left_s = deadline - time.monotonic()
-            assert left_s > 0, f"still running: {running}; {self.told()}"
+            assert left_s > 0, f"still running: {running}; {self.output_text()}"
             with ExitStack() as stack:
                 poll = select.poll()
                 try:
@@ -502,7 +503,7 @@ class DemoProcess:
         """What it said on the standard error stream."""
         return self._errors.read_text()
 
-    def told(self) -> str:
+    def output_text(self) -> str:
         """All that it said, for a test that fails."""
         return f"output:\n{''.join(self._lines)}errors:\n{self.errors}"
 

@@ -30,16 +30,17 @@ from documents import (
 )
 from repository import ROOT
 
+from api.config.loader import load_settings
 from api.http.app import create_app
-from api.settings import load_settings
 from telemetry import open_store
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
+ADDRESS = re.compile(r"^(http://)?[\d.]+:8765")
 LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
-NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2}
-PROGRAMS = {"eplb", "make", "curl", "python", "head"}
+NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2, "docs/deployment.md": 8}
+PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun"}
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
 
 BLOCKS = all_blocks()
@@ -76,8 +77,18 @@ def test_blocks_that_do_not_run_are_counted_and_have_a_reason() -> None:
 PYTHON_PAGES = sorted({b.page for b in BLOCKS if b.language == "python" and not b.not_run})
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_python_of_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
+# Half a minute for the import of the transformers library and two ranks.
+SLOW_PAGES = {"docs/embedding-transformers.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW_PAGES else [])
+        for page in PYTHON_PAGES
+    ],
+)
+def test_python_of_a_page_runs_and_prints_its_output_block(page: str, tmp_path: Path) -> None:
     fenced = list(blocks(page))
     run = [block for block in fenced if block.language == "python" and not block.not_run]
     said = {
@@ -120,7 +131,7 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
         elif program == "make":
             assert f"\n{words[1]}:" in makefile, f"{block.name}: make {words[1]}"
         elif program == "curl":
-            path = words[-1].partition(SERVICE)[2].partition("?")[0]
+            path = ADDRESS.sub("", words[-1]).partition("?")[0]
             assert path in routes or path == "/api/v1/openapi.json", f"{block.name}: {path}"
         elif words[1:2] == ["-m"]:
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (
@@ -140,7 +151,18 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
     demo.ends()
 
 
-@pytest.mark.parametrize("block", [b for b in SHELL if not b.not_run], ids=named)
+def is_slow(block: Block) -> bool:
+    return "flashlb" in block.code  # a peer whose planning takes long
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.slow] if is_slow(block) else [], id=named(block))
+        for block in SHELL
+        if not block.not_run
+    ],
+)
 def test_shell_of_a_page_runs(block: Block, live: Any) -> None:
     address = live.wait_for_line("eplb demo: http://").split("//")[1].strip()
     live.sees("that all ranks report", lambda _: is_ready(address))
@@ -166,7 +188,7 @@ def test_data_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
     load_settings({}, config=file, environ={})
 
 
-def test_a_store_opens_on_redis_with_the_settings_of_the_page(tmp_path: Path) -> None:
+def test_store_opens_on_redis_with_the_settings_of_the_page(tmp_path: Path) -> None:
     (block,) = [block for block in BLOCKS if block.language == "conf"]
     lines = [line.partition("#")[0].split() for line in block.code.splitlines()]
 

@@ -42,7 +42,7 @@ RULES = {
     # What several folders share, and folders that know nothing of how bytes move.
     "rebalance/types": rule("eplb", ""),
     "rebalance/protocol": rule("eplb runtime rebalance.types", "numpy torch"),
-    "rebalance/preload/records": rule("eplb runtime rebalance.types", "numpy torch"),
+    "rebalance/preload/disk": rule("eplb runtime rebalance.types", "numpy torch"),
     # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
     "rebalance/build": rule(
         "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
@@ -51,7 +51,7 @@ RULES = {
     ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(
-        "eplb telemetry rebalance.preload.cache.settings rebalance.threads", "numpy"
+        "eplb telemetry rebalance.preload.cache.cache_settings rebalance.threads", "numpy"
     ),
     "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich"),
     "api": rule(
@@ -65,13 +65,24 @@ IN_ONE_FILE = ("redis", "fastapi", "deep_ep", "ray")
 WITHOUT_TORCH = ("eplb", "telemetry", "simulations", "rebalance.build.controller")
 
 
+@cache
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def imports(source: Path) -> Iterator[tuple[int, str]]:
+@cache
+def nodes(source: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source.read_text(), str(source))))
+
+
+@cache
+def imports(source: Path) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of everything that a file imports, late imports included."""
-    for node in ast.walk(ast.parse(source.read_text(), str(source))):
+    return tuple(imports_in(source))
+
+
+def imports_in(source: Path) -> Iterator[tuple[int, str]]:
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,7 +112,7 @@ def is_allowed(name: str, source: str) -> bool:
 
 
 @pytest.mark.parametrize("folder", sorted(OURS))
-def test_a_folder_imports_only_what_its_rule_names(folder: str) -> None:
+def test_folder_imports_only_what_its_rule_names(folder: str) -> None:
     strays = [
         f"{source.relative_to(ROOT)}:{line} imports {name}"
         for source in sources(folder)
@@ -131,12 +142,12 @@ def test_a_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("rebalance.agent", "rebalance/types.py", False),
         ("rebalance.transport.interface", "rebalance/protocol/voter.py", False),
         ("rebalance.types", "rebalance/protocol/voter.py", True),
-        ("rebalance.preload.cache.wire", "rebalance/preload/records/loader.py", False),
+        ("rebalance.preload.cache.local_socket", "rebalance/preload/disk/expert_loader.py", False),
         ("runtime.experts", "simulations/replay.py", False),
         ("rebalance.agent", "api/demo/run.py", True),
     ],
 )
-def test_the_rules_say_what_they_are_read_as(name: str, source: str, allowed: bool) -> None:
+def test_rules_allow_and_forbid_the_listed_imports(name: str, source: str, allowed: bool) -> None:
     assert is_allowed(name, source) is allowed
 
 
@@ -148,7 +159,7 @@ def modules() -> dict[str, Path]:
     }
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_have_no_import_cycle() -> None:
     """Imports inside functions and for types count too."""
     ours = modules()
     edges = {
@@ -185,7 +196,7 @@ def late_lines(source: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("top", [*sorted(OURS), "benchmarks", "tests"])
-def test_a_folder_can_be_read_at_a_glance(top: str) -> None:
+def test_folder_can_be_read_at_a_glance(top: str) -> None:
     folders = {file.parent for file in sources(top)}
 
     crowded = {
@@ -198,7 +209,7 @@ def test_a_folder_can_be_read_at_a_glance(top: str) -> None:
     assert crowded == {}
 
 
-def test_the_planner_draws_from_seeded_generators_only() -> None:
+def test_planner_draws_from_seeded_generators_only() -> None:
     seeded = ("default_rng", "Generator", "SeedSequence", "RandomState", "MT19937")
     drawing = [
         f"{source.relative_to(ROOT)}:{node.lineno}"
@@ -212,7 +223,7 @@ def test_the_planner_draws_from_seeded_generators_only() -> None:
 
 
 @pytest.mark.parametrize("package", IN_ONE_FILE)
-def test_a_heavy_library_is_imported_in_one_file_at_most(package: str) -> None:
+def test_heavy_library_is_imported_in_one_file_at_most(package: str) -> None:
     importers = {
         str(source.relative_to(ROOT))
         for folder in OURS
@@ -224,18 +235,19 @@ def test_a_heavy_library_is_imported_in_one_file_at_most(package: str) -> None:
     assert len(importers) <= 1, f"{package} is imported in {sorted(importers)}"
 
 
+@cache
 def lines_for_types(source: Path) -> set[int]:
     """Lines under ``if TYPE_CHECKING``, which import nothing at run time."""
     return {
         line
-        for node in ast.walk(ast.parse(source.read_text()))
+        for node in nodes(source)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
 
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
-def test_a_package_leaves_torch_alone(package: str) -> None:
+def test_package_does_not_import_torch(package: str) -> None:
     code = f"import sys, {package}; print(sorted({{'torch', 'redis', 'ray'}} & sys.modules.keys()))"
 
     ended = subprocess.run(
@@ -246,7 +258,7 @@ def test_a_package_leaves_torch_alone(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["eplb", "telemetry", "runtime", "rebalance"])
-def test_what_a_package_exports_is_what_its_types_say(package: str) -> None:
+def test_lazy_exports_equal_the_imports_for_types(package: str) -> None:
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     for_types = {
         alias.asname or alias.name: node.module

@@ -41,6 +41,11 @@ def unsafe(source: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if name in FORBIDDEN)
 
 
+# Ranks of several hosts meet at a store of torch, as with torchrun. Who reaches its port before all
+# have met can keep them from starting; docs/security.md names it among the open ports.
+ALLOWED = {"rebalance/build/meeting.py": {"TCPStore"}}
+
+
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: str) -> None:
     sources = sorted((ROOT / folder).rglob("*.py"))
@@ -48,6 +53,7 @@ def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: 
         f"{source.relative_to(ROOT)}:{line}: {name}"
         for source in sources
         for line, name in unsafe(source.read_text())
+        if name not in ALLOWED.get(str(source.relative_to(ROOT)), ())
     ]
 
     assert sources, f"{folder} has no source"
@@ -55,7 +61,7 @@ def test_package_neither_unpickles_nor_evaluates_nor_serves_a_tcp_store(folder: 
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tests"])
-def test_what_forms_ranks_outside_the_packages_uses_no_object_collective(folder: str) -> None:
+def test_group_code_outside_packages_uses_no_object_collective(folder: str) -> None:
     found = [
         f"{source.relative_to(ROOT)}:{line}: {name}"
         for source in sorted((ROOT / folder).rglob("*.py"))

@@ -27,7 +27,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_the_top_level_is_the_six_packages(names: list[str]) -> None:
+def test_top_level_is_the_six_packages(names: list[str]) -> None:
     top = {name.partition("/")[0] for name in names}
 
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
@@ -44,12 +44,12 @@ def test_every_source_file_is_in_the_wheel(names: list[str]) -> None:
     assert sources - set(names) == set()
 
 
-def test_the_page_is_in_the_wheel(names: list[str]) -> None:
+def test_page_is_in_the_wheel(names: list[str]) -> None:
     page = {str(file.relative_to(ROOT)) for file in (ROOT / "api" / "http" / "static").iterdir()}
 
     assert "api/http/static/index.html" in page
     assert page - set(names) == set()
 
 
-def test_the_command_is_declared(names: list[str]) -> None:
+def test_command_is_declared(names: list[str]) -> None:
     assert any(name.endswith(".dist-info/entry_points.txt") for name in names)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from api.cli.store_place import DEFAULT_STORE, StoreUrl, open_existing
+from api.config.live import live_page, parsed_changes
+from api.config.loader import load
 from api.config.reference import effective, reference_page
-from api.settings import load
 from api.terminal.printable import print_error
 from eplb.errors import ConfigError, EplbError
 
@@ -20,12 +23,31 @@ def config(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")] = None,
     reference: Annotated[bool, typer.Option(help="Print the reference page instead.")] = False,
+    live: Annotated[bool, typer.Option(help="Print the live settings in the store.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A live setting: NAME=VALUE.")
+    ] = None,
+    unset: Annotated[
+        list[str] | None, typer.Option(help="A live setting; its static value applies again.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Reason; stored with the change.")] = (
+        "changed from the command line"
+    ),
+    store: StoreUrl = DEFAULT_STORE,
+    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
 ) -> None:
-    """Print every setting and where its value comes from; passwords are masked."""
+    """Print every setting and where its value comes from; passwords are masked.
+
+    With --live: what applies to a deployment, by its store; --set and --unset change it first.
+    """
     if reference:
         typer.echo(reference_page(), nl=False)
         return
     try:
+        if live or set_ or unset:
+            changes = _live_changes(live, set_ or [], unset or [])
+            typer.echo(_live_settings(store, deployment, changes, reason), nl=False)
+            return
         named = named_settings(setting or [])
         loaded = load({}, config=config, environ=os.environ, named=named)
     except EplbError as exc:
@@ -34,7 +56,24 @@ def config(
     typer.echo(effective(loaded.settings, loaded.places), nl=False)
 
 
-def named_settings(pairs: list[str]) -> dict[str, Any]:
+def _live_changes(live: bool, pairs: list[str], unset: list[str]) -> dict[str, str | None]:
+    if not live:
+        raise ConfigError("--set and --unset change live settings, expected --live beside them")
+    removed = dict.fromkeys(name.replace("-", "_") for name in unset)
+    return named_settings(pairs, "--set") | removed
+
+
+def _live_settings(url: str, deployment: str, texts: dict[str, str | None], reason: str) -> str:
+    # One that never ran is refused: a misspelt name must not pass for one without settings.
+    with closing(open_existing(url, deployment)) as store:
+        state = store.live()
+        if texts:
+            changes = parsed_changes(texts, given_by="--set")
+            state = store.change_live(changes, expected=state.revision, reason=reason)
+        return live_page(deployment, state)
+
+
+def named_settings(pairs: list[str], flag: str = "--setting") -> dict[str, Any]:
     """Read NAME=VALUE pairs; the settings check names and values.
 
     Raises:
@@ -43,5 +82,5 @@ def named_settings(pairs: list[str]) -> dict[str, Any]:
     split = [pair.partition("=") for pair in pairs]
     for name, equals, _ in split:
         if not equals:
-            raise ConfigError(f"--setting is {name!r}, expected NAME=VALUE")
+            raise ConfigError(f"{flag} is {name!r}, expected NAME=VALUE")
     return {name.replace("-", "_"): value for name, _, value in split}

@@ -1,4 +1,4 @@
-"""``eplb journal``: what the ranks of a state folder did, as one table for a post-mortem."""
+"""``eplb journal``: the journals of all ranks of a state folder as one table, for a post-mortem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def journal(
     ] = 200,
     votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
 ) -> None:
-    """Show what every rank noted, merged by time: plans, votes, swaps, deaths, recoveries."""
+    """Show the journal entries of all ranks by time: plans, votes, swaps, deaths, recoveries."""
     # Imported here: torch takes seconds, and --help needs none of it.
     from rebalance.protocol.journal import JOURNAL_FOLDER, read_journals
 
@@ -96,7 +96,7 @@ def _cell(text: str) -> str:
 
 
 def num_dropped(entries: Sequence[Entry]) -> int:
-    """Count the notes that never reached a file: each rank numbers its notes in a start."""
+    """Count the entries missing from the files: each rank numbers its entries from its start."""
     numbers: dict[tuple[str, int], list[int]] = {}
     for entry in entries:
         numbers.setdefault((entry.run, entry.rank), []).append(entry.number)
@@ -108,6 +108,6 @@ def _shown(value: object) -> str:
         return ",".join(map(str, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    # Hashes are for telling two apart, not for reading.
+    # A prefix of a hash is enough to distinguish two.
     is_hash = isinstance(value, int) and abs(value) > HASH_FROM
     return f"{value:x}"[:8] if is_hash else str(value)

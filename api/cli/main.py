@@ -10,24 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.check import check
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
+from api.cli.deploy import controller, host_cache, launch, serve
 from api.cli.journal import journal
 from api.cli.simulate import simulate
+from api.cli.status import status
 from api.cli.store_commands import app as store_commands
-from api.cli.store_place import DEFAULT_STORE, StoreUrl
+from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, configured_store
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
+from api.config.loader import load
 from api.demo.settings import DEPLOYMENT
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
-from api.settings import load
-from api.terminal.console import lasting_console
+from api.processes.devices import check_gpus
+from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
-from eplb.siblings import check_siblings
+from eplb.package_check import check_packages
 
 BAD_INPUT = 2
 WRONG_RESULT = 1
@@ -43,9 +47,10 @@ app.command()(journal)
 app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
+for one in (serve, controller, host_cache, launch, check, status):
+    app.command()(one)
 app.add_typer(store_commands, name="store")
 
-Deployment = Annotated[str, typer.Option(help="Name of the deployment.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
 
 
@@ -85,14 +90,16 @@ def demo(
     flags: dict[str, Any] = {
         name: value for name, value in locals().items() if name not in ("config", "setting")
     }
-    console = lasting_console()
+    console = unbreakable_console()
     leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
-        check_siblings()
+        check_packages()
         named = named_settings(setting or [])
         loaded = load(flags, config=config, environ=os.environ, named=named)
         log = loaded.settings.log
         set_up_logging(LogSettings(log.format, log.level, DEPLOYMENT), process="demo")
+        if loaded.settings.demo.device == "cuda":  # at once, and not by ranks that cannot start
+            check_gpus(loaded.settings.demo.ranks)
         # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
         # children at once.
         preload_modules(*WORKER_MODULES)
@@ -115,8 +122,8 @@ def demo(
 
 @app.command()
 def pause(
-    store: StoreUrl = DEFAULT_STORE,
-    deployment: Deployment = "demo",
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
     reason: Reason = "paused from the command line",
 ) -> None:
     """Stop all movement of weights at once; serving continues."""
@@ -125,8 +132,8 @@ def pause(
 
 @app.command()
 def resume(
-    store: StoreUrl = DEFAULT_STORE,
-    deployment: Deployment = "demo",
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
     reason: Reason = "resumed from the command line",
 ) -> None:
     """Let weights move again."""
@@ -139,9 +146,10 @@ def main() -> None:
     app()
 
 
-def _switch(url: str, deployment: str, *, movement: bool, reason: str) -> None:
+def _switch(url: str | None, name: str | None, *, movement: bool, reason: str) -> None:
     try:
-        change, has_reports = switch_movement(url, deployment, movement=movement, reason=reason)
+        store, deployment = configured_store(url, name)
+        change, has_reports = switch_movement(store, deployment, movement=movement, reason=reason)
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc

@@ -1,4 +1,4 @@
-"""``eplb store``: a copy of a store's file, and forgetting what is old in any store."""
+"""``eplb store``: backup of a store's file, and removal of old records from any store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def purge(
     try:
         before_time = _time_of(before, now=time.time())
         path = file_at(store, "--shrink") if shrink else None
-        # One that never ran is refused: a misspelt name must not pass for an empty store.
+        # A deployment that never ran is refused: a misspelt name must not look like an empty store.
         with closing(open_existing(store, deployment)) as opened:
             samples = opened.prune(before_time)
             minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))

@@ -1,15 +1,18 @@
-"""How a command line finds a store: a file that must exist, or a server.
+"""Opens the store of a command: a file that must exist, or a server.
 
-A misspelt path must not make a new store, and a password is never shown.
+A misspelt path must not create a new store, and a password is never printed.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from api.config.loader import Loaded, load
+from api.demo.state_dir import STORE_FILE
 from eplb.errors import ConfigError, StoreError
 from telemetry import file_of, open_store
 from telemetry.store import LoadStore
@@ -18,6 +21,33 @@ from telemetry.stores.redis.connection.address import without_password
 DEFAULT_STORE = ".eplb/store.sqlite"
 
 StoreUrl = Annotated[str, typer.Option(help="The store: a file, or a URL as redis://HOST:PORT.")]
+ConfiguredStore = Annotated[
+    str | None, typer.Option(help="The store: a file or URL; else that of the configuration.")
+]
+ConfiguredDeployment = Annotated[
+    str | None, typer.Option(help="Name of the deployment; else that of the configuration.")
+]
+
+
+def configured_store(
+    store: str | None = None, deployment: str | None = None, loaded: Loaded | None = None
+) -> tuple[str, str]:
+    """Give the URL of a deployment's store and its name, as given or else as configured.
+
+    Args:
+        store: as given on the command line.
+        deployment: as given on the command line.
+        loaded: the configuration; None: of the environment (``EPLB_CONFIG``, ``EPLB_STORE``, ...).
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    if store is not None and deployment is not None:
+        return store, deployment
+    loaded = loaded or load({}, config=None, environ=os.environ)
+    configured = loaded.settings.deployment
+    url = configured.store or str(configured.state_dir / STORE_FILE)
+    return store or url, deployment or configured.name
 
 
 def open_existing(url: str, deployment: str) -> LoadStore:
@@ -39,10 +69,10 @@ def open_existing(url: str, deployment: str) -> LoadStore:
 
 
 def file_at(url: str, what: str) -> Path:
-    """Give the file of a store, for ``what`` can only be done to a file.
+    """Path of a store's file, which ``what`` needs.
 
     Raises:
-        ConfigError: the store is no file.
+        ConfigError: the store is not a file.
     """
     path = file_of(url)
     if path is None:

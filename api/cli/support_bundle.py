@@ -1,9 +1,9 @@
-"""``eplb support-bundle``: what a report of a fault needs, in one file without secrets.
+"""``eplb support-bundle``: the files that a bug report needs, in one archive without secrets.
 
-manifest.json   what is here, what was cut to size, what is missing and why
+manifest.json   files in the bundle, files that were truncated, missing files with the reason
 versions.json   of this program, Python, the system and the packages
 settings.toml   effective settings of the last start, as ``eplb config`` prints them
-state/*.json    overview, serving placement, last placements, last plan, controller's lease
+state/*.json    overview, serving placement, last placements, last plan, live settings, lease
 events.jsonl    the last events of the store
 journal/*       the last part of each rank's journal
 """
@@ -82,7 +82,7 @@ def support_bundle(
 
 
 class Bundle:
-    """Files of a bundle, within a budget of bytes; what comes first is kept first."""
+    """Files of a bundle, within a budget of bytes; files that are added first have priority."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
@@ -96,7 +96,7 @@ class Bundle:
         return sum(map(len, self.members.values()))
 
     def add(self, name: str, text: str) -> None:
-        """Add a file that is of use only as a whole."""
+        """Add a file that must not be truncated."""
         content = without_secrets(text).encode()
         if len(content) > self._left:
             self.missing[name] = f"{len(content)} bytes, expected at most {self._left} (--max-mb)"
@@ -104,7 +104,7 @@ class Bundle:
         self._take(name, content)
 
     def add_end(self, name: str, lines: bytes, most: int, num_cut: int = 0) -> None:
-        """Add the last lines that fit into ``most`` bytes; ``num_cut`` were left out already."""
+        """Add the last lines that fit into ``most`` bytes; ``num_cut`` bytes were cut already."""
         content = without_secrets(lines.decode("utf-8", "replace")).encode()
         kept = content
         if num_cut or len(content) > most:
@@ -129,7 +129,7 @@ class Bundle:
         return self._left
 
     def try_to(self, name: str, make: Callable[[], str]) -> None:
-        """Add a file that may not be there to make."""
+        """Add a file whose content may not be available."""
         try:
             self.add(name, make())
         except (EplbError, OSError) as exc:
@@ -184,12 +184,13 @@ def _add_state(bundle: Bundle, store: LoadStore) -> None:
         "placement": lambda: service.placement(None),
         "placements": lambda: service.placements(LAST_PLACEMENTS),
         "plan": service.plan,
+        "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),
     }
     for name, answer in answers.items():
         bundle.try_to(f"state/{name}.json", lambda answer=answer: _json(answer()))  # type: ignore[misc]
     events = reversed(store.latest_events(limit=LAST_EVENTS))
-    # Half of what is left: journals must find room too.
+    # Half of the remaining budget: the rest is for journals.
     lines = "".join(json.dumps(asdict(event), default=str) + "\n" for event in events).encode()
     bundle.add_end("events.jsonl", lines, bundle.room // 2)
 

@@ -7,8 +7,9 @@ from contextlib import closing
 from threading import Event
 
 from api.cli.store_place import open_existing
+from eplb.clock import Clock, Deadline
 from eplb.migration.serialisation import topology_from_dict
-from telemetry.store import Control, LoadStore, RunInfo
+from telemetry.store import LoadStore, RunInfo
 
 REPORTS_DEADLINE_S = 3.0  # ranks report every 0.25 s; a busy machine is slower
 _LOOK_S = 0.05
@@ -23,12 +24,12 @@ def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -
     Raises:
         EplbError: there is no such deployment, or the store cannot be used.
     """
-    # One that never ran is refused: a misspelt name must not pass for a stop.
+    # A deployment that never ran is refused: with a misspelt name nothing would be stopped.
     with closing(open_existing(url, deployment)) as store:
         info = store.current_run()
         assert info is not None, "a deployment that never ran is refused"
         before = store.control()
-        store.set_control(Control(movement=movement, observe=before.observe), reason=reason)
+        store.change_live({"movement": movement}, reason=reason)
         reported, expected = _reported(store, info)
     was, now = ("on" if on else "off" for on in (before.movement, movement))
     ranks = f"{reported} of {expected} ranks" if expected else f"{reported} ranks"
@@ -36,15 +37,15 @@ def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -
     return f"{change}; {ranks} of run {info.run} reported since", reported > 0
 
 
-def _reported(store: LoadStore, info: RunInfo) -> tuple[int, int]:
+def _reported(store: LoadStore, info: RunInfo, clock: Clock = time.monotonic) -> tuple[int, int]:
     """Wait for reports of all ranks; the number that came in time, and the number expected."""
     known = {state.rank: state for state in store.rank_states(info.run)}
     expected = topology_from_dict(dict(info.topology)).num_ranks if info.topology else 0
-    deadline = time.monotonic() + REPORTS_DEADLINE_S
+    deadline = Deadline.after(REPORTS_DEADLINE_S, clock)
     while True:
         states = store.rank_states(info.run)
         reported = sum(known.get(state.rank) != state for state in states)
-        is_over = time.monotonic() >= deadline
+        is_over = deadline.has_passed
         if is_over or (reported and reported == max(expected, len(states))):
             return reported, expected
         Event().wait(_LOOK_S)

@@ -1,4 +1,4 @@
-"""How one setting is declared: type, default, bounds, unit, meaning, and whether it is live."""
+"""Declaration of a setting: type, default, bounds, unit, meaning, and whether it is live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNIT_OF_SUFFIX = {
 
 
 def _not_a_switch(value: object) -> object:
-    """Refuse true and false where a number is meant; pydantic would read them as 1 and 0."""
+    """Refuse true and false for a number; pydantic would read them as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
@@ -35,8 +35,8 @@ Number = Annotated[float, BeforeValidator(_not_a_switch), Field(allow_inf_nan=Fa
 class Section(BaseModel):
     """One table of the tree; a field stands after those it is checked against.
 
-    Every number has an upper bound, far above what is of use: a slip of the finger is refused at
-    the start and not found by a process that runs out of memory.
+    Every number has an upper bound, far above useful values: a typing error is refused at the start
+    instead of exhausting the memory of a process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)

@@ -18,11 +18,12 @@ INTRODUCTION = """\
 
 <!-- Written by `eplb config --reference`; a test compares this page with the code. -->
 
-All settings form one tree. `eplb demo` reads them, and `eplb config` prints the effective ones with
-the place that each value came from. A later place wins over an earlier one:
+All settings form one tree. `eplb demo` and the commands of a deployment
+([deployment.md](deployment.md)) read them, and `eplb config` prints the effective ones with the
+place that each value came from. A later place wins over an earlier one:
 
 1. the defaults below,
-2. a TOML file (`--config FILE`),
+2. a TOML file (`--config FILE`, or the one that the environment variable `EPLB_CONFIG` names),
 3. environment variables,
 4. flags (`--ranks 4`),
 5. `--setting NAME=VALUE`, for any setting.
@@ -39,11 +40,24 @@ deadline_s = 5.0        # no short name: transport.deadline_s exists too
 ```
 
 An environment variable is `EPLB_` and either name in capitals, with two underscores for the point:
-`EPLB_RANKS`, `EPLB_HOST_LINK__DEADLINE_S`. Paths in `EPLB_TEXT` are separated by colons.
+`EPLB_RANKS`, `EPLB_HOST_LINK__DEADLINE_S`. Paths in `EPLB_TEXT` are separated by colons,
+addresses in `EPLB_TOPOLOGY__HOSTS` by commas. The secret of a deployment is no setting: the
+variable `EPLB_SECRET` holds it, or the file that `network.secret_file` names.
 
-A *static* setting is read when a process starts. A *live* one is written to the load store when a
-deployment starts, and a change there takes effect at once (`eplb pause`, `eplb resume`,
-`PATCH /api/v1/control`). An unknown name, a value of the wrong type and a value out of bounds end
+A *static* setting is read when a process starts. A *live* one can also be changed in the load store
+while the deployment runs: the switches take effect at once, the others with the next turn of the
+controller. A live value wins over the static one and outlasts restarts: no start switches on what
+was switched off. Only a switch that lets weights move ends with the next start, whose own switches
+then apply. `eplb config --live` shows what applies, from which source and revision; `--set` and
+`--unset` change it, as `PATCH /api/v1/settings`, `eplb pause` and `eplb resume` do.
+
+```sh
+eplb config --live
+eplb config --live --set plan_windows=8 --reason "the load drifts fast"
+eplb config --live --unset plan_windows
+```
+
+An unknown name, a value of the wrong type and a value out of bounds end
 the command before any process starts, with one line that names the setting, the value, the place
 and what was expected.
 """

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, setting
+from api.demo.settings import DEPLOYMENT
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from eplb.core.problem import Budget
@@ -24,6 +25,13 @@ from telemetry.retention.pruning import Retention
 class Deployment(Section):
     """What runs where."""
 
+    name: str = setting(
+        DEPLOYMENT,
+        "of the deployment, in the store and on its hosts; the demo is always `demo`",
+        short="deployment_name",
+        min_length=1,
+        max_length=64,
+    )
     state_dir: Path = setting(Path(".eplb"), "folder of the store, the weights and the journals")
     store: str = setting(
         "", "URL of the load store; empty: a file in the state folder", secret=True
@@ -40,22 +48,29 @@ class Deployment(Section):
 class Planner(Section):
     """What a plan aims at."""
 
-    policy: str = setting("auto", "placement policy", min_length=1)
-    plan_windows: Whole = setting(16, "load windows that a plan uses", ge=1, le=64)
+    policy: str = setting("auto", "placement policy", min_length=1, live=True)
+    plan_windows: Whole = setting(16, "load windows that a plan uses", ge=1, le=64, live=True)
     pay_back_s: Number = setting(
         CostModel.pay_back_s,
         "serving time within which a move must save what it costs",
         ge=0,
         le=1_000_000_000,
+        live=True,
     )
     max_moves: Whole = setting(
-        0, "most experts that one plan moves; 0: no limit", unit="experts", ge=0, le=10**9
+        0,
+        "most experts that one plan moves; 0: no limit",
+        unit="experts",
+        ge=0,
+        le=10**9,
+        live=True,
     )
     target_imbalance: Number = setting(
         Budget.target_imbalance,
         "max/mean rank load of a layer at or below which the layer is not changed",
         ge=1,
         le=1_000_000,
+        live=True,
     )
 
 
@@ -72,10 +87,10 @@ class Controller(Section):
         le=HOUR_S,
     )
     migration_deadline_s: Number = setting(
-        60.0, "age at which an open migration is withdrawn", gt=0, le=HOUR_S
+        60.0, "age at which an open migration is withdrawn", gt=0, le=HOUR_S, live=True
     )
     keep_every_windows: Whole = setting(
-        8, "windows between two events of the same KEEP decision", ge=1, le=1_000_000
+        8, "windows between two events of the same KEEP decision", ge=1, le=1_000_000, live=True
     )
 
 
@@ -85,9 +100,18 @@ class Telemetry(Section):
     window_tokens: Whole = setting(
         16384, "tokens of all ranks in a load window", ge=1, le=1_000_000_000
     )
+    window_steps: Whole = setting(
+        64,
+        "forward passes in a load window of a deployment; the demo has window_tokens",
+        ge=1,
+        le=1_000_000,
+    )
+    sample_steps: Whole = setting(
+        16, "forward passes in a sample, a divisor of window_steps", ge=1, le=1_000_000
+    )
     window_seconds: Number = setting(
         0.0,
-        "length of a load window; 0: as many steps as window_tokens take",
+        "length of a load window; 0: window_steps, or as many steps as window_tokens take",
         unit="s",
         ge=0,
         le=HOUR_S,
@@ -138,7 +162,9 @@ class Telemetry(Section):
 class Http(Section):
     """The HTTP service and its limits."""
 
-    host: str = setting("127.0.0.1", "loopback address that it listens on", min_length=1)
+    host: str = setting(
+        "127.0.0.1", "address that it listens on; not a loopback one: a secret", min_length=1
+    )
     port: Whole = setting(8765, "port; 0: any free one", ge=0, le=65535)
     metrics_level: Literal["default", "layer", "rank"] = setting(
         "default", "series of /metrics for each layer, or each layer and rank"

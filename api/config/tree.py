@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from pydantic.fields import FieldInfo
 
+from api.config.deployment import ModelSettings, NetworkSettings, TopologySettings
 from api.config.fields import Section, about
 from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
 from api.config.sections import Controller, Deployment, Http, Log, Planner, Supervision, Telemetry
@@ -29,6 +30,9 @@ class Settings(Section):
 
     demo: DemoSettings = DemoSettings()
     deployment: Deployment = Deployment()
+    model: ModelSettings = ModelSettings()
+    topology: TopologySettings = TopologySettings()
+    network: NetworkSettings = NetworkSettings()
     planner: Planner = Planner()
     controller: Controller = Controller()
     agent: Agent = Agent()

@@ -13,7 +13,7 @@ from api.demo.workers.plan import WorkerPlan
 
 
 class Batches:
-    """A rank's tokens of each step, and the experts they are forced to when a trace is replayed."""
+    """A rank's tokens of each step, and their experts when a trace is replayed."""
 
     def __init__(self, plan: WorkerPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
@@ -28,7 +28,7 @@ class Batches:
                 self._trace = torch.from_numpy(archive["expert_ids"])
 
     def at(self, step: int, elapsed_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(token ids [B, N], experts [L, T, K] that a trace forces, or None) of a step."""
+        """(token ids [B, N], experts [L, T, K] by the trace, or None) of a step."""
         plan, rank = self._plan, self._rank
         if self._trace is None:
             mix = mix_at(elapsed_s, plan.drift_period_s, len(self._domains))

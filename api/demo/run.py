@@ -1,4 +1,4 @@
-"""``eplb demo``: the whole journey on one machine, in real processes, measured.
+"""``eplb demo``: a whole deployment on one machine, in real processes, measured.
 
 ranks ---- samples ----> store ----> controller          one checker recomputes sampled steps
   ^                        |             |               one host cache per host reads the weights
@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
+from api.config.loader import Loaded
 from api.config.reference import effective
 from api.config.tree import Settings
-from api.demo.crew import Crew, DeadRank
+from api.demo.processes import DeadRank, DemoProcesses
 from api.demo.setup import begin, begin_again, give_up_lease, prepare
 from api.demo.state_dir import StateDir
 from api.demo.summary import RankReport, render_summary, summarise
@@ -29,7 +30,6 @@ from api.monitor.monitor import Monitor
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import RestartBudget, Supervisor
-from api.settings import Loaded
 from api.terminal.live import LiveView
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
@@ -41,10 +41,10 @@ CHECKS_DEADLINE_S = 60.0
 
 
 def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
-    """Run the demo to its summary; with ``serve``, on until interrupted.
+    """Run the demo to its summary; with ``serve``, until interrupted.
 
     Raises:
-        EplbError: anything that keeps it from running, or that ended it; nothing is left running.
+        EplbError: the demo could not start, or failed; all processes have ended then.
     """
     raise_descriptor_limit()
     settings = loaded.settings
@@ -72,7 +72,7 @@ def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
         plan = prepare(settings, state)
         console.print(f"eplb demo: {service.url}", highlight=False)
         demo = Demo(settings, plan, store, console, deployment, supervisor)
-        demo.watch_over(service)
+        demo.supervise_http(service)
         stack.callback(give_up_lease, plan, store)
         stack.callback(demo.end)
         demo.first = begin(settings, plan, store)
@@ -99,15 +99,15 @@ class Demo:
         self.first: Placement  # that the run starts from
         self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
         self._supervisor, self._unserved = supervisor, supervisor.unserved
-        self._crew = Crew(plan, store, supervisor)
+        self._processes = DemoProcesses(plan, store, supervisor)
         self._losses: list[str] = []  # why ranks were restarted
         self._budget = RestartBudget(
             settings.supervision.restart_after_death, settings.supervision.restart_window_s
         )
 
-    def watch_over(self, service: HttpService) -> None:
+    def supervise_http(self, service: HttpService) -> None:
         """Start the HTTP service again when its thread ends."""
-        self._crew.watch_over(service)
+        self._processes.supervise_http(service)
 
     def start(self) -> None:
         """Start every process, and let the ranks begin together.
@@ -115,20 +115,20 @@ class Demo:
         Raises:
             EplbError: one of them could not start.
         """
-        self._crew.start()
-        self._crew.start_ranks(self._plan)
+        self._processes.start()
+        self._processes.start_ranks(self._plan)
         self._started = time.monotonic()
-        self._crew.let_ranks_serve(self._started)
+        self._processes.start_serving(self._started)
 
     def end(self) -> None:
         """End every process that still runs."""
-        self._crew.end()
+        self._processes.end()
 
     def serve(self, summary_file: SummaryFile) -> dict[str, Any]:
-        """Serve for the time that was set, halt, sum up and write, however it ends.
+        """Serve for the configured time, halt, and write the summary, also after a failure.
 
         Raises:
-            RankError: a rank or another process exited; what is known is written all the same.
+            RankError: a rank or another process exited; the summary has the known figures.
         """
         until = self._started + self._settings.demo.seconds
         reports: list[RankReport] = []
@@ -141,7 +141,7 @@ class Demo:
                         self._serve_until(lambda: False)
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)
-                reports = self._crew.halt(HALT_DEADLINE_S, CHECKS_DEADLINE_S)
+                reports = self._processes.halt(HALT_DEADLINE_S, CHECKS_DEADLINE_S)
         except (Exception, KeyboardInterrupt) as exc:
             failure = exc
         summary = self._summary(reports, failure)
@@ -154,7 +154,7 @@ class Demo:
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
-        """Put together what is known; ``missing`` names what is not."""
+        """Build the summary from the known figures; ``missing`` names the others."""
         missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
         counts: Mapping[int, int] | None = None
         try:
@@ -162,10 +162,10 @@ class Demo:
             counts = self._store.sample_counts(self._plan.run)
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
-        snapshot, checks = self._monitor.snapshot(), self._crew.checks
+        snapshot, checks = self._monitor.snapshot(), self._processes.checks
         if not reports:
             missing.append("the reports of the ranks: steps, times, bytes and samples lost")
-        restarts = self._crew.restarts()
+        restarts = self._processes.restarts()
         return summarise(self._plan, snapshot, reports, counts, checks) | {
             "controller_restarts": restarts["controller"],
             "restarts": restarts,
@@ -175,14 +175,14 @@ class Demo:
         }
 
     def _serve_until(self, is_reached: Callable[[], bool]) -> None:
-        """Serve; a group that broke ends on all ranks, which are restarted from the store.
+        """Serve; when the group breaks, all ranks end and are restarted from the store.
 
-        Not only after a death: where a rank is late without end the others end just so, and what
-        the store names as committed is right for a start of all ranks, whatever broke the group.
+        This includes a group that broke because a rank was late: the committed placement is right
+        for a start of all ranks, whatever broke the group.
 
         Raises:
             BrokenGroup: one more than the settings allow for within their window.
-            StoreError: another has taken the deployment over.
+            StoreError: another process has taken the deployment over.
         """
 
         def is_over() -> bool:
@@ -193,7 +193,7 @@ class Demo:
             try:
                 if self._unserved.is_open:
                     self._start_again()
-                self._crew.wait_until(is_over)
+                self._processes.wait_until(is_over)
                 return
             except BrokenGroup as broken:
                 if self._budget.is_used_up:
@@ -202,18 +202,18 @@ class Demo:
                 how = broken.how if isinstance(broken, DeadRank) else str(broken)
                 self._losses.append(how)
                 self._unserved.broken(self._supervisor.last_token())
-                self._crew.note("ranks", f"{how}; restarting all ranks")
+                self._processes.note("ranks", f"{how}; restarting all ranks")
 
     def _start_again(self) -> None:
         try:
-            self._crew.end_ranks()
+            self._processes.end_ranks()
             self._plan = begin_again(self._plan, self._store, self.first)
-            self._crew.start_ranks(self._plan)
-            self._crew.let_ranks_serve(self._started)
-            self._crew.wait_until_all_serve()
+            self._processes.start_ranks(self._plan)
+            self._processes.start_serving(self._started)
+            self._processes.wait_until_all_serve()
         except KeyboardInterrupt as exc:
             raise RankError("interrupted while the ranks were restarting") from exc
         except OSError as exc:  # no descriptor, for example
             raise RankError(f"the ranks could not be restarted: {exc}") from exc
         gap_s = round(self._unserved.serving(), 2)
-        self._crew.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})
+        self._processes.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})

@@ -32,20 +32,28 @@ CUDA_DEFAULTS: dict[str, Any] = {
 class DemoSettings(Section):
     """The model, the load and the length of ``eplb demo``."""
 
-    device: Literal["cpu", "cuda"] = setting("cpu", "where the ranks run")
-    precision: Precision = setting("float32", "of the weights; fp8 has block scales")
+    device: Literal["cpu", "cuda"] = setting("cpu", "where the ranks run", short="device")
+    precision: Precision = setting(
+        "float32", "of the weights; fp8 has block scales", short="precision"
+    )
     dispatcher: str = setting("auto", "auto, or a name of runtime.dispatch.selftest.DISPATCHERS")
-    nodes: Whole = setting(2, "nodes; the ranks of one share a fast fabric", ge=1, le=256)
+    nodes: Whole = setting(
+        2, "nodes; the ranks of one share a fast fabric", short="nodes", ge=1, le=256
+    )
     ranks: Whole = setting(8, "rank processes, a multiple of the nodes", ge=1, le=4096)
-    layers: Whole = setting(6, "MoE layers", ge=1, le=1024)
-    experts: Whole = setting(64, "experts of each layer", ge=1, le=65_536)
-    top_k: Whole = setting(6, "experts that each token is routed to", ge=1, le=256)
+    layers: Whole = setting(6, "MoE layers", short="layers", ge=1, le=1024)
+    experts: Whole = setting(64, "experts of each layer", short="experts", ge=1, le=65_536)
+    top_k: Whole = setting(6, "experts that each token is routed to", short="top_k", ge=1, le=256)
     slots: Whole = setting(
         0, "slots of a layer on all ranks; 0: 1.25 times the experts", ge=0, le=1_048_576
     )
-    spare_slots: Whole = setting(0, "further slots of each rank, kept empty", ge=0, le=4096)
-    hidden: Whole = setting(64, "width of a token", ge=1, le=65_536)
-    intermediate: Whole = setting(128, "width inside an expert", ge=1, le=65_536)
+    spare_slots: Whole = setting(
+        0, "further slots of each rank, kept empty", short="spare_slots", ge=0, le=4096
+    )
+    hidden: Whole = setting(64, "width of a token", short="hidden", ge=1, le=65_536)
+    intermediate: Whole = setting(
+        128, "width inside an expert", short="intermediate", ge=1, le=65_536
+    )
     shared_experts: Whole = setting(1, "experts that every token is routed to", ge=0, le=1)
     tokens_per_rank: Whole = setting(256, "tokens of each rank in a step", ge=1, le=1_048_576)
     seconds: Number = setting(60.0, "how long the ranks serve", unit="s", gt=0, le=YEAR_S)

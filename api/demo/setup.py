@@ -1,4 +1,4 @@
-"""What the demo needs before its first process starts: every refusal that can come early does."""
+"""Preparation of the demo before its first process starts, with all checks of its input."""
 
 from __future__ import annotations
 
@@ -12,47 +12,45 @@ from pathlib import Path
 
 import numpy as np
 
+from api.config.components import (
+    controller_settings,
+    host_cache_settings,
+    pace_of,
+    reporting,
+)
 from api.config.fields import values_of
+from api.config.live import overriding, static_layer
 from api.config.tree import Settings
 from api.demo.state_dir import StateDir
 from api.demo.text import VOCABULARY, domains_of, standard_domains
-from api.demo.workers.plan import SEQUENCE_LENGTH, WorkerPlan, schema_of
+from api.demo.workers.plan import SEQUENCE_LENGTH, WorkerPlan
+from api.deploy.first_placement import LOST_GENERATIONS, contiguous_placement
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
-from eplb.core.problem import Budget
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError, StoreError
-from eplb.migration.build import Pace
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.migration.spares import compact
-from eplb.planner import plan as make_plan
 from eplb.policies.table import policy_named
-from rebalance.build.config import ReportingConfig
+from rebalance.build.description import schema_of
 from rebalance.controller.lease import new_holder
-from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import NUM_READERS, HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from rebalance.preload.hosts.settings import HostLinkSettings
-from rebalance.preload.records.record_file import record_file_beside
-from rebalance.transport.ranks.settings import RankLinkSettings
-from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
-from telemetry.reporter.drain import Tempo
-from telemetry.retention.pruning import Retention
-from telemetry.store import Control, LoadStore, RunInfo
+from telemetry.store import LoadStore, RunInfo
 
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
-
-LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 
 log = logging.getLogger(__name__)
 
 
 def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
-    """Write weights and text, and make the plan that every process is given. Starts nothing.
+    """Write weights and text, and build the ``WorkerPlan`` of all processes. Starts nothing.
 
     Raises:
         ConfigError: settings, text or trace that cannot be used.
@@ -65,7 +63,7 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
     topology = Topology.uniform(
         settings.demo.nodes, settings.demo.ranks // settings.demo.nodes, slots_per_rank
     )
-    pace = _pace(settings)
+    pace = pace_of(settings.demo.slots // settings.demo.ranks, settings.demo.spare_slots)
     tokens_per_step = settings.demo.ranks * settings.demo.tokens_per_rank
     sample_steps = max(
         1, round(settings.telemetry.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW)
@@ -100,36 +98,12 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         device=settings.demo.device,
         precision=settings.demo.precision,
         dispatcher=settings.demo.dispatcher,
-        controller=ControllerSettings(
-            policy=settings.planner.policy,
-            plan_windows=settings.planner.plan_windows,
-            cost=CostModel(pay_back_s=settings.planner.pay_back_s),
-            budget=Budget(
-                max_moves=settings.planner.max_moves or None,
-                target_imbalance=settings.planner.target_imbalance,
-            ),
-            pace=pace,
-            seed=settings.demo.seed,
-            retention=Retention(
-                settings.telemetry.keep_samples_s,
-                settings.telemetry.keep_minutes_s,
-                settings.telemetry.keep_hours_s,
-                settings.telemetry.keep_events,
-            ),
-            lease_ttl_s=settings.controller.lease_ttl_s,
-            migration_deadline_s=settings.controller.migration_deadline_s,
-            keep_every_windows=settings.controller.keep_every_windows,
-        ),
+        controller=controller_settings(settings, pace, settings.demo.seed),
         controller_poll_s=settings.controller.poll_s,
         holder=new_holder(),
-        host_cache=_host_cache(settings, weights, model),
+        host_cache=host_cache_settings(settings, weights, model.expert_bytes, _links(settings)),
         rank_links=_rank_links(settings),
-        reporting=ReportingConfig(
-            settings.telemetry.spool_dir or state.path / "spool",
-            settings.telemetry.spool_mb * 1_000_000,
-            Tempo(settings.telemetry.store_interval, settings.telemetry.state_interval),
-            settings.telemetry.sample_version,
-        ),
+        reporting=reporting(settings, state.path),
         scrub_every_steps=settings.agent.scrub_every_steps,
         vote_every=settings.agent.vote_every,
         plan_deadline_s=settings.agent.plan_deadline_s,
@@ -145,10 +119,9 @@ def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
     """
     committed = store.committed()
     generation = None if committed is None else committed.placement.generation
-    store.set_control(
-        Control(movement=settings.controller.movement, observe=settings.controller.observe),
-        reason="start of the demo",
-    )
+    state = store.set_static(static_layer(settings), reason="start of the demo")
+    for one in overriding(state):
+        log.warning("live setting: %s; eplb config --live changes it", one)
     if settings.demo.resume:
         if committed is None:
             raise ConfigError(f"{plan.store_shown} holds no placement to resume from, expected one")
@@ -160,11 +133,9 @@ def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
                 f"expected {plan.model.num_layers} x {plan.model.num_experts} to resume"
             )
         check_fits(start, plan.topology)
-        compact(start, plan.topology, plan.spare_slots)  # refuses one that leaves no spares
+        compact(start, plan.topology, plan.spare_slots)  # refuses a placement without spares
     else:
-        idle = np.ones((plan.model.num_layers, plan.model.num_experts), dtype=np.int64)
-        # Spread evenly over the ranks, it leaves their spares EMPTY.
-        start = make_plan(idle, plan.topology, policy="contiguous").base
+        start = contiguous_placement(plan.model, plan.topology)
         start = start.with_generation(0 if generation is None else generation + 1)
         store.commit(start, expected=generation, reason="start of the demo: contiguous")
     _record_start(plan, store)
@@ -174,7 +145,7 @@ def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
 def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerPlan:
     """Record another start after a death, from what is committed; return the plan for it.
 
-    Under a name of its own: samples count from zero, and would pass for repeats of the last run's.
+    With a new run name: sequences start from zero, so samples would look like repeats otherwise.
 
     Args:
         start: the run's first placement. The new ranks load it where the store lost its contents
@@ -190,7 +161,7 @@ def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerP
 
 
 def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
-    """Release the lease of this demo's controller, which has ended: the next one leads at once."""
+    """Release the lease of this demo's controller, which has ended: the next one need not wait."""
     try:
         lease = store.lease()
         if lease is not None and lease.holder == plan.holder:
@@ -222,21 +193,8 @@ def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
     )
 
 
-def _host_cache(settings: Settings, weights: Path, model: ModelShape) -> HostCacheSettings:
-    """How every host keeps records; the file is shared, as the weights are."""
-    records = settings.host_cache.records
-    return HostCacheSettings(
-        mode=settings.host_cache.mode,
-        budget_bytes=records * model.expert_bytes if settings.host_cache.mode == "hot" else None,
-        ring_records=records if settings.host_cache.mode == "ring" else None,
-        record_file=record_file_beside(weights) if settings.host_cache.record_file else None,
-        num_readers=settings.host_cache.num_readers or NUM_READERS,
-        links=_links(settings),
-    )
-
-
 def _links(settings: Settings) -> HostLinkSettings | None:
-    """The demo's hosts are processes of one machine, each at a loopback address of its own."""
+    """Links between the demo's hosts, which are processes with different loopback addresses."""
     if settings.host_cache.other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
@@ -262,15 +220,8 @@ def _rank_links(settings: Settings) -> RankLinkSettings | None:
     return RankLinkSettings(addresses, secrets.token_bytes(32), **values_of(settings.transport))
 
 
-def _pace(settings: Settings) -> Pace:
-    """Flip mode with spares, which needs no staging; copy mode without."""
-    if settings.demo.spare_slots:
-        return Pace(staging_experts=0, mode="flip", spare_slots=settings.demo.spare_slots)
-    return Pace(staging_experts=settings.demo.slots // settings.demo.ranks)
-
-
 def _check_shape(settings: Settings) -> None:
-    """Refuse what the model or the text cannot be cut into."""
+    """Check that heads divide the hidden size, and sequences the tokens of a rank."""
     if settings.demo.hidden % NUM_HEADS:
         raise ConfigError(
             f"hidden is {settings.demo.hidden}, "

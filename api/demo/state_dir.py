@@ -17,7 +17,7 @@ STORE_FILE, SETTINGS_FILE = "store.sqlite", "settings.toml"
 
 
 class StateDir:
-    """One demo at a time in one folder. The lock goes with the process, however it ends.
+    """One demo at a time in one folder. The lock ends with the process.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another demo is using it.
@@ -83,7 +83,7 @@ class StateDir:
             ) from exc
 
     def _remove_unfinished(self) -> None:
-        """Remove what a demo that was killed while it wrote has left half-written."""
+        """Remove unfinished files of a demo that was killed."""
         for path in self.path.glob("*.unfinished"):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -91,5 +91,5 @@ class StateDir:
                 path.unlink()
 
     def close(self) -> None:
-        """Let another demo have the folder."""
+        """Release the lock of the folder."""
         os.close(self._lock)

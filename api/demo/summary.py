@@ -1,4 +1,4 @@
-"""What a demo measured, as one dictionary, and as a table."""
+"""The summary of a demo, as a dictionary and as a table."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def summarise(
 ) -> dict[str, Any]:
     """Put the figures of a run together, JSON-ready.
 
-    ``imbalance_final`` is the median over the last windows after the last commit of what the ranks
-    really received; ``imbalance_initial`` is that of the same windows, had the experts lain on
-    the ranks in order. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both
-    over every complete window, those before the first commit included. ``stored`` is None where
-    the store could not be read.
+    ``imbalance_final`` is the median over the last windows after the last commit, by the tokens
+    that ranks received; ``imbalance_initial`` is that of the same windows under the contiguous
+    placement. ``imbalance_run`` and ``imbalance_run_contiguous`` are the means of both over every
+    complete window, those before the first commit included. ``stored`` is None where the store
+    could not be read.
     """
     final, complete = final_windows(snapshot), complete_windows(snapshot)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
@@ -90,7 +90,7 @@ def summarise(
         },
         "reference_max_error": max((check.max_error for check in checks), default=None),
         "reference_failures": len(failures),
-        "reference_checks_left_out": sum(rank["checks_left_out"] for rank in ranks),
+        "reference_checks_dropped": sum(rank["checks_dropped"] for rank in ranks),
         "samples_written": None if stored is None else sum(stored.values()),
         "samples_lost": _samples_lost(ranks, stored),
         "tokens_per_second": _rate(plan, ranks),
@@ -122,7 +122,7 @@ def final_windows(snapshot: Snapshot) -> list[WindowScore]:
 
 
 def is_right(check: CheckedStep, precision: str) -> bool:
-    """Return whether an answer is the reference's; a NaN is not."""
+    """Return whether an output equals the reference within tolerance; NaN does not."""
     return check.max_error <= MAX_RELATIVE_ERROR[precision] and check.wrong_routes == 0
 
 
@@ -140,7 +140,7 @@ def render_summary(summary: Mapping[str, Any]) -> Group:
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
-    """What went well; nothing is claimed that was not tried."""
+    """The title of the summary; it names only what was checked."""
     claims = ["rebalanced"] * bool(summary["rebalances"])
     claims += ["every answer right"] * bool(summary["reference_checks"])
     return ", and ".join(claims) or "nothing was checked"

@@ -1,8 +1,8 @@
 """Real text of several domains, as token ids, in a mix that drifts.
 
 Every machine with Python has the three domains: the standard library's source code, prose (its
-documentation topics and docstrings, and the licences that lie on the machine), and structured data
-(tables of Unicode, HTML entities, the build configuration). Nothing is made up or downloaded.
+documentation topics and docstrings, and licence files of the machine), and structured data (tables
+of Unicode, HTML entities, the build configuration). Nothing is generated or downloaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VOCABULARY = 4096
 DOMAIN_CHARACTERS = 1_500_000  # of each domain; enough that a minute seldom repeats
 PIECE = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 LICENCES = Path("/usr/share/common-licenses")
-MAIN_PART = 0.85  # of the tokens that come from the domain whose turn it is
-FADE_PART = 0.1  # of a domain's turn in which it takes over from the one before
+MAIN_PART = 0.85  # part of the tokens from the current main domain
+FADE_PART = 0.1  # part of a domain's period in which its share rises
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ def domains_of(paths: Sequence[Path]) -> list[Domain]:
 def mix_at(elapsed: float, period: float, num_domains: int) -> NDArray[np.float64]:
     """Part of the tokens that each domain gives, ``elapsed`` seconds into the run.
 
-    Every domain has its turn, and then the first again: equal parts of the period, in which
-    MAIN_PART of the tokens are the domain's own. It takes over from the one before within
-    FADE_PART of the turn. Past the period it goes round and round.
+    Every domain is the main one for an equal part of the period, then the first again. MAIN_PART of
+    the tokens come from the main domain; a change takes FADE_PART of its time. The period repeats.
     """
     turn, into_turn = divmod(elapsed / period * (num_domains + 1), 1.0)
     now, before = int(turn) % num_domains, (int(turn) - 1) % num_domains

@@ -1,11 +1,11 @@
 """The HTTP service: routes to AdminService, problems (RFC 9457), and the page.
 
     GET  /            the page          GET  /healthz /livez /readyz /metrics
-    GET  /api/v1/...  questions         POST, PATCH /api/v1/...  requests
+    GET  /api/v1/...  queries           POST, PATCH /api/v1/...  requests
 
-Everything is read from the store and every request is put into it. Who may ask, how much and how
-often is in ``api/http/guard.py`` and ``api/http/connections.py``. The two probes take no thread and
-never wait for the store.
+Queries read the store, and requests are written to it. Access checks and limits are in
+``api/http/guard.py`` and ``api/http/connections.py``. The two probes take no thread and never wait
+for the store.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
+from api.http.authentication import Authentication
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
+from api.http.live_settings import (
+    SettingsAnswer,
+    SettingsRequest,
+    change_settings,
+    entity_tag,
+    settings_answer,
+)
 from api.http.problems import correct_media_types, documented, report_problems
 from api.http.requests import (
     MAX_ID,
@@ -44,7 +52,7 @@ from api.http.schemas import (
     TaskAnswer,
 )
 from api.http.service import AdminService
-from api.metrics.rows import Level
+from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
 from eplb import __version__
@@ -61,6 +69,9 @@ async def _service(request: Request) -> AdminService:
 Service = Annotated[AdminService, Depends(_service)]
 Id = Annotated[int, Query(ge=0, le=MAX_ID)]
 TaskId = Annotated[int, InPath(ge=0, le=MAX_ID)]
+IfMatch = Annotated[
+    str, Header(pattern=r'^(\*|"[0-9]{1,19}")$', description="the ETag that was read, or *")
+]
 
 probes = APIRouter(tags=["health"], responses=documented(400, 422))
 watch = APIRouter(prefix="/api/v1", tags=["watch"], responses=documented(400, 422, 503))
@@ -102,7 +113,7 @@ def get_metrics(service: Service) -> Response:
 
 @watch.get("/state", summary="Everything at a glance")
 def get_state(service: Service) -> State:
-    """What the page shows: ranks, latest heatmap, migration, bytes, decisions, switches."""
+    """The data of the page: ranks, latest heatmap, migration, bytes, decisions, switches."""
     return service.state()
 
 
@@ -136,7 +147,7 @@ def get_placements(
 
 @watch.get("/plan", summary="The open migration and the last decision")
 def get_plan(service: Service) -> PlanAnswer:
-    """What is moving now, and what was decided last, with the reason."""
+    """The open migration, and the last decision with its reason."""
     return service.plan()
 
 
@@ -202,6 +213,28 @@ def patch_control(service: Service, body: ControlRequest) -> ControlAnswer:
     return service.set_control(body)
 
 
+@watch.get("/settings", summary="Live settings")
+def get_settings(service: Service, response: Response) -> SettingsAnswer:
+    """What applies, from which source and revision; the `ETag` is for `PATCH`."""
+    return _tagged(settings_answer(service.store.live()), response)
+
+
+@act.patch("/settings", summary="Change live settings", responses=documented(412))
+def patch_settings(
+    service: Service,
+    body: SettingsRequest,  # type: ignore[valid-type]
+    if_match: IfMatch,
+    response: Response,
+) -> SettingsAnswer:
+    """At the revision in `If-Match`. Those that are not named stay; null removes a live value."""
+    return _tagged(change_settings(service.store, body, if_match), response)
+
+
+def _tagged(answer: SettingsAnswer, response: Response) -> SettingsAnswer:
+    response.headers["ETag"] = entity_tag(answer)
+    return answer
+
+
 def create_app(
     store: LoadStore,
     *,
@@ -210,8 +243,13 @@ def create_app(
     metrics_level: Level = "default",
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
+    token: str | None = None,
 ) -> FastAPI:
-    """Make the service of one deployment; ``HttpService`` binds it to a port."""
+    """Make the service of one deployment; ``HttpService`` binds it to a port.
+
+    Args:
+        token: that every request but the two probes has to prove; None: only this host can ask.
+    """
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
         title="EPLB admin API",
@@ -226,7 +264,9 @@ def create_app(
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-    app.add_middleware(Guard, limits=limits)
+    app.add_middleware(Guard, limits=limits, any_host=token is not None)
+    if token is not None:  # around the guard: a stranger's body is not read
+        app.add_middleware(Authentication, token=token)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

@@ -45,7 +45,7 @@ class OpenConnections:
         self._all: dict[BoundedConnection, None] = {}
 
     def add(self, new: BoundedConnection) -> BoundedConnection | None:
-        """Count a connection, and give the one that must be closed in its favour, if any."""
+        """Count a connection; return the one to close in place of it, if any."""
         near = self._by_address[new.address]
         near[new] = self._all[new] = None
         limit = connection_limit(new.limits.max_connections)
@@ -70,7 +70,7 @@ _open_connections: WeakKeyDictionary[Any, OpenConnections] = WeakKeyDictionary()
 
 
 class BoundedConnection(H11Protocol):
-    """One connection of uvicorn's, with a deadline for its request and a place among the others."""
+    """A connection of uvicorn with a deadline for its request, counted among the open ones."""
 
     def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

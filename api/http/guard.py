@@ -1,9 +1,9 @@
-"""What a request must be before a handler runs.
+"""Checks of a request before a handler runs.
 
-``Guard`` needs neither the store nor a thread: the host is a loopback name, the body is small and
-whole, and not too many requests are in progress. ``check_request`` knows
-the route: query parameters are known ones, and what changes state is JSON and not sent by a page
-of another site. A page can send JSON to another origin only after a preflight, which fails here.
+``Guard`` needs neither the store nor a thread: the host must be a loopback name, the body small and
+complete, and the number of requests in progress below the limit. ``check_request`` checks by route:
+query parameters must be known, and a change of state must be JSON and not sent by a page of another
+site. A page can send JSON to another origin only after a preflight, which fails here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Guard:
-    """ASGI middleware: refuses a request by its host and size, and one too many with 503."""
+    """ASGI middleware: refuses a request by its host and size, and one too many with 503.
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
-        self._app, self._limits = app, limits
+    Args:
+        any_host: where requests prove a token, a name that leads here by mistake leads nowhere.
+    """
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits, *, any_host: bool = False) -> None:
+        self._app, self._limits, self._any_host = app, limits, any_host
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +61,8 @@ class Guard:
             self._under_way -= takes_thread
 
     def _refusal(self, headers: Headers) -> tuple[int, str] | None:
-        if (host := _name_of(headers.get("host", ""))) not in LOOPBACK_NAMES:
+        host = _name_of(headers.get("host", ""))
+        if not self._any_host and host not in LOOPBACK_NAMES:
             known = ", ".join(sorted(LOOPBACK_NAMES))
             return 400, f"the host is {host[:100]!r}, expected one of: {known}"
         length = headers.get("content-length", "0")  # h11 has checked that these are digits
@@ -81,7 +86,7 @@ async def whole_body(receive: Receive, most_bytes: int) -> bytes | None:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Give a body that was read already, then what comes after it."""
+    """Return a body that was read already, then later messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""An answer that may block, for a probe that must not wait for it."""
+"""The latest result of a call that may block, for a probe that must not wait for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from api.http.schemas import Health
 from api.http.service import Refused
+from eplb.clock import Clock
 
 WAIT_S = 0.25
 
@@ -18,9 +19,9 @@ class LatestAnswer:
     """Calls ``ask`` on its own thread, one call at a time, and keeps the latest answer.
 
     Args:
-        ask: may block, and may raise, which is an answer too.
+        ask: may block, and may raise; ``get`` then raises the same.
         wait_s: how long ``get`` waits for a fresh answer before the kept one is returned.
-        stale_after_s: a question without an answer for so long is reported instead.
+        stale_after_s: age of an unanswered call from which ``get`` reports it instead.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class LatestAnswer:
         *,
         wait_s: float = WAIT_S,
         stale_after_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._ask, self._wait_s, self._clock = ask, wait_s, clock
         self._stale_after_s = stale_after_s

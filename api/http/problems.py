@@ -22,10 +22,12 @@ MAX_FOUND = 100  # of a refused value
 MEDIA_TYPE = "application/problem+json"
 TITLES = {
     400: "Bad request",
+    401: "Not authenticated",
     403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
     409: "Conflict",
+    412: "Precondition failed",
     413: "Body too large",
     415: "Unsupported media type",
     422: "Request refused",
@@ -95,7 +97,11 @@ def _store_failed(request: Request, exc: Exception) -> JSONResponse:
 def _http_refused(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, HTTPException), "registered for HTTPException only"
     place = f"{request.method} {_cut(request.url.path, MAX_FOUND)}"
-    return problem(exc.status_code, f"{place}: {exc.detail}", exc.headers)
+    headers = exc.headers
+    methods = request.app.openapi()["paths"].get(request.url.path)
+    if exc.status_code == 405 and methods:  # Starlette names those of the path's first route alone
+        headers = {"Allow": ", ".join(sorted(map(str.upper, methods)))}
+    return problem(exc.status_code, f"{place}: {exc.detail}", headers)
 
 
 def _body_refused(request: Request, exc: Exception) -> JSONResponse:

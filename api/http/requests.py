@@ -24,9 +24,10 @@ def _number(value: object) -> object:
     return value
 
 
-# 1.0 is an integer of a JSON document; "1" and true are none. The bounds come first, or
-# the document would lack them.
-Index = Annotated[int, Field(strict=False, ge=0, le=MAX_INDEX), BeforeValidator(_number)]
+# 1.0 is an integer of a JSON document; "1" and true are none. Bounds come first, or the document
+# would lack them.
+WHOLE = (Field(strict=False), BeforeValidator(_number))
+Index = Annotated[int, Field(ge=0, le=MAX_INDEX), *WHOLE]
 # The names are documented here and checked by the service, which names them in its refusal.
 Policy = Annotated[
     str | None,
@@ -41,9 +42,10 @@ Reason = Annotated[str, Field(min_length=1, max_length=500, description="stored 
 
 
 class Body(BaseModel):
-    """A request body: what is not named here, or of another type, is refused.
+    """A request body: unknown keys and other types are refused.
 
-    Strict, because "no" is not false: a dry run must not turn into a move by a guess.
+    Types are strict: the text "no" must not be read as true or false, because it decides whether a
+    rebalance is a dry run.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -58,7 +60,7 @@ class RebalanceRequest(Body):
 
 
 class ExplainRequest(Body):
-    """Ask the controller why a plan made now would have an expert where it has it."""
+    """Ask the controller to explain where a plan made now places an expert, and why."""
 
     layer: Index = Field(description="index in the placement, from 0")
     expert: Index = Field(description="a logical expert")

@@ -1,4 +1,4 @@
-"""What goes out over HTTP.
+"""Answers of the HTTP service.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -145,7 +145,7 @@ class Imbalance(Answer):
 
 
 class LoadWindow(Answer):
-    """Where one window lies."""
+    """Steps or time of one window."""
 
     index: int
     first_step: int
@@ -200,7 +200,7 @@ class MigrationAnswer(Answer):
 
 
 class PlanAnswer(Answer):
-    """What is being done, and what was decided last."""
+    """The open migration and the last decision."""
 
     migration: MigrationAnswer | None
     last_decision: DecisionAnswer | None

@@ -6,7 +6,6 @@ never a thread that exits on its own.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
@@ -31,11 +31,15 @@ KERNEL_BACKLOG = 1024  # connections that wait in the kernel until they are acce
 
 
 class HttpService:
-    """Serve an app on a loopback address.
+    """Serve an app on an address of this host.
+
+    Args:
+        is_authenticated: whether the app's requests prove a token. Without, only a loopback
+            address is allowed.
 
     Raises:
-        ConfigError: on construction, a host that is not a loopback address; on ``start``, a port
-            that is in use.
+        ConfigError: on construction, a host that is not a loopback address, or no address; on
+            ``start``, a port that is in use.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class HttpService:
         port: int = 0,
         *,
         limits: HttpLimits = DEFAULT_LIMITS,
+        is_authenticated: bool = False,
     ) -> None:
-        self._host, self._port = loopback_address(host), port
+        self._host = numeric_address(host) if is_authenticated else loopback_address(host)
+        self._port = port
         config = uvicorn.Config(
             app,
             # uvicorn calls it as it would the class.
@@ -106,25 +112,6 @@ class HttpService:
                 f"the HTTP service on {self.url} did not end within {STOP_TIMEOUT_S:g} s"
             )
         self._thread = None
-
-
-def loopback_address(host: str) -> str:
-    """Give the address of a loopback host.
-
-    Raises:
-        ConfigError: any other host, because requests are not authenticated.
-    """
-    name = "127.0.0.1" if host == "localhost" else host
-    try:
-        is_loopback = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"host is {host!r}, expected a loopback address such as 127.0.0.1, "
-            "because the HTTP service has no authentication yet"
-        )
-    return name
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,17 @@ from api.http.schemas import (
     TaskAnswer,
     TransactionAnswer,
 )
+from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
-from api.metrics.rows import Level
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
 from api.monitor.readiness import unready
 from api.monitor.snapshot import Snapshot
 from api.processes.supervision import SupervisionView
+from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, Control, LoadStore, Task
+from telemetry.store import CommittedPlacement, LoadStore, Task
 
 
 class Refused(EplbError):
@@ -62,6 +63,7 @@ class AdminService:
         stalled_after_s: without a step for so long, the deployment is not ready.
         metrics_level: how many series /metrics has.
         supervision: what the process that supervises others knows; by default none does.
+        clock: of ``plan_wait_s``.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class AdminService:
         stalled_after_s: float = 30.0,
         metrics_level: Level = "default",
         supervision: Callable[[], SupervisionView] = SupervisionView,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self._store, self._monitor = store, Monitor(store, supervision=supervision)
+        self.store, self._monitor = store, Monitor(store, supervision=supervision)
         self.metrics = Exposition(store, self._monitor, metrics_level)
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
+        self._clock = clock
 
     def _snapshot(self) -> Snapshot:
         self._monitor.refresh()
@@ -84,7 +88,7 @@ class AdminService:
     # -- questions
     def health(self) -> Health:
         """Report that the store answers."""
-        return Health(detail=f"the store answers, at version {self._store.version()}")
+        return Health(detail=f"the store answers, at version {self.store.version()}")
 
     def readiness(self) -> Health:
         """Report that every rank serves.
@@ -133,11 +137,11 @@ class AdminService:
             Refused: nothing is committed yet, or not that generation.
         """
         if generation is None:
-            found = self._store.committed()
+            found = self.store.committed()
             wanted = "a committed placement"
         else:
             wanted = f"generation {generation}"
-            found = self._store.placement(generation)
+            found = self.store.placement(generation)
         if found is None:
             raise Refused(404, f"the store holds no placement that is {wanted}")
         placement = found.placement
@@ -150,7 +154,7 @@ class AdminService:
 
     def placements(self, limit: int) -> list[PlacementLine]:
         """The history of placements, newest first."""
-        return [PlacementLine(**_placement_line(line)) for line in self._store.placements(limit)]
+        return [PlacementLine(**_placement_line(line)) for line in self.store.placements(limit)]
 
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
@@ -159,7 +163,7 @@ class AdminService:
         return PlanAnswer(migration=self._migration(seen), last_decision=last)
 
     def _migration(self, seen: Snapshot) -> MigrationAnswer | None:
-        migration, progress = self._store.published(), seen.migration
+        migration, progress = self.store.published(), seen.migration
         # It may have closed between the two reads: then there is none to show.
         if migration is None or progress is None or migration.plan_id != progress.plan_id:
             return None
@@ -177,7 +181,7 @@ class AdminService:
 
     def events(self, after: int, limit: int) -> list[EventAnswer]:
         """Events past an id, oldest first."""
-        found = self._store.events(after=after, limit=limit)
+        found = self.store.events(after=after, limit=limit)
         return [EventAnswer(**asdict(event)) for event in found]
 
     def task(self, task_id: int) -> TaskAnswer:
@@ -186,10 +190,10 @@ class AdminService:
         Raises:
             Refused: there is no such task.
         """
-        found = self._store.task(task_id)
+        found = self.store.task(task_id)
         if found is None:
             raise Refused(404, f"there is no task {task_id}")
-        return task_answer(self._store, found)
+        return task_answer(self.store, found)
 
     # -- requests
     def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
@@ -216,13 +220,13 @@ class AdminService:
         return self._ask("explain", request.model_dump(exclude_none=True))
 
     def _ask(self, kind: str, asked: dict[str, Any]) -> TaskAnswer:
-        task = self._wait_for(self._store.submit(kind, asked))
+        task = self._wait_for(self.store.submit(kind, asked))
         if task.state == "failed":
-            raise Refused(409, f"task {task.id}: {task.result.get('error', 'no reason was given')}")
-        return task_answer(self._store, task)
+            raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
+        return task_answer(self.store, task)
 
     def _check_may_rebalance(self, request: RebalanceRequest) -> None:
-        control, migration = self._store.control(), self._store.published()
+        control, migration = self.store.control(), self.store.published()
         if not request.dry_run and not control.movement:
             raise Refused(409, "movement is off, expected it on; a dry run is possible")
         if not request.dry_run and control.observe:
@@ -235,14 +239,13 @@ class AdminService:
             )
 
     def _wait_for(self, task: Task) -> Task:
-        deadline = time.monotonic() + self._plan_wait_s
+        deadline = Deadline.after(self._plan_wait_s, self._clock)
         while task.state in ("queued", "running"):
-            version = self._store.version()
-            task = self._store.task(task.id) or task
-            left_s = deadline - time.monotonic()
-            if task.state in ("done", "failed") or left_s <= 0:
+            version = self.store.version()
+            task = self.store.task(task.id) or task
+            if task.state in ("done", "failed") or deadline.has_passed:
                 break
-            self._store.wait(version, left_s)
+            self.store.wait(version, deadline.left_s)
         return task
 
     def set_control(self, request: ControlRequest) -> ControlAnswer:
@@ -254,9 +257,8 @@ class AdminService:
         changes = request.model_dump(exclude_none=True, exclude={"reason"})
         if not changes:
             raise Refused(422, "the body names no switch, expected movement or observe")
-        control: Control = replace(self._store.control(), **changes)
-        self._store.set_control(control, reason=request.reason)
-        return ControlAnswer.model_validate(control)
+        state = self.store.change_live(changes, reason=request.reason)
+        return ControlAnswer.model_validate(state.control)
 
 
 def _placement_line(line: CommittedPlacement) -> dict[str, Any]:

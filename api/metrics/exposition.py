@@ -1,9 +1,8 @@
-"""What Prometheus scrapes: figures of the current run, in base units, under a hundred series.
+"""Prometheus metrics of the current run, in base units, below a hundred series.
 
-Nothing is counted here. Every figure comes from the store, where ranks keep theirs for as long as
-they live, so a counter does not fall when this process restarts. By default there is no
-series per expert, layer or rank: those are for the page. ``level`` adds more. Nothing is
-registered with the library's own global registry.
+Nothing is counted here. Every figure comes from the store, to which ranks report their counters, so
+a counter does not fall when this process restarts. By default there is no series per expert, layer
+or rank; the page has those. ``level`` adds more. The library's global registry is not used.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.metrics.rows import Level, Metric, Scrape, metrics_of
+from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
 from api.monitor.tally import BUCKETS_S, Durations
@@ -27,7 +26,7 @@ class Exposition:
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
 
     Raises:
-        ImportError: prometheus-client is not installed; the extra ``api`` brings it.
+        ImportError: prometheus-client is not installed; the extra ``api`` installs it.
         ConfigError: an unknown level.
     """
 
@@ -74,7 +73,7 @@ class Exposition:
         return Scrape(
             seen=seen,
             latest=windows[-1] if windows else None,
-            drift=self._drift.look(seen, windows),
+            drift=self._drift.update(seen, windows),
             migration=self._store.published(),
             samples_stored=sum(counts.values()),
             backend=type(self._store).__name__.removesuffix("Store").lower(),

@@ -1,1 +1,1 @@
-"""One reader of the store behind every view: snapshot, readiness, tallies."""
+"""Reads the store for every view: snapshot, readiness, tallies."""

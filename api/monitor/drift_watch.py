@@ -9,8 +9,9 @@ import numpy as np
 from api.monitor.snapshot import Snapshot
 from eplb.core.load import LoadHistory
 from telemetry.drift.detector import Drift, drift
+from telemetry.events import PlanEnd, read_event
 from telemetry.store import Event
-from telemetry.windows.step_windows import Window, history
+from telemetry.windows.folder import Window, history
 
 COMPARED_WINDOWS = 4  # the latest ones
 PLANNED_WINDOWS = 4  # windows of a plan whose event does not name them
@@ -29,7 +30,7 @@ class DriftWatch:
         self._planned_on: LoadHistory | None = None
         self._planned_window = -1  # the newest of those
 
-    def look(self, seen: Snapshot, windows: Sequence[Window]) -> Drift | None:
+    def update(self, seen: Snapshot, windows: Sequence[Window]) -> Drift | None:
         """Give the drift of the latest windows; None while either side is not known.
 
         Args:
@@ -67,8 +68,10 @@ def _plan_behind(seen: Snapshot) -> Event | None:
         is_move = event.kind == "plan" and event.detail.get("decision") in ("MOVE", "RESPLIT")
         if is_move and "window" in event.detail:
             found = event
-        if event.kind == "commit" and event.detail.get("generation") == seen.generation:
-            return found if int(event.detail.get("plan_id", 0)) > 0 else None
+        if event.kind == "commit":
+            end = read_event(event, PlanEnd)
+            if end.generation == seen.generation:
+                return found if end.plan_id > 0 else None
     return None
 
 

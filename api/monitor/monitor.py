@@ -35,12 +35,14 @@ from api.monitor.snapshot import (
 )
 from api.monitor.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
 from api.processes.supervision import SupervisionView
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from telemetry.events import PlanEnd, plan_end
 from telemetry.store import Event, LoadStore, RankState, RunInfo
+from telemetry.windows.folder import Window
 from telemetry.windows.intake import Intake
 from telemetry.windows.run_windows import folder_of
-from telemetry.windows.step_windows import Window
 
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
@@ -62,7 +64,7 @@ class Monitor:
         self,
         store: LoadStore,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
         silent_after_s: float = 10.0,
         supervision: Callable[[], SupervisionView] = SupervisionView,
     ) -> None:
@@ -72,7 +74,8 @@ class Monitor:
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
-        self._commits: dict[int, Event] = {}  # by generation, those of the current run
+        # Of the current run, with their times, by generation.
+        self._commits: dict[int, tuple[PlanEnd, float]] = {}
         self._tally = RunTally()
         self._control = store.control()
         self._committed = store.committed()
@@ -127,8 +130,9 @@ class Monitor:
             self._tally = RunTally()
         elif event.kind == "plan":
             self._decisions.append(decision_of(event))
-        elif event.kind == "commit" and int(event.detail.get("plan_id", 0)) > 0:
-            self._commits.setdefault(int(event.detail["generation"]), event)
+        elif event.kind == "commit" and (end := plan_end(event)) is not None:
+            assert end.generation is not None, "a commit has a generation"
+            self._commits.setdefault(end.generation, (end, event.time))
 
     def _read_samples(self, run: str) -> None:
         while True:
@@ -215,8 +219,8 @@ class Monitor:
                 movement=self._control.movement,
                 observe=self._control.observe,
                 scrubbed_slots=scrubbed_slots(self._states),
-                digest_failures=detail_sum(self._states, "digest_failures"),
-                mover_failures=detail_sum(self._states, "mover_failures"),
+                digest_failures=sum(state.digest_failures for state in self._states),
+                mover_failures=sum(state.mover_failures for state in self._states),
                 store_errors=detail_sum(self._states, "store_errors"),
                 sample_age_s=self._samples.age_s(now),
                 supervision=self._supervision(),
@@ -249,17 +253,17 @@ class Monitor:
             is_alive=age_s <= self.silent_after_s,
             age_s=age_s,
             step_ms=state.detail.get("step_ms"),
-            frozen=str(state.detail.get("frozen") or ""),
+            frozen=state.frozen,
         )
 
     def _marks(self) -> tuple[RebalanceMark, ...]:
         return tuple(
             RebalanceMark(
                 generation,
-                int(event.detail["plan_id"]),
+                end.plan_id,
                 self._first_step_of.get(generation),
-                event.time,
-                str(event.detail.get("reason", "")),
+                when,
+                end.reason,
             )
-            for generation, event in sorted(self._commits.items())
+            for generation, (end, when) in sorted(self._commits.items())
         )

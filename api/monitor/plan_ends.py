@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from api.http.schemas import PlanEnd, TaskAnswer
-from telemetry.rules import EVENT_OF_OUTCOME
-from telemetry.store import EventStore, Outcome, Task, events_backwards
+from typing import Any
 
-OUTCOMES: dict[str, Outcome] = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
+from api.http.schemas import PlanEnd, TaskAnswer
+from telemetry import events
+from telemetry.events import OUTCOME_OF_EVENT
+from telemetry.store import EventStore, Task, events_backwards
 
 
 def task_answer(store: EventStore, task: Task) -> TaskAnswer:
     """A task with the end of its plan, once it has published one."""
-    plan_id = task.result.get("plan_id") if task.state == "done" else None
-    end = plan_end(store, int(plan_id)) if plan_id else None
-    return TaskAnswer(**vars(task), plan_end=end)
+    end = plan_end(store, task.result.plan_id) if task.result.plan_id else None
+    return TaskAnswer(**vars(task) | {"result": _shown(task)}, plan_end=end)
 
 
 def plan_end(store: EventStore, plan_id: int) -> PlanEnd | None:
     """How a plan has ended, and why; None while it is open, or once its event was removed."""
-    for event in events_backwards(store, OUTCOMES):
-        if event.detail.get("plan_id") == plan_id:
-            reason = str(event.detail.get("reason", ""))
-            return PlanEnd(outcome=OUTCOMES[event.kind], reason=reason, time=event.time)
+    for event in events_backwards(store, OUTCOME_OF_EVENT):
+        end = events.plan_end(event)
+        if end is not None and end.plan_id == plan_id:
+            outcome = OUTCOME_OF_EVENT[event.kind]
+            return PlanEnd(outcome=outcome, reason=end.reason, time=event.time)
     return None
+
+
+def _shown(task: Task) -> dict[str, Any]:
+    """A result as one table: what is for display, and the facts over it."""
+    result = task.result
+    facts: dict[str, Any] = {"error": result.error} if result.error else {}
+    if task.kind == "rebalance" and task.state == "done":
+        facts |= {"published": result.plan_id > 0, "plan_id": result.plan_id or None}
+    return dict(result.detail) | facts

@@ -1,4 +1,4 @@
-"""Whether a deployment is ready to be counted on, and if not, why: one sentence."""
+"""Whether a deployment is ready, and if not, the reason in one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> st
         return f"{down[0].name} is down, its restart budget is used up: {down[0].reason}"
     late = next((view for view in seen.supervision.processes if view.is_late), None)
     if late is not None:
-        return f"no report from {late.name} for {late.turn_age_s:.1f} s: it hangs or is not running"
+        return (
+            f"no report from {late.name} for {late.report_age_s:.1f} s: it hangs or is not running"
+        )
     lease_age_s = seen.supervision.lease_age_s
     if lease_age_s is not None and lease_age_s > stalled_after_s:
         return (

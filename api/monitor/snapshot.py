@@ -139,7 +139,7 @@ class Snapshot:
     mover_failures: int = 0
     rebalances: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # (trigger, outcome)
     anomalies: Mapping[str, int] = field(default_factory=dict)  # of this run, by type
-    samples_left_out: Mapping[str, int] = field(default_factory=dict)  # by what is wrong with them
+    samples_excluded: Mapping[str, int] = field(default_factory=dict)  # by what is wrong with them
     plan_s: Durations = field(default_factory=Durations)
     rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
     store_errors: int = 0  # failed attempts of ranks to write to the store
@@ -216,7 +216,7 @@ def _staged_part(states: Sequence[RankState], num_transactions: int) -> float:
     to_stage = detail_sum(states, "to_stage")
     if to_stage and any("staged" in state.detail for state in states):
         return min(1.0, detail_sum(states, "staged") / to_stage)
-    prepared = min((int(state.detail.get("prepared", 0)) for state in states), default=0)
+    prepared = min((state.prepared for state in states), default=0)
     return min(1.0, prepared / num_transactions) if num_transactions else 1.0
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample
-from telemetry.store import Event, RankState
+from telemetry.events import OUTCOME_OF_EVENT, plan_end, plan_offer
+from telemetry.store import Event, Outcome, RankState
 
-OUTCOME_OF_EVENT = {"commit": "committed", "abort": "aborted", "reject": "rejected"}
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
 TRIGGERS = ("load", "request")  # the controller's own, after a window; requested by a person
 UNTOLD = "untold"  # a migration that no noted plan led to
@@ -26,7 +26,7 @@ UNTOLD = "untold"  # a migration that no noted plan led to
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
 # What the controller makes of samples that it does not count as load;
 # telemetry.windows.intake.OUTCOMES.
-LEFT_OUT = ("repeated", "late", "future", "stale", "malformed", "unreadable")
+EXCLUDED = ("repeated", "late", "future", "stale", "malformed", "unreadable")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -54,7 +54,7 @@ class RunTally:
             {(trigger, outcome): 0 for trigger in TRIGGERS for outcome in self.ended_plans}
         )
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
-        self.left_out = dict.fromkeys(LEFT_OUT, 0)  # samples, as the controller reported last
+        self.excluded = dict.fromkeys(EXCLUDED, 0)  # samples, as the controller reported last
         self.plan_s = Durations()
         self.rebalance_s = Durations()  # from offered to committed
         self._trigger = UNTOLD  # of the plan noted last
@@ -64,17 +64,17 @@ class RunTally:
         """Count one more event."""
         detail = event.detail
         if "samples" in detail:
-            self.left_out = {name: int(detail["samples"].get(name, 0)) for name in LEFT_OUT}
+            self.excluded = {name: int(detail["samples"].get(name, 0)) for name in EXCLUDED}
         if event.kind == "plan":
             self.decided[str(detail.get("policy", "")), str(detail.get("decision", ""))] += 1
             self._trigger = str(detail.get("trigger", UNTOLD))
             if "plan_seconds" in detail:
                 self.plan_s = self.plan_s.plus(float(detail["plan_seconds"]))
-        elif event.kind == "publish":
-            self._offered = (int(detail.get("plan_id", 0)), self._trigger, event.time)
+        elif (offer := plan_offer(event)) is not None:
+            self._offered = (offer.plan_id, self._trigger, event.time)
             self._trigger = UNTOLD
-        elif event.kind in OUTCOME_OF_EVENT and int(detail.get("plan_id", 0)) > 0:
-            self._note_end(int(detail["plan_id"]), OUTCOME_OF_EVENT[event.kind], event.time)
+        elif (end := plan_end(event)) is not None:
+            self._note_end(end.plan_id, OUTCOME_OF_EVENT[event.kind], event.time)
         elif event.kind == "error":
             where = str(detail.get("where", ""))
             self.anomalies[where if where in ANOMALIES else "other"] += 1
@@ -90,12 +90,12 @@ class RunTally:
             "decided": dict(self.decided),
             "rebalances": dict(self.rebalances),
             "anomalies": dict(self.anomalies),
-            "samples_left_out": dict(self.left_out),
+            "samples_excluded": dict(self.excluded),
             "plan_s": self.plan_s,
             "rebalance_s": self.rebalance_s,
         }
 
-    def _note_end(self, plan_id: int, outcome: str, time: float) -> None:
+    def _note_end(self, plan_id: int, outcome: Outcome, time: float) -> None:
         self.ended_plans[outcome] += 1
         offered_id, trigger, since = self._offered
         self.rebalances[trigger if offered_id == plan_id else UNTOLD, outcome] += 1
@@ -166,8 +166,8 @@ def oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | No
     """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
-            max(0.0, now - state.time) + float(state.detail.get("progress_age_s", 0.0)),
-            f"rank {state.rank}, {state.detail.get('progress_of') or 'the step'}",
+            max(0.0, now - state.time) + state.progress_age_s,
+            f"rank {state.rank}, {state.progress_of or 'the step'}",
         )
         for state in states
     ]

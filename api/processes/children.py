@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from api.processes.descriptors import raise_descriptor_limit
-from api.processes.supervision import TURN_S
+from api.processes.supervision import REPORT_PERIOD_S
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from eplb.errors import BrokenGroup, EplbError, RankError
 
@@ -33,7 +33,7 @@ WORKER_MODULES = (  # of the demo's children
     "api.demo.workers.rank",
     "api.demo.workers.checker",
     "api.demo.workers.host_cache",
-    "api.demo.workers.controller",
+    "api.processes.controller",
 )
 
 Message = tuple[str, Any]  # (kind, body); kind "failed" carries (class name, sentence)
@@ -54,7 +54,7 @@ class Parent:
             except OSError:
                 _end_orphaned()
 
-    def listen(self, on_command: Callable[[Message], None]) -> None:
+    def receive_commands(self, on_command: Callable[[Message], None]) -> None:
         """Receive commands on a thread until the parent exits, and exit with it."""
 
         def receive() -> None:
@@ -67,18 +67,18 @@ class Parent:
         threading.Thread(target=receive, name="commands", daemon=True).start()
 
 
-class Turns:
-    """Reports to the parent that this process makes progress, at most every ``TURN_S``."""
+class ProgressReports:
+    """Reports to the parent that this process makes progress, at most every ``REPORT_PERIOD_S``."""
 
     def __init__(self, parent: Parent, clock: Callable[[], float] = time.monotonic) -> None:
         self._parent, self._clock, self._reported = parent, clock, -math.inf
 
     def report(self) -> None:
-        """Report progress, unless it was reported less than ``TURN_S`` ago."""
+        """Report progress, unless it was reported less than ``REPORT_PERIOD_S`` ago."""
         now = self._clock()
-        if now - self._reported >= TURN_S:
+        if now - self._reported >= REPORT_PERIOD_S:
             self._reported = now
-            self._parent.send("turn")
+            self._parent.send("progress")
 
 
 class Child:
@@ -102,7 +102,7 @@ class Child:
         messages.close()
 
     def command(self, kind: str, body: Any = None) -> None:
-        """Send a command; one to an exited child is dropped, its exit is reported elsewhere."""
+        """Send a command; it is dropped if the child has exited, which is reported elsewhere."""
         try:
             self._commands.send((kind, body))
         except OSError:
@@ -116,7 +116,7 @@ class Child:
             return None
         return message
 
-    def how_it_ended(self) -> str:
+    def exit_text(self) -> str:
         """Return how the process exited, as a sentence."""
         status = self.process.exitcode
         if status is None:
@@ -140,7 +140,7 @@ class Child:
 
 
 def _end_orphaned() -> NoReturn:
-    """End this process; what a killed parent left in the folder for temporary files goes too."""
+    """End this process, and remove the temporary folder of a killed parent."""
     parent = parent_process()
     folder = current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder is not None and parent is not None and not parent.is_alive():
@@ -149,7 +149,7 @@ def _end_orphaned() -> NoReturn:
 
 
 def preload_modules(*names: str) -> None:
-    """Have children start with these modules imported already: torch once, not ten times."""
+    """Import these modules once in the fork server, instead of in each child."""
     get_context("forkserver").set_forkserver_preload(list(names))
 
 

@@ -1,7 +1,7 @@
-"""One deployment of a name in a store: the lease that its parent process holds while it runs.
+"""The lease of a deployment in a store, which its parent process holds while it runs.
 
-A second start is refused; the error names the holder. The lease alone shows whether the holder is
-alive (``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
+A second start is refused; the error names the holder. The lease shows whether the holder is alive
+(``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
 refusal comes within that time. After an exit of the holder, a start on the same host continues at
 once, and on another host after one time to live.
 """
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class DeploymentLease:
-    """The hold of one parent on its deployment. ``take`` it before anything is written.
+    """The lease of one parent process on its deployment. Call ``take`` before anything is written.
 
     Args:
-        joins: to run beside another on purpose: both write, and neither is refused.
+        joins: run beside another deployment of the name: both write, and neither is refused.
     """
 
     def __init__(self, store: LoadStore, ttl_s: float, *, joins: bool = False) -> None:
@@ -69,7 +69,7 @@ class DeploymentLease:
             )
 
     def release(self) -> None:
-        """Let another start at once."""
+        """Release the lease, so that another start need not wait."""
         self._closing.set()
         if not self._is_taken:
             return

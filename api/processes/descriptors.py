@@ -8,8 +8,8 @@ import resource
 def raise_descriptor_limit() -> int:
     """Raise the limit of open descriptors to the hard limit; return it.
 
-    Every process of a deployment calls this at its start. The usual soft limit of 1,024 is used up
-    by as many stray connections, and what needs a descriptor then fails, restarts included.
+    Every process of a deployment calls this at its start. With the usual soft limit of 1,024 as
+    many idle connections use up all descriptors, and then restarts fail too.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""The pieces of the demo's model that depend on where it runs: dispatch, experts, launch.
+"""The parts of the demo's model that depend on the device: dispatch, experts, launch.
 
 Memory and transport are the builder's (``rebalance.build.experts``); everything else about a rank
 is the same on a CPU and on a GPU.
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from api.demo.workers.plan import WorkerPlan
-from eplb.errors import ConfigError
-from runtime.checkpoint import Weights
+from api.processes.devices import check_gpus
+from runtime.checkpoints.own_model import Weights
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank
@@ -22,7 +22,7 @@ from runtime.model.moe import Forward, MoEStack
 
 
 class Model(Protocol):
-    """What the serving loop calls once a step."""
+    """A model that runs one forward pass."""
 
     def forward(
         self, token_ids: torch.Tensor, *, salt: int, forced: torch.Tensor | None = None
@@ -31,7 +31,7 @@ class Model(Protocol):
 
 
 class Device(Protocol):
-    """Where a rank runs."""
+    """The device of a rank."""
 
     device: torch.device
 
@@ -39,14 +39,14 @@ class Device(Protocol):
         """Choose a dispatcher, and return the reason."""
 
     def experts(self, bank: ExpertBank) -> Experts:
-        """Make what computes."""
+        """Make the experts' computation."""
 
     def model(self, stack: MoEStack, dispatcher: Dispatcher) -> Model:
-        """Make what the loop calls."""
+        """Make the model that the serving loop calls."""
 
 
 class CpuDevice:
-    """A process with one thread of arithmetic and shared memory."""
+    """A CPU process with one compute thread and shared memory."""
 
     device = torch.device("cpu")
 
@@ -72,17 +72,13 @@ class GpuDevice:
     """One GPU of a node whose GPUs can read each other's memory."""
 
     def __init__(self, plan: WorkerPlan, rank: int) -> None:
-        found = torch.cuda.device_count()
-        if found < plan.topology.num_ranks:
-            raise ConfigError(
-                f"found {found} GPUs for {plan.topology.num_ranks} ranks, expected one for each"
-            )
+        check_gpus(plan.topology.num_ranks)
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self._plan, self._rank = plan, rank
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
-        """Pick the first that proves right here: DeepEP for decode, for prefill, all-to-all."""
+        """Choose the first that passes the self-test: DeepEP decode, DeepEP prefill, all-to-all."""
         from runtime.dispatch.selftest import Trial, choose_dispatcher
 
         plan = self._plan
@@ -116,7 +112,6 @@ class GpuDevice:
             return stack
         return CapturedStack(
             stack,
-            dispatcher,
             shape=plan.batch_shape,
             num_layers=plan.model.num_layers,
             device=self.device,

@@ -1,4 +1,4 @@
-"""Supervises what does not serve: the controller, the checker, the host caches, the HTTP service.
+"""Supervises the processes that do not serve: controller, checker, host caches, HTTP service.
 
     STARTING --report--> RUNNING --no report within deadline--> SIGKILL
        ^                    |                                      |
@@ -24,7 +24,7 @@ from telemetry.store import Lease
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
-TURN_S = 0.5  # how often a process reports progress, about
+REPORT_PERIOD_S = 0.5  # how often a process reports progress, about
 
 Clock = Callable[[], float]
 Kill = Callable[[], None]
@@ -38,8 +38,8 @@ class SupervisionSettings:
     restarts: int = 20  # of each process, within the window
     window_s: float = 3600.0
     max_delay_s: float = 5.0  # before a restart
-    hung_after_s: float = 30.0  # without a turn: SIGKILL. More than a plan takes
-    start_deadline_s: float = 300.0  # for the first turn: a fresh checkout compiles kernels first
+    hung_after_s: float = 30.0  # without a report: SIGKILL. Longer than a plan takes
+    start_deadline_s: float = 300.0  # for the first report: a fresh checkout compiles kernels first
 
 
 class RestartBudget:
@@ -76,12 +76,12 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessView:
-    """What metrics and readiness show of a process."""
+    """State of a process for metrics and readiness."""
 
     name: str
     kind: str  # controller, checker, host_cache, http: the label of metrics
     state: ProcessState
-    turn_age_s: float | None  # since its last turn, over restarts; None: it reports none
+    report_age_s: float | None  # since its last report, over restarts; None: it sends none
     is_late: bool  # no report for half of the deadline
     restarts: int  # since the deployment was started
     reason: str  # of the latest end; empty: none yet
@@ -105,7 +105,7 @@ class Supervised:
         kind: the label of metrics.
         start: starts one more, and returns what ends it at once, even where it hangs.
         note: stores an event.
-        has_turns: whether it reports turns; without, only its end is seen.
+        reports_progress: whether it reports progress; otherwise only its exit is detected.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Supervised:
         note: Note,
         settings: SupervisionSettings,
         *,
-        has_turns: bool = True,
+        reports_progress: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.name, self._kind, self._start, self._note = name, kind, start, note
-        self._settings, self._has_turns, self._clock = settings, has_turns, clock
+        self._settings, self._reports_progress, self._clock = settings, reports_progress, clock
         self._budget = RestartBudget(settings.restarts, settings.window_s, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
         self._started = self._due = self._looked = clock()
-        self._turned: float | None = None
+        self._reported: float | None = None
         self._delay_s, self._reason, self._is_late_noted = FIRST_DELAY_S, "", False
 
     # -- called when a message or an exit of the process is seen
@@ -137,16 +137,16 @@ class Supervised:
         self.state = ProcessState.STARTING
         self._kill = self._start()
 
-    def turned(self) -> None:
+    def reported(self) -> None:
         """Record a report: it makes progress."""
         if self.is_up:
             self.state, self.was_ready = ProcessState.RUNNING, True
-            self._turned, self._is_late_noted = self._clock(), False
+            self._reported, self._is_late_noted = self._clock(), False
 
     def retire(self) -> None:
         """Record that it is ended on purpose."""
         self.state, self._kill = ProcessState.DOWN, None
-        self._turned = None
+        self._reported = None
 
     def ended(self, how: str) -> None:
         """Record that it exited, and plan its restart."""
@@ -175,13 +175,13 @@ class Supervised:
         """Whether it has reported since it was started."""
         return self.state is ProcessState.RUNNING
 
-    def look(self) -> None:
-        """Kill it where it hangs; start it again where that is due."""
+    def check(self) -> None:
+        """Kill the process if it hangs; restart it if that is due."""
         now = self._clock()
         if now - self._looked > self._settings.hung_after_s / 2:
-            # The supervisor itself was suspended, and has received no report meanwhile.
+            # The supervisor itself was suspended and received no reports meanwhile.
             self._started = now
-            self._turned = now if self._turned is not None else None
+            self._reported = now if self._reported is not None else None
         self._looked = now
         if self._kill is not None:
             self._end_if_hung(self._kill, now)
@@ -199,17 +199,17 @@ class Supervised:
             self.ended(f"{self.name} could not be started: {exc}")
 
     def _end_if_hung(self, kill: Kill, now: float) -> None:
-        if not self._has_turns:
+        if not self._reports_progress:
             return
         is_starting = self.state is ProcessState.STARTING
         limit_s = self._settings.start_deadline_s if is_starting else self._settings.hung_after_s
-        since = self._started if is_starting or self._turned is None else self._turned
+        since = self._started if is_starting or self._reported is None else self._reported
         silent_s = now - since
         if silent_s >= limit_s:
             expected = f"expected one within {limit_s:g} s"
             self._note(self.name, f"no report for {silent_s:.1f} s, {expected}: killed")
             kill()
-            self._started = self._turned = now  # its exit is reported separately
+            self._started = self._reported = now  # its exit is reported separately
         elif not is_starting and silent_s >= limit_s / 2 and not self._is_late_noted:
             self._is_late_noted = True
             self._note(self.name, f"no report for {silent_s:.1f} s, SIGKILL after {limit_s:g} s")
@@ -217,8 +217,8 @@ class Supervised:
     def view(self) -> ProcessView:
         """Return the present state."""
         age_s = None
-        if self._has_turns and self._turned is not None:
-            age_s = max(0.0, self._clock() - self._turned)
+        if self._reports_progress and self._reported is not None:
+            age_s = max(0.0, self._clock() - self._reported)
         is_late = age_s is not None and age_s >= self._settings.hung_after_s / 2
         return ProcessView(
             self.name, self._kind, self.state, age_s, is_late, self.restarts, self._reason
@@ -282,12 +282,12 @@ class Supervisor:
         self.processes.append(process)
         return process
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Kill what hangs, restart what is due."""
         for process in self.processes:
-            process.look()
+            process.check()
 
-    def see_lease(self, lease: Lease | None) -> None:
+    def record_lease(self, lease: Lease | None) -> None:
         """Record the controller's lease; without a renewal its age grows."""
         if lease is not None and lease != self._lease:
             self._lease, self._renewed = lease, self.clock()

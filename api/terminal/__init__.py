@@ -1,1 +1,1 @@
-"""What processes print: the live picture, escaped text, logs."""
+"""Output of processes: the live picture, escaped text, logs."""

@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 from rich.console import Console
 
 
-class LastingStream:
+class UnbreakableStream:
     """A stream that drops its input once it has no reader: a closed terminal ends no run."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -42,6 +42,6 @@ class LastingStream:
             os.close(nowhere)
 
 
-def lasting_console() -> Console:
+def unbreakable_console() -> Console:
     """Make a console on the standard output."""
-    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
+    return Console(file=cast(IO[str], UnbreakableStream(sys.stdout)))

@@ -1,4 +1,4 @@
-"""What a process prints while it runs: a live picture on a terminal, plain lines elsewhere."""
+"""Live output of a process: a picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STOP_TIMEOUT_S = 10.0
 class LiveView:
     """Show a monitor from a thread of its own, until it is stopped.
 
-    Use it as a context manager, or call ``start`` and ``stop``. What goes wrong while it shows is
-    raised by ``stop``: a view must not end the process that it shows.
+    Use it as a context manager, or call ``start`` and ``stop``. ``stop`` raises an exception of the
+    view: it must not end the process that is shown.
     """
 
     def __init__(

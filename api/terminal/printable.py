@@ -1,4 +1,4 @@
-"""Text of others as it may be printed: on one line, and without a command to the terminal."""
+"""Escapes untrusted text for output: on one line, and without terminal control sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that knows no secret tries at the sockets of ranks, hosts and their parent.
+"""Attacks on the sockets of ranks, hosts and their parent by a process without the secret.
 
 Deployments here are of two real ranks over gloo and of a real host weight cache, as small as they
 get. Addresses are read from ``/proc``: an attacker who can scan ports learns as much.
@@ -30,17 +30,19 @@ from benchmarks.attack.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.network.listener import ConnectionListener, ListenerSettings
-from rebalance.network.wire import PROTOCOL as HOSTS
-from rebalance.network.wire import Wire, client_handshake, connect
+from rebalance.network.frames import Wire, connect
+from rebalance.network.handshake import PROTOCOL as HOSTS
+from rebalance.network.handshake import client_handshake
+from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
-from rebalance.transport.ranks.wire import PROTOCOL as RANKS
-from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from rebalance.transport.ranks.messages import PROTOCOL as RANKS
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
 
@@ -301,10 +303,14 @@ def _deep_frames(folder: Path) -> Outcome:
         host = _free_address()
         stack.enter_context(closing(_host_cache(folder, HostLinkSettings((host,), secret, host))))
         rank = _free_address()
-        listener_settings = ListenerSettings("rank", rank, RANKS, secret, 2.0)
-        stack.enter_context(
-            closing(ConnectionListener(listener_settings, dict, lambda wire: None, is_closing))
+        listener = ConnectionListener(
+            listen(rank, "rank"),
+            ListenerSettings("rank", RANKS, secret, 2.0),
+            dict,
+            lambda wire: None,
+            is_closing,
         )
+        stack.enter_context(closing(listener))
         for address in (host, rank):
             for frame in FRAMES:
                 with suppress(OSError), closing(connect(address, DEADLINE_S)) as stranger:

@@ -18,8 +18,9 @@ from benchmarks.attack.attack import Attack, Outcome
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry import open_store
+from telemetry.events import plan_end
 from telemetry.store import LoadStore
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
 from telemetry.stores.sqlite.store import SqliteStore
 
@@ -71,7 +72,7 @@ def found_in_time(what: str, look: Callable[[], Any], within_s: float) -> Any:
 def commits(store: LoadStore, after: int = 0) -> int:
     """Migrations that were committed by events past an id."""
     events = store.events(after=after, limit=100_000)
-    return sum(one.kind == "commit" and one.detail["plan_id"] > 0 for one in events)
+    return sum(one.kind == "commit" and plan_end(one) is not None for one in events)
 
 
 def decisions(store: LoadStore, after: int) -> int:

@@ -1,4 +1,4 @@
-"""Processes that do not serve are hung and killed: serving goes on, and they come back."""
+"""Hangs and kills processes that do not serve: serving continues, and they are restarted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``eplb demo`` as a patient: its processes by title, what its store says, what it must not leave.
+"""``eplb demo`` under faults: its processes by title, the state in its store, and what it leaves.
 
-Nothing here looks inside a process. Faults come from outside (signals, its files, its memory
-through /proc), and what is found out comes from the store, the error stream and /proc.
+Faults come from outside the processes (signals, files, memory through /proc), and results come from
+the store, the error stream and /proc.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Found = TypeVar("Found")
 
 
 class Ended(Exception):
-    """The demo ended although nobody asked it to."""
+    """The demo ended without a request."""
 
 
 class TooLate(Exception):
-    """What was waited for did not come in time: a hang, until somebody shows why not."""
+    """A wait timed out, which counts as a hang."""
 
 
 class FaultyDemo:
-    """One deployment, in as many lives as it takes: each start goes on from the last placement."""
+    """One deployment over any number of starts; each continues from the last placement."""
 
     def __init__(self, folder: Path, seed: int, settings: Mapping[str, Any] | None = None) -> None:
         self.folder, self.state_dir = folder, folder / "state"
@@ -120,7 +120,7 @@ class FaultyDemo:
         self.process.wait(END_DEADLINE_S)
 
     def last_output(self) -> str:
-        """The last line that it said on its error stream."""
+        """The last line of its error stream."""
         lines = self.errors_path.read_text().splitlines()
         return lines[-1] if lines else "nothing"
 

@@ -61,7 +61,7 @@ def all_hold_one_generation(demo: FaultyDemo, stopped: float) -> bool:
     if info is None or committed is None:
         return False
     states = demo.store.rank_states(info.run)
-    frozen = [str(state.detail["frozen"]) for state in states if state.detail.get("frozen")]
+    frozen = [state.frozen for state in states if state.frozen]
     if frozen:
         raise TooLate(f"a rank adopts no plan any more: {frozen[0]}")
     found = {(state.phase, state.generation) for state in states}
@@ -113,7 +113,7 @@ def suffer(demo: FaultyDemo, fault: Fault) -> dict[str, Any]:
         "orphans": len(demo.orphaned_memory()),
         "descriptors": demo.num_descriptors(),
         "processes": len(demo.processes()),
-        "told": [line for line in demo.news() if "Traceback" in line],
+        "tracebacks": [line for line in demo.news() if "Traceback" in line],
     }
 
 

@@ -20,7 +20,7 @@ from eplb.migration.build import Migration, Pace, Source, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.stage.settings import StageSettings
+from rebalance.stage.stage_settings import StageSettings
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore, RunInfo

@@ -27,7 +27,7 @@ from eplb.errors import MigrationError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.processes import HostMemory, Peers, PullTransport, RankMemory, SharedPeers
+from rebalance.transport.processes import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.group.agreement import gathered
@@ -184,11 +184,9 @@ def build(
     handles = gathered(bank.handle, control)
     peers: Peers
     if from_cuda:
-        from rebalance.transport.gpus import SymmetricPeers
-
-        peers = SymmetricPeers(rank, topology, bank, arena)
+        peers = MappedPeers(rank, topology, bank, arena.peer)
     else:
-        peers = SharedPeers(rank, topology, bank, dict(enumerate(handles)))
+        peers = MappedPeers(rank, topology, bank, handles.__getitem__)
     return BigRank(rank, shapes, topology, placement, bank, peers, votes, digests, device)
 
 

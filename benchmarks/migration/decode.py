@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.migration.agent import MOVES, agent_of, publisher_of, rotated
 from benchmarks.migration.big_rank import BigRank, Shapes, build
 from benchmarks.migration.stage import PinnedHostCache
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures

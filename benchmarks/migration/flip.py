@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.migration.big_rank import seconds
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from eplb.core.placement import Placement
 from runtime.routing import RoutingTable
 

@@ -23,12 +23,12 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
+from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from rebalance.preload.hosts.settings import HostLinkSettings
-from runtime.checkpoint import Checkpoint
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import SharedArena
 

@@ -32,10 +32,10 @@ from benchmarks.migration.decode import measure_decode
 from benchmarks.migration.flip import measure_flip
 from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_host_cache
 from benchmarks.migration.whole import measure_whole
-from benchmarks.rows import Row, keep, show
+from benchmarks.result_table import Row, keep, show
 from eplb.core.model import ModelShape
 from eplb.migration.build import Source
-from rebalance.stage.settings import SERVING_BYTES_PER_SECOND
+from rebalance.stage.stage_settings import SERVING_BYTES_PER_SECOND
 from runtime.group.launch import launch
 
 DECODE_DEADLINE_S = 200.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -36,13 +37,15 @@ from benchmarks.migration.loopback import (
     send_plainly,
 )
 from eplb.core.model import ModelShape
+from rebalance.network.link_settings import SERVING_BYTES_PER_SECOND
+from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.cache.settings import NUM_READERS, HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from rebalance.preload.hosts.settings import SERVING_BYTES_PER_SECOND
-from rebalance.preload.records.loader import make_all
-from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name
+from rebalance.preload.disk.expert_loader import make_all
+from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from runtime.checkpoints.model_config import CONFIG_FILE
+from runtime.checkpoints.own_model import expert_name, own_config
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import SharedArena, digest
 
@@ -58,11 +61,11 @@ NUM_FILLS = (
 Row = tuple[str, str, str]
 
 
-def write_experts(folder: Path, num_experts: int, schema: ExpertSchema) -> None:
+def write_experts(folder: Path, model: ModelShape, schema: ExpertSchema) -> None:
     """One layer of random experts, one shard: nothing else of a model is needed here."""
     generator = torch.Generator().manual_seed(7)
     shard = {}
-    for expert in range(num_experts):
+    for expert in range(model.num_experts):
         for spec in schema.tensors:
             shape = schema.part_shape(spec)
             for part in spec.parts:
@@ -73,6 +76,7 @@ def write_experts(folder: Path, num_experts: int, schema: ExpertSchema) -> None:
     save_file(shard, folder / "experts.safetensors")
     names = ", ".join(f'"{name}": "experts.safetensors"' for name in shard)
     (folder / INDEX_FILE).write_text('{"weight_map": {' + names + "}}")
+    (folder / CONFIG_FILE).write_text(json.dumps(own_config(model)))
 
 
 def drop_cache(path: Path) -> None:
@@ -150,7 +154,7 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
     model = ModelShape((0,), num_records, 8, hidden=HIDDEN, intermediate=INTERMEDIATE)
     weights, records = scratch / "weights", scratch / "records"
     shard = weights / "experts.safetensors"
-    write_experts(weights, num_records, schema)
+    write_experts(weights, model, schema)
     total_gb = num_records * schema.record_bytes / 1e9
     making_s = seconds(lambda: make_all(Checkpoint(weights), model, schema, records))
     host_cache = partial(Cache, weights, model, schema, num_readers=num_readers)

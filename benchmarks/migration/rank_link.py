@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
-from rebalance.stage.settings import MIB, StageSettings
+from rebalance.stage.stage_settings import MIB, StageSettings
 from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.messages import GroupName, Part
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import RankLinkServer, Served
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import GroupName, Part
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)

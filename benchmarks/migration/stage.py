@@ -30,22 +30,22 @@ from benchmarks.migration.big_rank import (
     seconds,
 )
 from benchmarks.migration.preload import write_experts
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Move, Source
+from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.client import HostCacheClient
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
 from rebalance.protocol.phases import RankPhase
 from rebalance.stage.lanes import Pull
-from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted, always
 from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.types import Digest, Record
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.group.launch import launch
 from runtime.memory.shared import digest
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.migration.agent import Clockwork, agent_of, publisher_of
 from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.publishing import Publisher
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from rebalance.agent import RankAgent
 
 FIRST_STEPS = 4  # before it begins, so that all threads and votes run

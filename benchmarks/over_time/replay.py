@@ -23,7 +23,7 @@ from eplb.decision.allowance import moves_per_layer
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.policies.table import contiguous_policy, policy_named
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import RunInfo
+from telemetry.store import RankState, RunInfo
 from telemetry.stores.memory import MemoryStore
 
 MOST_HISTORY = 16  # windows that a compared policy sees
@@ -90,6 +90,9 @@ class Deployment:
         self.store = MemoryStore("over-time", clock=lambda: self.now)
         described = model_to_dict(model), topology_to_dict(topology)
         self.store.begin_run(RunInfo("run", 0.0, *described, WINDOW_STEPS))
+        for rank in range(topology.num_ranks):
+            idle = RankState("run", rank, 0.0, 0, 0, "idle", 0, 0, 0, weights_version=0)
+            self.store.report(idle)
         self.placement = start_of(topology, first)
         self.store.commit(self.placement, expected=None, reason="start")
         self.controller = Controller(

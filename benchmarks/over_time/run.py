@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +34,6 @@ from rich.console import Console
 
 from benchmarks.over_time.loads import DATA, GPT, HALVES, LITE, RANKS, STEADY, Case, cases, stream
 from benchmarks.over_time.replay import (
-    Replayed,
     realised,
     replay_controller,
     replay_nothing,
@@ -60,49 +60,38 @@ DAY_WINDOWS, QUICK_DAY = 1440, 240  # of a minute
 SETTLED = 1  # plans that may move experts in a day of one load
 
 
-def judged(job: tuple[Case, str, int]) -> list[Figures]:
-    """Replay one case under every planner."""
-    case, half, most = job
+def judged(job: tuple[Case, str, int, str]) -> Figures:
+    """Replay one case under one planner."""
+    case, half, most, name = job
     register_peers()
     load, topology = stream(case, half, most), case.topology
-    found: dict[str, tuple[Replayed, float]] = {}
-    for name in (OURS, NOTHING, *PEERS):
-        begin = time.process_time()
-        if name == OURS:
-            replayed = replay_controller(load, topology, TOP_K[case.model])
-        elif name == NOTHING:
-            replayed = replay_nothing(load, topology)
-        else:
-            replayed = replay_policy(load, topology, name)
-        found[name] = replayed, time.process_time() - begin
-    base = found[NOTHING][0].per_window
-    rows = []
-    for name, (replayed, seconds) in found.items():
-        excess = np.array(replayed.imbalance) - 1
-        above = replayed.per_window - base
-        kept = realised(load, topology, replayed) if name == OURS else []
-        promised, got = (
-            (float(sum(column)) for column in zip(*kept, strict=True)) if kept else (0.0, 0.0)
-        )
-        rows.append(
-            Figures(
-                case.name,
-                name,
-                float(excess.mean()),
-                float(np.percentile(excess, 99)),
-                replayed.moves,
-                len(replayed.changes),
-                promised,
-                got,
-                len(kept),
-                sum(won > 0 for _, won in kept),
-                int((above > 0).sum()),
-                len(above),
-                float(above.max()),
-                seconds,
-            )
-        )
-    return rows
+    begin = time.process_time()
+    if name == OURS:
+        replayed = replay_controller(load, topology, TOP_K[case.model])
+    elif name == NOTHING:
+        replayed = replay_nothing(load, topology)
+    else:
+        replayed = replay_policy(load, topology, name)
+    seconds = time.process_time() - begin
+    above = replayed.per_window - replay_nothing(load, topology).per_window
+    excess = np.array(replayed.imbalance) - 1
+    kept = realised(load, topology, replayed) if name == OURS else []
+    return Figures(
+        case.name,
+        name,
+        float(excess.mean()),
+        float(np.percentile(excess, 99)),
+        replayed.moves,
+        len(replayed.changes),
+        sum(promised for promised, _ in kept),
+        sum(got for _, got in kept),
+        len(kept),
+        sum(got > 0 for _, got in kept),
+        int((above > 0).sum()),
+        len(above),
+        float(above.max()),
+        seconds,
+    )
 
 
 def settled(job: tuple[tuple[str, str], str, str, int]) -> Day:
@@ -134,6 +123,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="of orders that are drawn")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--limit", type=float, help="seconds; what is not done by then is left out")
     parser.add_argument("--json", type=Path, help="write all figures")
     arguments = parser.parse_args()
     if not DATA.is_dir():
@@ -149,18 +139,41 @@ def main() -> None:
     chosen = [case for case in cases(seeds) if arguments.only in case.name]
     loads = [key for key in RANKS if arguments.only in f"{key[0]} {key[1]}"]
     days_of = [(key, kind, arguments.half, day) for key in loads for kind in STEADY]
+    planners = (OURS, *PEERS, NOTHING)  # the slowest first, so that none begins at the end
+    jobs = [(case, arguments.half, most, name) for name in planners for case in chosen]
     with ProcessPoolExecutor(arguments.workers) as pool:
-        settling = pool.map(settled, days_of)
-        judging = pool.map(judged, [(case, arguments.half, most) for case in chosen])
-        days, rows = list(settling), [row for part in judging for row in part]
-    if rows:
-        found = merged(rows)
-        show(console, found)
-        show_targets(console, found)
+        settling = {pool.submit(settled, job): job for job in days_of}
+        judging = {pool.submit(judged, job): job for job in jobs}
+        running = [*settling, *judging]
+        late = wait(running, timeout=arguments.limit).not_done
+        for future in running:
+            if future in late:
+                job = settling.get(future) or judging[future]
+                console.print(f"left out, not done after {arguments.limit} s: {job}")
+        kill(pool)
+    days = [future.result() for future in settling if future not in late]
+    rows = [future.result() for future in judging if future not in late]
+    complete = {case: by for case, by in merged(rows).items() if is_complete(by)}
+    if complete:
+        show(console, complete)
+        show_targets(console, complete)
     show_days(console, days)
     if arguments.json is not None:
         kept = {"rows": [asdict(row) for row in rows], "days": [asdict(one) for one in days]}
         arguments.json.write_text(json.dumps(kept, indent=1))
+
+
+def is_complete(by_planner: dict[str, Figures]) -> bool:
+    """Whether every planner replayed every window of a case."""
+    windows = {row.windows for row in by_planner.values()}
+    return {OURS, NOTHING, *PEERS} <= set(by_planner) and len(windows) == 1
+
+
+def kill(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool at once."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from eplb import Budget, Constraints, ModelShape, Placement, Topology, imbalance, plan
 from eplb.planner import Plan
-from eplb.policies.legality import why_it_cannot_serve
+from eplb.policies.legality import first_violation
 
 Load = NDArray[np.int64]
 DEADLINE_S = 300.0
@@ -163,7 +163,7 @@ def cell(figure: float, goal: float, form: str) -> str:
 def add(
     table: Table, labels: tuple[str, str], ms: tuple[float, float], found: Plan, goal: Goal
 ) -> None:
-    why = why_it_cannot_serve(found.problem, found.target)
+    why = first_violation(found.problem, found.target)
     moved = found.num_moves / found.target.slot_to_expert.size
     table.add_row(
         *labels,

@@ -129,7 +129,7 @@ def main() -> None:
     if not DATA.is_dir():
         sys.exit(f"skipped: real traces are not at {DATA}: set EPLB_DATA")
     drawn, stale = curves(windows("intent"), windows("summary"))
-    print(f"what serves, unchanged: {stale:.3f}")
+    print(f"serving placement, unchanged: {stale:.3f}")
     for curve in drawn:
         print(f"{curve.name}: " + ", ".join(f"{m:.1%} {r:.3f}" for m, r in curve.points))
     (ROOT / "docs" / "moves.svg").write_text(drawing(drawn, stale))

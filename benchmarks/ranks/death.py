@@ -1,13 +1,12 @@
-"""One death: a rank is killed in mid-decode. What do others see, and how soon is all right again?
+"""Kills a rank during decode: measures detection by the others, and the time until recovery.
 
     python3 -m benchmarks.ranks.death --device cuda [--ranks 4] [--unwatched]
     python -m benchmarks.ranks.death --device cpu
 
 DeepEP v1.2.1 has no masks here, and its kernels wait about 100 s for a dead peer before they trap.
-So nobody may wait for a kernel alone: the liveness connections, which are the host's, tell
-survivors, and the way back is a restart of the workers from the host cache of their host, which
-outlives them. ``--unwatched`` shows what would happen without: two ranks a mode, one of them
-killed, the other left alone with the library.
+So a wait for a kernel also watches the liveness connections, by which the host detects the death;
+then the workers restart from the cache of their host, which outlives them. ``--unwatched`` shows
+the library without this: two ranks for each mode, of which one is killed.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from api.demo.workers.build import build_demo_rank
 from api.demo.workers.host_cache import run_host_cache
 from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.processes.children import Child, Parent, preload_modules
-from benchmarks.ranks.workers import VOCABULARY, begin_run, plan_of, told
+from benchmarks.ranks.workers import VOCABULARY, begin_run, plan_of, received_message
 from eplb.core.topology import Topology
 from eplb.errors import RankError
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.selftest import Trial, choose_dispatcher, routing_cases
 from runtime.group.rendezvous import Rendezvous, reach
@@ -41,12 +40,12 @@ from runtime.model.reference import ReferenceModel
 from runtime.streams import Completion
 
 KILL_AFTER_STEPS = 20
-PATIENCE_S = 5.0  # for survivors to say that they know; after it they are ended all the same
+PATIENCE_S = 5.0  # for reports of survivors; after it they are ended
 UNWATCHED_DEADLINE_S = 150.0
 GPU_DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
 
 
-def say(what: str, found: str) -> None:
+def print_row(what: str, found: str) -> None:
     """Print one row at once: a death may end this program too."""
     print(f"{what:<62} {found}", flush=True)
 
@@ -54,10 +53,10 @@ def say(what: str, found: str) -> None:
 def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     """Serve until a peer dies; the first answer goes to the parent, to be checked."""
     begun = threading.Event()
-    parent.listen(lambda _: begun.set())
+    parent.receive_commands(lambda _: begun.set())
     built = build_demo_rank(plan, rank)
     parent.send("ready", os.getpid())
-    assert begun.wait(120), "not told to begin"
+    assert begun.wait(120), "no command to begin"
     built.agent.start()
     random = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCABULARY, plan.batch_shape, generator=random)
@@ -67,14 +66,14 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     in_flight = Completion(is_cuda=is_cuda)
     try:
         while built.begin_step():
-            answer = built.model.forward(on_device, salt=built.dispatcher.steps)
+            answer = built.model.forward(on_device, salt=built.passes.begin())
             built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=is_cuda)
-            if built.dispatcher.steps == 1:
+            if built.passes.steps == 1:
                 built.agent.wait(in_flight)
                 on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
                 parent.send("first answer", (time.monotonic(), ids, on_host))
-            if built.dispatcher.steps == KILL_AFTER_STEPS:
+            if built.passes.steps == KILL_AFTER_STEPS:
                 parent.send("in mid-decode")
     except RankError as exc:
         parent.send("served", (time.monotonic(), str(exc)))
@@ -83,14 +82,14 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
 def start(plan: WorkerPlan, num_ranks: int) -> tuple[list[Child], list[int]]:
     """Start all ranks and wait until they can serve."""
     ranks = [Child(f"rank {r}", run_decode, plan, r) for r in range(num_ranks)]
-    return ranks, [told(child, "ready", 240) for child in ranks]
+    return ranks, [received_message(child, "ready", 240) for child in ranks]
 
 
 def first_answers(ranks: list[Child], reference: ReferenceModel) -> tuple[float, float, int]:
     """(when the last rank had answered, largest error of its answer, wrong routes in it)."""
     for child in ranks:
         child.command("begin")
-    answers = [told(child, "first answer", 60) for child in ranks]
+    answers = [received_message(child, "first answer", 60) for child in ranks]
     when = max(at for at, _, _ in answers)
     # Of one rank: the reference takes seconds for each, and a rank's answer holds all ranks' work.
     _, ids, answer = answers[-1]
@@ -99,30 +98,31 @@ def first_answers(ranks: list[Child], reference: ReferenceModel) -> tuple[float,
 
 
 def kill_last(ranks: list[Child], pids: list[int]) -> float:
-    """Kill the last rank in mid-decode and say what the others see; returns when it was killed."""
+    """Kill the last rank during decode, print detection times; return the time of the kill."""
     for child in ranks:
-        told(child, "in mid-decode", 120)
+        received_message(child, "in mid-decode", 120)
     killed_at = time.monotonic()
     os.kill(pids[-1], signal.SIGKILL)
     ranks[-1].process.join(PATIENCE_S)
-    say("supervisor knows after", f"{(time.monotonic() - killed_at) * 1e3:.0f} ms")
+    print_row("detected by the supervisor after", f"{(time.monotonic() - killed_at) * 1e3:.0f} ms")
     for child in ranks[:-1]:
         left_s = max(0.0, killed_at + PATIENCE_S - time.monotonic())
         if child.messages.poll(left_s):
-            at, words = told(child, "served", 1)
-            say(f"{child.name} knows after", f"{(at - killed_at) * 1e3:.0f} ms: {words}")
+            at, words = received_message(child, "served", 1)
+            took_ms = (at - killed_at) * 1e3
+            print_row(f"detected by {child.name} after", f"{took_ms:.0f} ms: {words}")
         else:
-            say(f"{child.name} knows after", f"not within {PATIENCE_S:.0f} s")
+            print_row(f"detected by {child.name} after", f"not within {PATIENCE_S:.0f} s")
     return killed_at
 
 
 def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None:
     """Serve, kill, stop, start again, check."""
-    say(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.device}", "")
+    print_row(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.device}", "")
     rendezvous = Rendezvous()
     ranks, pids = start(replace(plan, rendezvous=rendezvous.handle), num_ranks)
     _, error, wrong = first_answers(ranks, reference)
-    say("before: largest error, wrong routes", f"{error:.1e}, {wrong}")
+    print_row("before: largest error, wrong routes", f"{error:.1e}, {wrong}")
     killed_at = kill_last(ranks, pids)
     stopping_at = time.monotonic()
     for child in ranks:
@@ -133,20 +133,20 @@ def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None
     ready_at = time.monotonic()
     right_at, error, wrong = first_answers(ranks, reference)
     is_right = error <= MAX_RELATIVE_ERROR[plan.precision] and wrong == 0
-    say("stopping all workers takes", f"{stopped_at - stopping_at:.2f} s")
-    say(
+    print_row("stopping all workers takes", f"{stopped_at - stopping_at:.2f} s")
+    print_row(
         "new workers, loaded from the host cache, are ready after another",
         f"{ready_at - stopped_at:.2f} s",
     )
-    say("from the kill to right tokens", f"{right_at - killed_at:.2f} s")
-    say("after: largest error, wrong routes, right", f"{error:.1e}, {wrong}, {is_right}")
+    print_row("from the kill to right tokens", f"{right_at - killed_at:.2f} s")
+    print_row("after: largest error, wrong routes, right", f"{error:.1e}, {wrong}, {is_right}")
     for child in ranks:
         child.stop(0.0)
 
 
 def run_unwatched(parent: Parent, name: str, rank: int, first_gpu: int, handle: str) -> None:
     """Two ranks dispatch and combine for ever; this one says what its library does at the end."""
-    parent.listen(lambda _: None)
+    parent.receive_commands(lambda _: None)
     device = torch.device("cuda", first_gpu + rank)
     torch.cuda.set_device(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -193,7 +193,7 @@ def measure_unwatched() -> None:
             Child(f"{name} {rank}", run_unwatched, name, rank, 2 * number, rendezvous.handle)
             for rank in range(2)
         ]
-        modes[name] = (rendezvous, pair, [told(child, "ready", 120) for child in pair])
+        modes[name] = (rendezvous, pair, [received_message(child, "ready", 120) for child in pair])
     for _, _, pids in modes.values():
         os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + UNWATCHED_DEADLINE_S
@@ -201,13 +201,15 @@ def measure_unwatched() -> None:
         what = f"unwatched, {name}"
         if survivor.messages.poll(max(0.0, deadline - time.monotonic())):
             message = survivor.receive()
-            kind, body = message or ("ended", (0.0, f"its process: {survivor.how_it_ended()}"))
-            say(what, f"after {body[0]:.1f} s: {body[1]}"[:300] if kind == "ended" else str(body))
+            kind, body = message or ("ended", (0.0, f"its process: {survivor.exit_text()}"))
+            print_row(
+                what, f"after {body[0]:.1f} s: {body[1]}"[:300] if kind == "ended" else str(body)
+            )
             if message is not None and survivor.messages.poll(10):
                 after = survivor.receive()
-                say(f"{what}, afterwards", str(after[1] if after else survivor.how_it_ended()))
+                print_row(f"{what}, afterwards", str(after[1] if after else survivor.exit_text()))
         else:
-            say(what, f"nothing within {UNWATCHED_DEADLINE_S:.0f} s")
+            print_row(what, f"nothing within {UNWATCHED_DEADLINE_S:.0f} s")
         for child in (survivor, killed):
             child.stop(0.0)
 
@@ -231,7 +233,7 @@ def main() -> None:
             plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]
         )
         host_cache = Child("host_cache", run_host_cache, plan, 0)
-        told(host_cache, "ready", 60)
+        received_message(host_cache, "ready", 60)
         for name in GPU_DISPATCHERS if is_cuda else ("all_to_all",):
             measure(replace(plan, dispatcher=name), given.ranks, reference)
         host_cache.stop(0.0)

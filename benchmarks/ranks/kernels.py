@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from runtime.counters import SlotCounter

@@ -79,20 +79,20 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
     """Serve decode steps under migrations, and prove what is left in memory.
 
     Raises:
-        RankError: nobody said when to begin.
+        RankError: no command to begin.
         BrokenGroup: a peer is dead or late.
         EplbError: the publisher stopped, so that nothing moves any more.
     """
     begun, is_halting = threading.Event(), threading.Event()
     commands = {"begin": begun, "halt": is_halting}
-    parent.listen(lambda command: commands[command[0]].set())
+    parent.receive_commands(lambda command: commands[command[0]].set())
     built = build_demo_rank(plan, rank)
     parent.send("ready")
     if not begun.wait(BEGIN_DEADLINE_S):
-        raise RankError(f"rank {rank}: not told to begin within {BEGIN_DEADLINE_S:.0f} s")
+        raise RankError(f"rank {rank}: no command to begin within {BEGIN_DEADLINE_S:.0f} s")
     publisher = None
     if rank == 0:
-        publisher = publisher_of(plan, lambda: built.dispatcher.steps, wanted.swap_every)
+        publisher = publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
     watch = Watch(parent, built, rank, wanted.length)
     built.agent.start()
     if publisher is not None:
@@ -119,7 +119,7 @@ class Watch:
 
     def after_step(self, took_us: float, in_flight: Completion) -> None:
         """Take in what one step took; look around where a percent or a second is over."""
-        steps, agent = self.built.dispatcher.steps, self.built.agent
+        steps, agent = self.built.passes.steps, self.built.agent
         if steps > WARM_UP_STEPS:
             self._step_us.add(took_us)
         # Every swap makes a new placement serve, and a step makes one swap at most.
@@ -137,7 +137,7 @@ class Watch:
     def progress(self) -> Progress:
         """How far this rank has come."""
         return Progress(
-            self.built.dispatcher.steps,
+            self.built.passes.steps,
             self.built.agent.figures.rebalances,
             self._num_looks,
             self._num_wrong,
@@ -187,7 +187,8 @@ def serve(
     in_flight = Completion(is_cuda=is_cuda)
     while built.begin_step():
         started = time.perf_counter()
-        built.model.forward(batches[built.dispatcher.steps % 16], salt=built.dispatcher.steps)
+        step = built.passes.begin()
+        built.model.forward(batches[step % 16], salt=step)
         built.agent.wait(in_flight)
         in_flight = Completion(is_cuda=is_cuda)
         watch.after_step((time.perf_counter() - started) * 1e6, in_flight)
@@ -213,7 +214,7 @@ def used_memory(built: Rank) -> int:
 
 def look_at_slots(built: Rank) -> tuple[int, int]:
     """(live slots of this rank, those whose bytes are not those of the expert that they hold)."""
-    bank, digests = built.agent._parts.bank, built.agent._parts.digests
+    bank, digests = built.agent.core.parts.bank, built.agent.core.parts.digests
     is_wrong = [
         bank.digest(layer, slot) != tuple(digests[layer, expert].tolist())
         for layer, slot, expert in built.agent.held()

@@ -19,11 +19,11 @@ from typing import Any
 
 from api.demo.workers.host_cache import run_host_cache
 from api.processes.children import Child
-from benchmarks.ranks.crew import LAST_WORD, Crew, Interrupts
+from benchmarks.ranks.processes import LAST_MESSAGE, BenchmarkProcesses, Interrupts
 from benchmarks.ranks.rank import FIRST_PERCENT, WARM_UP_STEPS, Decode, Served, run_decode
 from benchmarks.ranks.soak_readings import MIB, Level, Progress, progress_line
 from benchmarks.ranks.workers import begin_run, plan_of
-from benchmarks.rows import Row
+from benchmarks.result_table import Row
 from runtime.group.rendezvous import Rendezvous
 
 START_DEADLINE_S = 240.0
@@ -45,7 +45,7 @@ class Soak:
         self._next_at = self._since + progress_every_s
         self._halt_by: float | None = None
 
-    def hear(self, child: Child, kind: str, body: Any) -> None:
+    def on_message(self, child: Child, kind: str, body: Any) -> None:
         """Take in how far a rank has come."""
         assert kind == "progress", f"{child.name} said {kind!r}, which nobody expects"
         self._known[child.name] = body
@@ -65,7 +65,7 @@ class Soak:
         if self._interrupts.found is not None and self._halt_by is None:
             self._halt_by = now + HALT_DEADLINE_S
             self.tell()
-            say(f"{self._interrupts.found.name}: the ranks are asked to halt")
+            print_progress(f"{self._interrupts.found.name}: the ranks are asked to halt")
             for child in self._ranks:
                 child.command("halt")
 
@@ -73,10 +73,10 @@ class Soak:
         """Print one line, as soon as every rank has said something."""
         if len(self._known) == len(self._ranks):
             known = [self._known[child.name] for child in self._ranks]
-            say(progress_line(time.monotonic() - self._since, known))
+            print_progress(progress_line(time.monotonic() - self._since, known))
 
 
-def say(words: str) -> None:
+def print_progress(words: str) -> None:
     """Print to the error stream: the output is for rows."""
     print(words, file=sys.stderr, flush=True)
 
@@ -99,21 +99,26 @@ def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: flo
         )
         store = begin_run(plan)
         stack.callback(store.close)
-        crew = Crew()
-        stack.callback(crew.end)  # before the folder goes: they write to it as long as they run
-        host_cache = crew.start("host_cache", run_host_cache, plan, 0)
-        wait_until_ready(crew, [host_cache], interrupts)
+        processes = BenchmarkProcesses()
+        stack.callback(
+            processes.end
+        )  # before the folder goes: they write to it as long as they run
+        host_cache = processes.start("host_cache", run_host_cache, plan, 0)
+        wait_until_ready(processes, [host_cache], interrupts)
         ranks = [
-            crew.start(f"rank {r}", run_decode, plan, r, wanted) for r in range(wanted.num_ranks)
+            processes.start(f"rank {r}", run_decode, plan, r, wanted)
+            for r in range(wanted.num_ranks)
         ]
-        wait_until_ready(crew, ranks, interrupts)
-        reports = serve(crew, ranks, Soak(ranks, interrupts, progress_every_s))
+        wait_until_ready(processes, ranks, interrupts)
+        reports = serve(processes, ranks, Soak(ranks, interrupts, progress_every_s))
         host_cache.command("end")
-        crew.let_end([*ranks, host_cache])
+        processes.let_end([*ranks, host_cache])
     return rows_of(reports, wanted)
 
 
-def wait_until_ready(crew: Crew, children: list[Child], interrupts: Interrupts) -> None:
+def wait_until_ready(
+    processes: BenchmarkProcesses, children: list[Child], interrupts: Interrupts
+) -> None:
     """Wait until all of them can do their work.
 
     Raises:
@@ -124,25 +129,33 @@ def wait_until_ready(crew: Crew, children: list[Child], interrupts: Interrupts) 
         if interrupts.found is not None:
             raise SystemExit(f"{interrupts.found.name} before the ranks served: nothing to report")
 
-    def hear(child: Child, kind: str, body: Any) -> None:
+    def on_message(child: Child, kind: str, body: Any) -> None:
         raise AssertionError(f"{child.name} said {kind!r}, which nobody expects yet")
 
-    crew.wait_for(
-        "ready", children, silence_s=START_DEADLINE_S, hear=hear, at_each_turn=refuse_to_go_on
+    processes.wait_for(
+        "ready",
+        children,
+        silence_s=START_DEADLINE_S,
+        on_message=on_message,
+        at_each_turn=refuse_to_go_on,
     )
 
 
-def serve(crew: Crew, ranks: list[Child], soak: Soak) -> list[Served]:
-    """Let the ranks begin, and hear them to their end.
+def serve(processes: BenchmarkProcesses, ranks: list[Child], soak: Soak) -> list[Served]:
+    """Let the ranks begin, and process their messages to the end.
 
     Raises:
-        SystemExit: a rank failed, in its words; how far all had come is told before.
+        SystemExit: a rank failed, with its error; the progress of all is printed before.
     """
     for child in ranks:
         child.command("begin")
     try:
-        return crew.wait_for(
-            LAST_WORD, ranks, silence_s=SILENCE_S, hear=soak.hear, at_each_turn=soak.turn
+        return processes.wait_for(
+            LAST_MESSAGE,
+            ranks,
+            silence_s=SILENCE_S,
+            on_message=soak.on_message,
+            at_each_turn=soak.turn,
         )
     except SystemExit:
         soak.tell()

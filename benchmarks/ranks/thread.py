@@ -20,11 +20,11 @@ import argparse
 from pathlib import Path
 
 from api.processes.children import preload_modules
-from benchmarks.ranks.crew import Interrupts
 from benchmarks.ranks.kernels import measure_dispatch, measure_swap
+from benchmarks.ranks.processes import Interrupts
 from benchmarks.ranks.rank import Decode, Length
 from benchmarks.ranks.soak import measure_decode
-from benchmarks.rows import Row, keep, show
+from benchmarks.result_table import Row, keep, show
 from runtime.group.launch import launch
 
 

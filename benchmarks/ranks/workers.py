@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from api.demo.workers.plan import DEPLOYMENT, WorkerPlan, schema_of
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
 from api.processes.children import Child
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from runtime.checkpoint import write_random_checkpoint
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from runtime.checkpoints.own_model import write_random_checkpoint
 from telemetry import open_store
 from telemetry.store import LoadStore, RunInfo
 
@@ -94,15 +95,15 @@ def random_placement(plan: WorkerPlan, rng: np.random.Generator) -> Placement:
     return Placement(held.reshape(plan.model.num_layers, -1), num_experts)
 
 
-def told(child: Child, kind: str, deadline_s: float) -> Any:
+def received_message(child: Child, kind: str, deadline_s: float) -> Any:
     """Wait for one message of a child."""
     until = time.monotonic() + deadline_s
-    message: tuple[str, Any] | None = ("turn", None)
-    while message is not None and message[0] == "turn":
+    message: tuple[str, Any] | None = ("progress", None)
+    while message is not None and message[0] == "progress":
         if not child.messages.poll(max(0.0, until - time.monotonic())):
-            raise SystemExit(f"{child.name} did not say {kind} in {deadline_s:.0f} s")
+            raise SystemExit(f"{child.name} sent no {kind} in {deadline_s:.0f} s")
         message = child.receive()
     if message is None or message[0] != kind:
         child.process.join(2)
-        raise SystemExit(f"{child.name} said {message}: {child.how_it_ended()}")
+        raise SystemExit(f"{child.name} sent {message}: {child.exit_text()}")
     return message[1]

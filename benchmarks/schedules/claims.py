@@ -1,12 +1,12 @@
 """What must hold, checked where it could be broken.
 
 One step, one placement: every rank begins step n with the same table and the same weights. The
-generation may differ for a step: it tells that a plan was dropped, and a vote on which this rank
-has nothing prepared may be read a step late.
+generation may differ for a step: a dropped plan changes it, and a rank that prepared nothing may
+read the vote a step late.
 Right bytes: when the devices make step n, each slot that its table routes to holds its expert.
 Nothing is written that is read: not by a chunk under way of a plan that is still worked on, not by
 a copy out of staging, not by steps that the device has yet to make, and no two write at once.
-No plan is dropped that nobody wished dropped: ``played.Wishes``, which reads the ranks' journals.
+No plan is dropped without an abort request (``played.AbortRequests``, by the ranks' journals).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.schedules.ballots import Violation
 from benchmarks.schedules.device import Copy, Step, record_words
-from benchmarks.schedules.wires import Landing, Row
+from benchmarks.schedules.simulated_links import InFlightChunk, Row
 from eplb.core.placement import EMPTY
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Expected = tuple[NDArray[np.intp], NDArray[np.int32]]  # rows of a bank, and wha
 
 
 class Claims:
-    """Looks over the shoulder of every rank."""
+    """Checks the claims on every rank."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self._ranks = ranks
@@ -43,7 +43,7 @@ class Claims:
         if other.identity != step.identity and self._ranks[first].is_alive:
             raise Violation(
                 f"ranks {first} and {rank} run step {step.number} with different placements: "
-                f"{_told(other)} and {_told(step)}"
+                f"{_text_of(other)} and {_text_of(step)}"
             )
 
     def made(self, step: Step) -> None:
@@ -71,11 +71,11 @@ class Claims:
 
     # -- who writes and reads what
 
-    def chunk_ordered(self, landing: Landing) -> None:
+    def chunk_ordered(self, landing: InFlightChunk) -> None:
         """A chunk begins to be written."""
         target, source = landing.target, landing.source
         for reader in self._ranks:
-            for other in reader.transport.flying:
+            for other in reader.transport.in_flight:
                 if reader.is_live(other.plan_id) and other.source == target:
                     raise Violation(f"{target} is written while rank {reader.number} reads it")
                 other_move = (other.plan_id, other.record)
@@ -108,7 +108,7 @@ class Claims:
     def copied(self, rank: int, copy: Copy) -> None:
         """A copy into a live slot is ordered, or made."""
         self._check_unread((rank, copy.row))
-        for landing in self._ranks[rank].transport.flying:
+        for landing in self._ranks[rank].transport.in_flight:
             if landing.target == (rank, copy.entry):
                 raise Violation(f"entry {copy.entry} of rank {rank} is swapped while written")
 
@@ -120,7 +120,7 @@ class Claims:
 
     def _check_unread(self, row: Row) -> None:
         for reader in self._ranks:
-            for landing in reader.transport.flying:
+            for landing in reader.transport.in_flight:
                 if landing.source == row and reader.is_live(landing.plan_id):
                     raise Violation(f"{row} is overwritten while rank {reader.number} reads it")
 
@@ -132,5 +132,5 @@ def _expected(rank: Rank, rows: NDArray[np.int32], version: int) -> Expected:
     return layers * rank.bank.num_slots + slots, words
 
 
-def _told(step: Step) -> str:
+def _text_of(step: Step) -> str:
     return f"{step.rows.tolist()} of weights {step.identity[1]}"

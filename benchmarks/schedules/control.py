@@ -1,4 +1,4 @@
-"""The outside of a schedule: does what its program says, and judges how all of it ended."""
+"""Runs the program of a schedule, and checks the state at its end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Protocol
 
 from benchmarks.schedules.ballots import Violation, Votes
 from benchmarks.schedules.claims import Claims
+from benchmarks.schedules.deployments import Deployment
 from benchmarks.schedules.device import Step
-from benchmarks.schedules.houses import House
 from benchmarks.schedules.program import AFTER_A_DEATH, Doing, Program
 from benchmarks.schedules.rank import Life, Rank
-from benchmarks.schedules.wires import Faults, Store
+from benchmarks.schedules.simulated_links import Faults, Store
 from eplb.migration.build import Source
 from rebalance.protocol.phases import Phase
 from rebalance.transport.interface import HOST, Place
+from telemetry.events import plan_end
 from telemetry.store import Control as Switches
 
 NEVER = -1
@@ -28,7 +29,7 @@ class Controlled(Protocol):
     """A schedule, as far as its program reaches into it."""
 
     rng: Random
-    house: House
+    deployment: Deployment
     now: float
     trace: list[tuple[str, int]]
     counts: Counter[str]
@@ -46,7 +47,7 @@ class Controlled(Protocol):
 
 
 class Control:
-    """Publishes plans, turns switches, breaks and mends things."""
+    """Publishes plans, sets switches, injects and ends faults."""
 
     def __init__(self, schedule: Controlled, program: Program) -> None:
         self._schedule, self._store, self._rng = schedule, schedule.store, schedule.rng
@@ -101,9 +102,8 @@ class Control:
 
     def _may(self, doing: Doing) -> bool:
         if doing is Doing.PUBLISH:
-            is_held = (
-                not self._store.ledger.control.movement
-            )  # a plan may wait for the switch for ever
+            # A plan may wait for the switch for ever.
+            is_held = not self._store.ledger.live().control.movement
             is_open = self._store.ledger.published is not None
             return not self._store.is_down and (is_held or not is_open)
         if doing in (Doing.SWITCH_OFF, Doing.SWITCH_ON, Doing.WITHDRAW):
@@ -124,9 +124,9 @@ class Control:
             store.set_control(Switches(movement=doing is Doing.SWITCH_ON), reason="a test")
         elif doing in (Doing.LOSE_STORE, Doing.FIND_STORE):
             store.is_down = doing is Doing.LOSE_STORE
-        elif doing is Doing.BREAK_WIRES:
-            self._break_wires()
-        elif doing is Doing.MEND_WIRES:
+        elif doing is Doing.BREAK_LINKS:
+            self._break_links()
+        elif doing is Doing.REPAIR_LINKS:
             faults.wrong_bytes, faults.refusals = 0.0, 0.0
             faults.wrong_places.clear()
         elif doing in (Doing.REFUSE, Doing.ALLOW):
@@ -141,9 +141,9 @@ class Control:
     def _publish(self) -> None:
         committed = self._store.committed()
         assert committed is not None, "a schedule starts with a placement"
-        plan_id, house = self._store.next_plan_id(), self._schedule.house
-        target, version = self._rng.randrange(len(house.targets)), self._served_version()
-        migration = house.migration(committed.placement, target, plan_id, version)
+        plan_id, deployment = self._store.next_plan_id(), self._schedule.deployment
+        target, version = self._rng.randrange(len(deployment.targets)), self._served_version()
+        migration = deployment.migration(committed.placement, target, plan_id, version)
         if migration is None:
             self._schedule.counts["nothing to move"] += 1
             return
@@ -153,7 +153,7 @@ class Control:
         self._schedule.counts["plans"] += 1
 
     def _served_version(self) -> int:
-        """As a controller reads it in the ranks' reports: now and then it is behind."""
+        """As a controller reads it in the ranks' reports, which may be old."""
         versions = [rank.core.fence.version for rank in self._schedule.ranks]
         return 0 if self._rng.random() < 0.1 else min(versions)
 
@@ -162,13 +162,13 @@ class Control:
         if opened is not None:
             self._store.withdraw(opened.plan_id, outcome="rejected", reason=why)
 
-    def _break_wires(self) -> None:
-        faults, rng, house = self._schedule.faults, self._rng, self._schedule.house
+    def _break_links(self) -> None:
+        faults, rng, deployment = self._schedule.faults, self._rng, self._schedule.deployment
         faults.wrong_bytes = rng.choice([0.0, 0.1, 0.5])
         faults.refusals = rng.choice([0.0, 0.1, 0.3])
-        num_slots = int(house.topology.slots_of_rank[0])
-        for layer in range(house.start.num_layers):
-            for expert in range(house.start.num_experts):
+        num_slots = int(deployment.topology.slots_of_rank[0])
+        for layer in range(deployment.start.num_layers):
+            for expert in range(deployment.start.num_experts):
                 place = Place(Source.PEER, rng.randrange(3), rng.randrange(num_slots))
                 if rng.random() < 0.3:
                     faults.wrong_places.add(((layer, expert), rng.choice([HOST, place])))
@@ -205,11 +205,11 @@ class Control:
         if rank.life is Life.REFUSED:
             return True  # it ends without another word
         is_idle = rank.shared.state.phase is Phase.IDLE and not rank.is_moving
-        is_quiet = not rank.transport.flying and not rank.watcher.has_writing
+        is_quiet = not rank.transport.in_flight and not rank.watcher.has_writing
         is_done = all(isinstance(order, Step) for order in rank.stream.queue)
         return is_idle and is_quiet and is_done and rank.life is not Life.UPDATING
 
-    def told(self) -> str:
+    def state_text(self) -> str:
         """How it stands, for a hang."""
         ranks = [
             f"rank {r.number} {r.life.value} at step {r.steps.steps}: {r.shared.state}, waits for "
@@ -224,17 +224,18 @@ class Control:
         """Judge a settled schedule."""
         schedule, events = self._schedule, self._store.events()
         ends = {
-            event.detail["plan_id"]: event
+            end.plan_id: (event.kind, end)
             for event in events
-            if event.kind in ("commit", "abort", "reject") and event.detail.get("plan_id")
+            if (end := plan_end(event)) is not None
         }
         for plan_id in self._published:
             if plan_id not in ends and not schedule.votes.dead:
                 raise Violation(f"plan {plan_id} is neither committed nor dropped")
             if plan_id in ends:
-                if not ends[plan_id].detail["reason"]:
+                kind, end = ends[plan_id]
+                if not end.reason:
                     raise Violation(f"plan {plan_id} ended without a reason")
-                schedule.counts["committed" if ends[plan_id].kind == "commit" else "dropped"] += 1
+                schedule.counts["committed" if kind == "commit" else "dropped"] += 1
         if self.program.is_quiet and schedule.counts["committed"] != len(self._published):
             raise Violation(f"plans were dropped though nothing was wrong: {ends}")
         held = [r for r in schedule.ranks if r.is_alive and r.life is not Life.REFUSED]

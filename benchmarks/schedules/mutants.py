@@ -1,4 +1,4 @@
-"""Ranks that were broken on purpose: what looks for faults must find these.
+"""Ranks with deliberate defects, which the explorer must find.
 
 Each is one line of the real code made wrong, for as long as the context lasts.
 """
@@ -46,7 +46,7 @@ def on_its_own_flag(
 
 
 def deaf(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[RankPhase, Swap | None]:
-    """Drops a plan only when it wishes so itself."""
+    """Drops a plan only at its own request."""
     own = cast.plan_id if cast.abort else NO_PLAN
     return read_verdict(state, cast, replace(verdict, unwanted_up_to=own))
 
@@ -83,8 +83,8 @@ def adopts_early(swapper: Swapper, migration: Any) -> bool:
 
 def skips_when_prepared(voter: Voter, step: int, *, swapped: int, must_finish: bool) -> Any:
     """Never waits for a late vote, though others may swap by it."""
-    if voter._pending is not None:
-        swapped = voter._pending[0].prepared
+    if voter.pending is not None:
+        swapped = voter.pending[0].prepared
     return read(voter, step, swapped=swapped, must_finish=must_finish)
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.schedules.ballots import Member, Violation
+from benchmarks.schedules.deployments import Deployment
 from benchmarks.schedules.device import RECORD_BYTES, Table, digest_table
-from benchmarks.schedules.houses import House
-from benchmarks.schedules.wires import Store, Transport
+from benchmarks.schedules.simulated_links import Store, Transport
 from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from rebalance.agent import RankAgent
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import Watcher, Writing
-from rebalance.stage.settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from runtime.counters import SlotCounter
 from telemetry.store import RankState
 
@@ -65,30 +65,30 @@ class StepCounter:
     steps: int = 0
 
 
-class Wishes:
+class AbortRequests:
     """The journal of all ranks: none drops a plan that nobody has asked to be dropped."""
 
     def __init__(self) -> None:
         self._unwanted: set[int] = set()
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
-        """Remember a wish, and look for one when a plan is dropped."""
+        """Record an abort request; check that there is one when a plan is dropped."""
         plan_id = where[2]
         if what == "abort requested":
             self._unwanted.add(plan_id)
         if what == "aborted" and plan_id not in self._unwanted:
-            raise Violation(f"plan {plan_id} is dropped ({detail['reason']}), which nobody wished")
+            raise Violation(f"plan {plan_id} is dropped ({detail['reason']}) without a request")
 
 
 @dataclass(frozen=True)
 class World:
     """What ranks share."""
 
-    house: House
+    deployment: Deployment
     store: Store
     clock: Callable[[], float]
     rng: random.Random
-    wishes: Wishes = field(default_factory=Wishes)
+    abort_requests: AbortRequests = field(default_factory=AbortRequests)
 
 
 STAGE = StageSettings(
@@ -104,12 +104,12 @@ def make_agent(
     number: int, world: World, member: Member, transport: Transport, steps: StepCounter
 ) -> RankAgent:
     """Make the agent of one rank; its memory is empty yet."""
-    house, clock, bank = world.house, world.clock, transport.bank
-    layers, experts = house.start.num_layers, house.start.num_experts
+    deployment, clock, bank = world.deployment, world.clock, transport.bank
+    layers, experts = deployment.start.num_layers, deployment.start.num_experts
     settings = AgentSettings(
         "schedules",
         "run",
-        house.topology,
+        deployment.topology,
         sample_steps=1000,
         plan_deadline_s=500.0,
         scrub_every_steps=0,
@@ -118,7 +118,7 @@ def make_agent(
     parts = RankParts(
         number,
         bank,  # type: ignore[arg-type]
-        Table(house.start),  # type: ignore[arg-type]
+        Table(deployment.start),  # type: ignore[arg-type]
         SlotCounter(layers, bank.num_slots),
         steps,
         digest_table(0, layers, experts).clone(),
@@ -129,8 +129,8 @@ def make_agent(
         world.store,
         Sink(),
         clock=clock,
-        journal=world.wishes,
+        journal=world.abort_requests,
         monotonic=clock,
         threads=PlayedWatcher,
     )
-    return RankAgent(settings, parts, links, house.start)
+    return RankAgent(settings, parts, links, deployment.start)

@@ -16,8 +16,8 @@ class Doing(Enum):
     SWITCH_ON = "switch on"
     LOSE_STORE = "lose the store"
     FIND_STORE = "find the store"
-    BREAK_WIRES = "break wires"
-    MEND_WIRES = "mend wires"
+    BREAK_LINKS = "break links"
+    REPAIR_LINKS = "repair links"
     REFUSE = "host refuses"
     ALLOW = "host allows"
     UPDATE = "update"
@@ -27,10 +27,10 @@ class Doing(Enum):
 PAIRS = (
     (Doing.SWITCH_OFF, Doing.SWITCH_ON),
     (Doing.LOSE_STORE, Doing.FIND_STORE),
-    (Doing.BREAK_WIRES, Doing.MEND_WIRES),
+    (Doing.BREAK_LINKS, Doing.REPAIR_LINKS),
     (Doing.REFUSE, Doing.ALLOW),
 )
-AFTER_A_DEATH = frozenset({Doing.FIND_STORE, Doing.MEND_WIRES, Doing.ALLOW})
+AFTER_A_DEATH = frozenset({Doing.FIND_STORE, Doing.REPAIR_LINKS, Doing.ALLOW})
 QUIET = 0.15  # of programs have plans alone: then each of them must be committed
 EACH = 0.2  # of programs have this fault
 

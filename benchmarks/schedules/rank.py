@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from enum import Enum
 
 from benchmarks.schedules.ballots import Member, NotYet, Violation
+from benchmarks.schedules.deployments import NUM_RANKS
 from benchmarks.schedules.device import Copy, Event, Step, Table, record_words
-from benchmarks.schedules.houses import NUM_RANKS
 from benchmarks.schedules.played import PlayedWatcher, StepCounter, World, make_agent
-from benchmarks.schedules.wires import Transport
+from benchmarks.schedules.simulated_links import Transport
 from eplb.errors import RankError
 from rebalance.protocol.phases import Phase
 from rebalance.recovery.survivors import Deadlines, recover
@@ -28,23 +28,23 @@ class Life(Enum):
 
 
 class Rank:
-    """An agent, its memory, its wires, and what its threads are at."""
+    """An agent, its memory, its links, and the state of its threads."""
 
     def __init__(self, number: int, world: World, member: Member, transport: Transport) -> None:
-        house = world.house
+        deployment = world.deployment
         self.number, self.world, self.member, self.transport = number, world, member, transport
         self.bank, self.stream = transport.bank, transport.bank.stream
-        self.columns, self.steps = house.topology.slots_on(number), StepCounter()
+        self.columns, self.steps = deployment.topology.slots_on(number), StepCounter()
         self.life, self.why = Life.SERVING, ""
         self.agent = make_agent(number, world, member, transport, self.steps)
-        self.core = self.agent._core
+        self.core = self.agent.core
         table: object = self.core.parts.table
         assert isinstance(table, Table), "made by make_agent"
         self.table = table
         watcher = self.core.watcher
         assert isinstance(watcher, PlayedWatcher), "the links name the class"
         self.watcher, self.shared = watcher, self.core.shared
-        self.heard_version, self.hears_at = -1, 0.0
+        self.seen_version, self.polls_at = -1, 0.0
         self._work: Iterator[Wait] | None = None
         self.wait: Wait | None = None
         self._seen, self._is_for_news = -1, False
@@ -77,7 +77,7 @@ class Rank:
 
     def would_wait(self) -> bool:
         """Say whether the next step would wait for a vote that others have yet to cast."""
-        pending = self.core.voter._pending
+        pending = self.core.voter.pending
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
         is_vote_due = self.steps.steps % self.core.settings.vote_every == 0
@@ -87,7 +87,7 @@ class Rank:
         """Begin the next step."""
         number = self.steps.steps
         if not self.agent.step():
-            raise Violation(f"rank {self.number} halts, which nobody asked for")
+            raise Violation(f"rank {self.number} halts without a request")
         rows, version = self.table.rows, self.core.fence.version
         if self.table.generation != self.agent.placement.generation and not self._is_moving():
             raise Violation(f"rank {self.number}: table and placement differ in generation")
@@ -110,22 +110,22 @@ class Rank:
 
     # -- off the steps
 
-    def can_hear(self) -> bool:
+    def can_poll_store(self) -> bool:
         """Say whether the store has news, or it is time to look again all the same."""
         if not self.is_alive:
             return False
-        if self.heard_version != self.world.store.ledger.version:
+        if self.seen_version != self.world.store.ledger.version:
             return True
         opened = self.world.store.ledger.published
         is_news = (opened.plan_id if opened else 0) != self._plan_id()
-        return is_news and self.world.clock() >= self.hears_at
+        return is_news and self.world.clock() >= self.polls_at
 
-    def hear(self) -> None:
+    def poll_store(self) -> None:
         """The watcher's thread, once."""
-        heard = self.watcher.poll_store(self.heard_version, 0.0)
+        heard = self.watcher.poll_store(self.seen_version, 0.0)
         if heard is not None:
-            self.heard_version, patience_s = heard
-            self.hears_at = self.world.clock() + patience_s
+            self.seen_version, patience_s = heard
+            self.polls_at = self.world.clock() + patience_s
 
     @property
     def is_moving(self) -> bool:
@@ -176,7 +176,7 @@ class Rank:
         self._update = self._updating(version)
 
     def _updating(self, version: int) -> Iterator[str]:
-        update = self.agent._update
+        update = self.core.update
         yield from update.begin_steps(version)
         for layer, slot, expert in self.agent.held():
             row = layer * self.bank.num_slots + slot
@@ -193,11 +193,11 @@ class Rank:
         if self.life is not Life.UPDATING:
             return False
         if self.update_waits_for in ("vote", "digests"):
-            has_vote = self.core.voter._pending is not None or self.update_waits_for == "digests"
+            has_vote = self.core.voter.pending is not None or self.update_waits_for == "digests"
             is_there = self.member.result is not None or self.member.can_arrive
             return is_there or not has_vote
         if self.update_waits_for == "rest":
-            is_done = self.agent._swapper.last_swap.is_complete() or self.member.known_dead
+            is_done = self.core.swapper.last_swap.is_complete() or self.member.known_dead
             return self.shared.state.phase is Phase.IDLE and bool(is_done)
         return True
 
@@ -211,12 +211,12 @@ class Rank:
 
     # -- after a death
 
-    def can_hear_of_death(self) -> bool:
-        """Say whether a liveness connection broke that it has not been told of."""
+    def can_detect_death(self) -> bool:
+        """Whether a liveness connection broke that the rank has not detected yet."""
         return self.is_alive and len(self.member.votes.dead) > len(self.member.known_dead)
 
-    def hear_of_death(self) -> None:
-        """Be told."""
+    def detect_death(self) -> None:
+        """Detect it."""
         self.member.known_dead = frozenset(self.member.votes.dead)
 
     def can_recover(self) -> bool:

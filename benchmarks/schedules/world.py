@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from benchmarks.schedules.ballots import Member, Violation, Votes
 from benchmarks.schedules.claims import Claims
 from benchmarks.schedules.control import Control
+from benchmarks.schedules.deployments import NUM_DEPLOYMENTS, NUM_RANKS, deployment
 from benchmarks.schedules.device import Bank, Copy, Step, Stream
-from benchmarks.schedules.houses import NUM_HOUSES, NUM_RANKS, house
 from benchmarks.schedules.played import World
 from benchmarks.schedules.program import random_program
 from benchmarks.schedules.rank import Life, Rank
-from benchmarks.schedules.wires import Faults, Store, Transport
+from benchmarks.schedules.simulated_links import Faults, Store, Transport
 from eplb.errors import RankError
 
 MOST_TURNS = 30_000  # beyond any schedule that gets on
@@ -51,10 +51,10 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.house = house(rng.randrange(NUM_HOUSES))
+        self.deployment = deployment(rng.randrange(NUM_DEPLOYMENTS))
         self.now, self.trace, self.counts = 0.0, list[tuple[str, int]](), Counter[str]()
         self.store = Store("schedules", clock=lambda: self.now)
-        self.store.commit(self.house.start, expected=None, reason="start")
+        self.store.commit(self.deployment.start, expected=None, reason="start")
         self.lag = rng.choice([0, 0, 1, 2, 4])  # steps that hosts may be ahead of their devices
         self.is_instant = rng.random() < 0.2  # chunks land when they are ordered
         self.votes, self.faults = Votes(NUM_RANKS, rng), Faults()
@@ -67,11 +67,11 @@ class Schedule:
         self._add(self._turns())
 
     def _ranks(self) -> list[Rank]:
-        topology, layers = self.house.topology, self.house.start.num_layers
+        topology, layers = self.deployment.topology, self.deployment.start.num_layers
         num_slots = int(topology.slots_of_rank[0])
-        staging = self.house.pace.staging_experts
+        staging = self.deployment.pace.staging_experts
         banks = [Bank(layers, num_slots, staging, Stream(not self.lag)) for _ in range(NUM_RANKS)]
-        world = World(self.house, self.store, lambda: self.now, self.rng)
+        world = World(self.deployment, self.store, lambda: self.now, self.rng)
         return [
             Rank(
                 number,
@@ -109,11 +109,11 @@ class Schedule:
     def _turns_of(self, rank: Rank) -> list[Kind]:
         return [
             (0.3, "step", lambda: self._may_step(rank), lambda: self._step(rank)),
-            (1.0, "hear", rank.can_hear, rank.hear),
+            (1.0, "poll store", rank.can_poll_store, rank.poll_store),
             (3.0, "move", rank.can_move, rank.move),
             (1.0, "write", lambda: rank.watcher.has_writing, rank.watcher.write),
             (2.0, "arrive", lambda: rank.member.can_arrive, rank.member.arrive),
-            (3.0, "land", lambda: bool(rank.transport.flying), lambda: self._land(rank)),
+            (3.0, "land", lambda: bool(rank.transport.in_flight), lambda: self._land(rank)),
             (3.0, "device", rank.device_is_free, lambda: self._get_on(rank)),
         ]
 
@@ -125,7 +125,7 @@ class Schedule:
 
     def _turns_of_death(self, rank: Rank) -> list[Kind]:
         return [
-            (0.3, "hear of a death", rank.can_hear_of_death, rank.hear_of_death),
+            (0.3, "detect death", rank.can_detect_death, rank.detect_death),
             (0.1, "lose a token", lambda: self._may_break(rank), lambda: rank.breaks("no token")),
             (0.5, "recover", rank.can_recover, rank.recover),
         ]
@@ -197,7 +197,7 @@ class Schedule:
             rank.bank.make(copy)
 
     def _land(self, rank: Rank) -> None:
-        rank.transport.land(self.rng.choice(rank.transport.flying))
+        rank.transport.land(self.rng.choice(rank.transport.in_flight))
 
     def _update(self, rank: Rank) -> None:
         rank.begin_update(self.control.version)
@@ -216,7 +216,7 @@ class Schedule:
         """
         while not self.control.is_settled():
             if self.counts["turns"] >= MOST_TURNS:
-                raise Hang(f"not settled after {MOST_TURNS} turns: {self.control.told()}")
+                raise Hang(f"not settled after {MOST_TURNS} turns: {self.control.state_text()}")
             for _ in range(TURNS_AT_ONCE):
                 self.take_turn()
             self.counts["turns"] += TURNS_AT_ONCE
@@ -244,5 +244,5 @@ class Schedule:
         turn.act()
         if self.is_instant:
             for rank in self.ranks:
-                while rank.transport.flying:
+                while rank.transport.in_flight:
                     self._land(rank)

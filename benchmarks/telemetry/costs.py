@@ -40,16 +40,17 @@ from benchmarks.telemetry.ranks import (
     Run,
     Writing,
     milliseconds,
+    result_text,
     sample_of,
     state_of,
     token_counts,
-    told,
     writing,
 )
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.reporter.spool import Spool
-from telemetry.windows.step_windows import WindowFolder, history
+from telemetry.windows.cuts import CutBySteps
+from telemetry.windows.folder import WindowFolder, history
 
 DEADLINE_S = 120.0
 
@@ -115,7 +116,7 @@ def sqlite_load(run: Run) -> Iterator[Row]:
     with writing(plan) as written:
         pass
     with closing(open_store(path, DEPLOYMENT)) as store:
-        found = told(plan, written, store)
+        found = result_text(plan, written, store)
     yield Row(f"SQLite, 64 processes x 1 sample/s, {run.seconds:.0f} s", found, "0 lost, p99 20 ms")
 
 
@@ -123,10 +124,11 @@ def folding(run: Run) -> Iterator[Row]:
     counts, num_windows = token_counts(run.seed), 16
     samples = [sample_of(rank, n, counts) for n in range(num_windows) for rank in range(NUM_RANKS)]
     taken_ms: list[float] = []
-    WindowFolder(10, NUM_RANKS, EXPERTS).add_all(samples)  # compiled, if it is, and not counted
+    # Compiled, if it is, and not counted.
+    WindowFolder(CutBySteps(10), NUM_RANKS, EXPERTS).add_all(samples)
     for _ in range(5):
         started = time.perf_counter()
-        folder = WindowFolder(10, NUM_RANKS, EXPERTS)
+        folder = WindowFolder(CutBySteps(10), NUM_RANKS, EXPERTS)
         folder.add_all(samples)
         folded = history(folder.windows(), last=num_windows)
         taken_ms.append((time.perf_counter() - started) * 1e3)

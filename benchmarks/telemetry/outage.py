@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
-from benchmarks.telemetry.ranks import DEPLOYMENT, RUN, Row, Run, Writing, told, writing
+from benchmarks.telemetry.ranks import DEPLOYMENT, RUN, Row, Run, Writing, result_text, writing
 from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.reporter.drain import AT_ONCE, Tempo
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 DEADLINE_S = 120.0
 NUM_RANKS = 320
@@ -55,7 +55,7 @@ def _redis_load(server: RedisProcess, run: Run, tempo: Tempo) -> str:
     with writing(plan) as written, closing(Sweeper(server, run.seconds / 3)) as sweeper:
         threading.Event().wait(run.seconds)
     with closing(open_store(server.url, DEPLOYMENT)) as store:
-        found = told(plan, written, store)
+        found = result_text(plan, written, store)
     middle, end = sweeper.used_mb[len(sweeper.used_mb) // 2], sweeper.used_mb[-1]
     return f"{found}; {sweeper.num_pruned} forgotten, memory {middle:.0f} MB half way, {end:.0f} MB"
 
@@ -73,7 +73,7 @@ def redis_killed(run: Run) -> Iterator[Row]:
             back = time.monotonic()
             fresh_s, whole_s = _recovery(server, plan, back - away_s - run.seconds / 4, back)
         with closing(open_store(server.url, DEPLOYMENT)) as store:
-            found = told(plan, written, store)
+            found = result_text(plan, written, store)
     found += (
         f"; {written.total('spooled')} spooled, {written.total('dropped')} dropped; after its "
         f"return new samples of every rank in {fresh_s:.1f} s, the backlog in {whole_s:.1f} s"

@@ -50,7 +50,7 @@ def sample_of(rank: int, sequence: int, counts: NDArray[np.int64]) -> LoadSample
 
 
 def state_of(rank: int, step: int) -> RankState:
-    return RankState(RUN, rank, time.time(), step, 1, "idle", 0, 0, step)
+    return RankState(RUN, rank, time.time(), step, 1, "idle", 0, 0, step, 0)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def milliseconds(values: list[float]) -> str:
     return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {max(values):.1f} ms"
 
 
-def told(plan: Writing, written: Written, store: LoadStore) -> str:
+def result_text(plan: Writing, written: Written, store: LoadStore) -> str:
     stored = sum(store.sample_counts(RUN).values())
     lost = plan.expected * plan.num_ranks - stored
     share = written.cpu_s / written.wall_s

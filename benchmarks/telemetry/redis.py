@@ -26,9 +26,10 @@ import numpy as np
 
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
-from telemetry.windows.step_windows import WindowFolder
+from telemetry.windows.cuts import CutBySteps
+from telemetry.windows.folder import WindowFolder
 
 LAYERS, EXPERTS, SLOTS_PER_RANK = 58, 256, 9
 RANKS_OF_TOKENS = 32  # each slot's tokens: a window of DeepSeek-V3 on 32 ranks
@@ -210,7 +211,7 @@ def measure_reading(server: RedisProcess, num_ranks: int, num_windows: int = 16)
             found = [sample for _, sample in store.samples("read", limit=num_ranks * num_windows)]
             read_ms.append(1e3 * (time.perf_counter() - asked))
             asked = time.perf_counter()
-            folder = WindowFolder(1, num_ranks, EXPERTS)
+            folder = WindowFolder(CutBySteps(1), num_ranks, EXPERTS)
             folder.add_all(found)
             assert len(folder.windows()) == num_windows
             fold_ms.append(1e3 * (time.perf_counter() - asked))

@@ -1,1 +1,1 @@
-"""What every part of the planner works with: placements, topology, loads, problems, arrays."""
+"""Types that all of the planner uses: placement, topology, load, problem, arrays."""

@@ -1,4 +1,4 @@
-"""Owned, read-only arrays: how the frozen types of this package hold their data."""
+"""Owned, read-only arrays, in which the frozen types of this package hold their data."""
 
 from operator import index
 from typing import Any, SupportsIndex
@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from eplb.errors import ConfigError
 
-# Stands for "not given" in an array field that has a derived default; told by identity.
+# "Not given" in an array field that has a derived default; compared by identity.
 UNSET: NDArray[Any] = np.empty(0)
 UNSET.flags.writeable = False
 
@@ -28,9 +28,9 @@ def owned(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
 def on_host(values: Any) -> Any:
     """A torch tensor as a numpy array, anything else as it is; torch is never imported here.
 
-    Figures become float64: numpy has no bfloat16, and float16 ends at 65,504.
+    Floats become float64: numpy has no bfloat16, and the largest float16 is 65,504.
     """
-    if hasattr(values, "detach"):  # a tensor may be on a device, and may want gradients
+    if hasattr(values, "detach"):  # a tensor may be on a device, and may require gradients
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     if getattr(values, "dtype", None) == np.float16:
@@ -42,7 +42,7 @@ def whole(name: str, value: object) -> int:
     """A whole number, numpy's included.
 
     Raises:
-        ConfigError: a fraction, a truth value, or no number at all.
+        ConfigError: a fraction, a boolean, or not a number.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")

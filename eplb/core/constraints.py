@@ -1,7 +1,7 @@
-"""What every plan must keep to, whatever it costs in balance.
+"""Constraints of a plan, which are met whatever they cost in balance.
 
-Always: every expert has a slot, no rank holds an expert twice, a dead rank holds nothing. A
-``Constraints`` adds to that. Contradictions raise ConfigError before anything is planned.
+Always: every expert has a slot, no rank holds an expert twice, a dead rank holds nothing.
+``Constraints`` adds further ones. Contradictions raise ConfigError before planning starts.
 
 Shapes:  L MoE layers, E experts, R ranks.
 """
@@ -17,13 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 
-# An expert in every layer, or (layer, expert); layers count from 0, whatever the model calls them.
+# An expert in every layer, or (layer, expert). Layers count from 0 over the MoE layers.
 Which = int | tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Constraints:
-    """What a plan must keep to.
+    """Constraints of a plan.
 
     A rank that joins has slots but no weights yet: it may hold replicas, never a sole copy.
 
@@ -31,10 +31,10 @@ class Constraints:
         ConfigError: a number that no plan can meet.
     """
 
-    min_domains: Mapping[Which, int] = field(default_factory=dict)  # failure domains to be in
-    hottest_in_two_domains: int = 0  # so many of each layer's hottest experts
-    pinned: Mapping[Which, Collection[int]] = field(default_factory=dict)  # ranks that hold it
-    keep_groups: bool | None = None  # on their nodes; None: when they divide by nodes and fit
+    min_domains: Mapping[Which, int] = field(default_factory=dict)  # fewest failure domains
+    hottest_in_two_domains: int = 0  # number of hottest experts of each layer in two domains
+    pinned: Mapping[Which, Collection[int]] = field(default_factory=dict)  # ranks that must hold it
+    keep_groups: bool | None = None  # each on one node; None: when they divide by nodes and fit
     joining: frozenset[int] = frozenset()  # ranks that are not ready
     slots: ArrayLike | None = None  # [L, R] slots that may be used; default: all
 
@@ -53,7 +53,7 @@ class Constraints:
 
     @property
     def binds_experts(self) -> bool:
-        """Whether single experts or ranks are bound, not only slots and groups."""
+        """Whether single experts or ranks are constrained, not only slots and groups."""
         return bool(self.min_domains or self.hottest_in_two_domains or self.pinned or self.joining)
 
 
@@ -66,8 +66,7 @@ def room_of(constraints: Constraints, topology: Topology, num_layers: int) -> ND
     have = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
     room = np.broadcast_to(have, (num_layers, topology.num_ranks))
     if constraints.slots is None:
-        # A copy in any case: kernels are compiled once, for arrays of one layout that may be
-        # written, and a copy of a broadcast array would have its own.
+        # Always a C-ordered copy: kernels are compiled once, for writable arrays of that layout.
         return np.array(room, order="C")
     asked = np.asarray(constraints.slots)
     if asked.shape != room.shape or asked.dtype.kind not in "iu":
@@ -86,10 +85,10 @@ def room_of(constraints: Constraints, topology: Topology, num_layers: int) -> ND
 
 
 def spread_of(constraints: Constraints, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[L, E] failure domains that each expert must be in, for load [L, E].
+    """[L, E] fewest failure domains of each expert, for load [L, E].
 
     Raises:
-        ConfigError: a layer or an expert that is not there.
+        ConfigError: no such layer or expert.
     """
     spread = np.ones(load.shape, dtype=np.int64)
     hottest = np.argsort(-load, axis=1, kind="stable")[:, : constraints.hottest_in_two_domains]
@@ -103,10 +102,10 @@ def spread_of(constraints: Constraints, load: NDArray[np.float64]) -> NDArray[np
 def pins_of(
     constraints: Constraints, topology: Topology, shape: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """[L, R, E] replicas that must be there.
+    """[L, R, E] replicas that the pins require.
 
     Raises:
-        ConfigError: a layer, an expert or a live rank that is not there.
+        ConfigError: no such layer or expert, or no such live rank.
     """
     pinned = np.zeros((shape[0], topology.num_ranks, shape[1]), dtype=np.bool_)
     for which, ranks in constraints.pinned.items():
@@ -125,7 +124,7 @@ def ready_ranks(constraints: Constraints, topology: Topology) -> NDArray[np.bool
     """[R] ranks that are alive and have their weights.
 
     Raises:
-        ConfigError: a joining rank that is not there, or no rank that is ready.
+        ConfigError: no such joining rank, or no rank that is ready.
     """
     ready = topology.alive.copy()
     for rank in sorted(constraints.joining):
@@ -140,10 +139,10 @@ def ready_ranks(constraints: Constraints, topology: Topology) -> NDArray[np.bool
 
 
 def named(which: Which, shape: tuple[int, ...], where: str) -> Iterator[tuple[int, int]]:
-    """(layer, expert) pairs that a key means.
+    """(layer, expert) pairs of a key.
 
     Raises:
-        ConfigError: a layer or an expert that is not there.
+        ConfigError: no such layer or expert.
     """
     num_layers, num_experts = shape
     layers, expert = (

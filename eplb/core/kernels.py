@@ -1,9 +1,9 @@
-"""What compiled functions are given, and the small ones that many of them need.
+"""Argument types of the compiled functions, and small functions that many of them use.
 
-``eplb/search/reference.py`` says slowly what the compiled code does, and tests compare.
+``eplb/search/reference.py`` has plain Python versions, and tests compare the two.
 
-A zone is a set of ranks that an expert may live on: one zone for all in global planning, one for
-each node when expert groups stay on a node. A rank of zone -1 is dead and holds nothing.
+A zone is a set of ranks that an expert may be placed on: one zone for all in global planning, one
+for each node when expert groups stay on a node. A rank of zone -1 is dead and holds nothing.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, Z zones, P points of a curve.
 """
@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
-# A plain -1 or 0 that reaches a compiled function makes numba compile it once more for that.
+# A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
 NONE = cast(int, np.int64(-1))
 ZERO = cast(int, np.int64(0))
 
@@ -37,24 +37,24 @@ class Ranks(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What is to be balanced, over windows that need not weigh the same."""
+    """The load to balance, over windows that may differ in weight."""
 
     tokens: FloatArray  # [L, E, T]
     rate: FloatArray  # [L, T] time per token, or per microsecond of the curve; 0: an idle window
-    extra: FloatArray  # [L, T] time that every live rank spends anyway (shared experts)
+    extra: FloatArray  # [L, T] time of the shared experts, which every live rank computes
     weight: FloatArray  # [T], sums to 1
     tail: float  # how much of the score is the mean over the worst windows
-    tail_size: float  # which weight of windows counts as the worst
-    curve_tokens: FloatArray  # [P] a replica's time as a function of its tokens; none: tokens
+    tail_size: float  # part of the windows, by weight, that counts as the worst
+    curve_tokens: FloatArray  # [P] a replica's time by its tokens; empty: time equals tokens
     curve_time: FloatArray  # [P]
 
 
-class Bonds(NamedTuple):
-    """What a layer must keep to; arrays without layers where nothing is asked."""
+class ConstraintArrays(NamedTuple):
+    """Constraints as arrays; of 0 layers where single experts are not constrained."""
 
-    zone_of_expert: IntArray  # [L, E] which ranks an expert may live on
-    spread: IntArray  # [L or 0, E] failure domains that an expert must be in
-    pinned: BoolArray  # [L or 0, R, E] replicas that must stay
+    zone_of_expert: IntArray  # [L, E] ranks that an expert may be placed on
+    spread: IntArray  # [L or 0, E] fewest failure domains of an expert
+    pinned: BoolArray  # [L or 0, R, E] replicas that are required
     domain: IntArray  # [R]
     ready: BoolArray  # [R] only these may hold a sole copy
 
@@ -74,7 +74,7 @@ def replicate(
         zone_of_expert: [L, E].
         slots_of_zone: [L, Z].
         ranks_of_zone: [L, Z]; an expert never gets more replicas than its zone has ranks.
-        least: [L, E] replicas that an expert gets in any case, at least 1.
+        least: [L, E] fewest replicas of an expert, at least 1.
 
     Ties go to the lower number.
     """
@@ -108,7 +108,7 @@ def replicate(
 
 @jit
 def _sink(heap: IntArray, size: int, each: FloatArray, top: int) -> None:
-    """Let the entry at ``top`` sink to where both below it are smaller."""
+    """Restore the heap order below ``top``."""
     while True:
         largest = top
         for below in range(2 * top + 1, min(2 * top + 3, size)):
@@ -132,11 +132,11 @@ def has(held: IntArray, first: int, end: int, expert: int) -> bool:
 
 @jit
 def keep_in_place(held: IntArray, base: IntArray, ranks: Ranks) -> IntArray:
-    """[L, S] the same experts on the same ranks, those that ``base`` has there in its slots."""
+    """[L, S] the same experts on the same ranks; those that ``base`` has there keep its slots."""
     num_layers, num_slots = held.shape
     num_ranks, num_experts = len(ranks.zone), 1 + max(held.max(), base.max())
     kept = np.full((num_layers, num_slots), -1, dtype=np.int64)
-    # Which rank of which layer an expert was last seen on: no row has to be cleared in between.
+    # Layer and rank on which an expert was last seen, as one number: no row needs clearing.
     wanted, placed = np.full(num_experts, -1), np.full(num_experts, -1)
     for layer in range(num_layers):
         for rank in range(num_ranks):

@@ -1,4 +1,4 @@
-"""How many tokens each expert got: one rank's sample, and the windows folded from many samples.
+"""Tokens of each expert: the sample of one rank, and the windows summed from many samples.
 
 Shapes:  L MoE layers, C slots of one rank, E experts, T windows.
 """
@@ -20,9 +20,9 @@ MOST_TOKENS = 2**62  # of a whole history
 
 @dataclass(frozen=True, eq=False)
 class LoadSample:
-    """What one rank held and received over some steps.
+    """Experts that one rank held, and tokens that it received, over some steps.
 
-    Self-describing: it carries the rank's own slots, so folding it needs no placement and no
+    Self-describing: it contains the rank's own slots, so summing it needs no placement and no
     collective. It never spans a swap. Padding, dummy and warm-up batches are not in it.
 
     Raises:
@@ -60,7 +60,7 @@ class LoadSample:
 
 @dataclass(frozen=True, eq=False)
 class LoadHistory:
-    """Windows of load, oldest first. They stay apart: a planner wants T of them, not their sum.
+    """Windows of load, oldest first. They are not summed: the planner uses each of the T windows.
 
     Raises:
         HistoryError: shapes that differ, negative counts, or no window at all.
@@ -78,7 +78,7 @@ class LoadHistory:
             raise HistoryError(
                 f"tokens has shape {given.shape}, expected [windows, layers, experts], none empty"
             )
-        # Checked before the cast, which would wrap unsigned figures, and for the sum of all.
+        # Checked before the cast, which would wrap unsigned values; the sum of all must fit too.
         if given.max() > MOST_TOKENS / given.size:
             raise HistoryError(
                 f"{_where(given.argmax(), given.shape)}: {given.max()} tokens, expected at most "
@@ -176,15 +176,15 @@ def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:
         )
     if not values.size or ((values == np.floor(values)).all() and values.max() < 2.0**40):
         return values.astype(np.int64)
-    # 2**40 for the largest figure keeps 12 digits and leaves room to sum 2**23 of them.
+    # The largest becomes 2**40: 12 digits are kept, and int64 holds the sum of 2**23 of them.
     largest = float(values.max())
-    # In this order: 2**40 over a tiny figure would be infinite.
+    # In this order: 2**40 divided by a tiny value would be infinite.
     counts: NDArray[np.int64] = np.rint(values / largest * 2.0**40).astype(np.int64)
     return counts
 
 
 def _where(flat: np.integer, shape: tuple[int, ...]) -> str:
-    """Which window, layer and expert the flat index of a load means."""
+    """Window, layer and expert of a load's flat index, as text."""
     names = ("window", "layer", "expert")[-len(shape) :]
     place = np.unravel_index(int(flat), shape)
     return ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))

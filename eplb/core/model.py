@@ -16,10 +16,10 @@ from eplb.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """What a planner may know of a model.
+    """Layers, experts and sizes of a model.
 
     A shared expert is load on every rank and is never placed. ``layer_ids`` are the model's own
-    layer numbers: dense layers are absent, multi-token-prediction layers are layers.
+    layer numbers: dense layers are not listed, multi-token-prediction layers are.
 
     Raises:
         ConfigError: a count that no model can have.
@@ -77,7 +77,7 @@ def _preset(
 
 
 def _zero_computation(model: ModelShape, num_zero: int) -> ModelShape:
-    """Make the last ``num_zero`` experts identities, which cost nothing (LongCat-Flash)."""
+    """The model with its last ``num_zero`` experts as identities of no cost (LongCat-Flash)."""
     cost = np.ones(model.num_experts)
     cost[-num_zero:] = 0.0
     return replace(model, expert_cost=cost)

@@ -20,13 +20,13 @@ from eplb.core.arrays import UNSET, freeze, owned, unset
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 
-EMPTY = -1  # a slot that holds no expert: a spare, a dead rank's slot, an uneven layer
+EMPTY = -1  # a slot without an expert: a spare, a slot of a dead rank, or one that a layer leaves
 SHARE_TOLERANCE = 1e-6  # float64 shares of one expert must sum to 1 within this
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The one truth about where experts are.
+    """The expert of each slot, and the share of its tokens that each slot gets.
 
     Raises:
         PlacementError: an id out of range, an expert without a slot, or shares that do not
@@ -73,8 +73,8 @@ class Placement:
             raise PlacementError(f"layer {layer}: expert {expert} has no slot")
 
     def _equal_share(self) -> NDArray[np.float64]:
-        # One column more, in front, for the empty slots; one flat lookup is many times faster than
-        # one along an axis.
+        # The extra first column is for the empty slots; a flat lookup is many times faster than
+        # take_along_axis.
         by_expert = np.zeros((self.num_layers, self.num_experts + 1))
         np.divide(1.0, self.replica_count, out=by_expert[:, 1:])
         share: NDArray[np.float64] = by_expert.ravel()[_places(self.slot_to_expert, by_expert)]
@@ -112,7 +112,7 @@ class Placement:
 
     @cached_property
     def hash(self) -> str:
-        """Hex digest of experts and shares; two ranks with one hash route alike."""
+        """Hex digest of experts and shares; ranks with the same hash route in the same way."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.array([*self.slot_to_expert.shape, self.num_experts]).tobytes())
         digest.update(self.slot_to_expert.tobytes())
@@ -122,9 +122,9 @@ class Placement:
         return digest.hexdigest()
 
     def with_layers(self, other: Placement, layers: Iterable[int]) -> Placement:
-        """This placement with some layers taken from ``other``: the legal state in mid-migration.
+        """This placement with some layers of ``other``: the state in the middle of a migration.
 
-        Keeps this placement's generation, because nothing is committed until the last layer is.
+        Keeps this placement's generation, because a migration commits after its last layer.
         """
         if other.slot_to_expert.shape != self.slot_to_expert.shape:
             raise PlacementError(
@@ -161,8 +161,8 @@ def by_expert(
     held: NDArray[np.int32], num_experts: int, weights: NDArray[np.float64] | None
 ) -> NDArray[np.float64] | NDArray[np.intp]:
     """[L, E] how many slots hold each expert, or the sum of their weights [L, S]."""
-    # One column more, in front, collects the empty slots. A bincount is many times faster than
-    # adding at pairs of indices.
+    # The extra first column collects the empty slots. A bincount is many times faster than
+    # np.add.at on pairs of indices.
     table = np.empty((len(held), num_experts + 1))
     flat = None if weights is None else weights.ravel()
     summed = np.bincount(_places(held, table).ravel(), flat, table.size)
@@ -198,7 +198,7 @@ def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -
 
 
 def check_fits(placement: Placement, topology: Topology) -> None:
-    """Refuse a placement that this topology cannot serve.
+    """Check that this topology can serve a placement.
 
     Raises:
         PlacementError: another number of slots, two replicas of an expert on one rank, or an
@@ -222,6 +222,13 @@ def check_fits(placement: Placement, topology: Topology) -> None:
             f"layer {layer} slot {slot} holds expert {placement.slot_to_expert[layer, slot]} "
             f"on rank {topology.rank_of_slot[slot]}, which is not alive"
         )
+
+
+def changed_slots(base: Placement, target: Placement) -> NDArray[np.bool_]:
+    """[L, S] slots that hold another expert in ``target``; a slot that becomes empty is none."""
+    held = target.slot_to_expert
+    changed: NDArray[np.bool_] = (base.slot_to_expert != held) & (held != EMPTY)
+    return changed
 
 
 def duplicate_replicas(placement: Placement, topology: Topology) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""All that a policy may look at, checked once.
+"""The input of a policy, checked once.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes.
 """
@@ -21,7 +21,7 @@ from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.decision.promises import Record
-from eplb.dispatch_rules.rules import DispatchRule, refuse_topology
+from eplb.dispatch_rules.rules import DispatchRule, check_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.packing.zones import keeps_groups
 
@@ -30,10 +30,10 @@ Objective = Literal["tokens", "time"]
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a plan may go, how long it may think, and when it is good enough.
+    """Limits on moves and search time, and the imbalance that is good enough.
 
-    ``time_ms`` is counted in steps of the search, at what they take on an idle core, and not by
-    a clock: the same call gives the same plan on a busy machine too.
+    ``time_ms`` is converted to a number of search steps at their cost on an idle core, and no
+    clock is read: the same call gives the same plan on a busy machine too.
 
     Raises:
         ConfigError: a figure that no plan can meet.
@@ -42,8 +42,8 @@ class Budget:
     max_moves: int | None = None  # weights moved, over all layers
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is not changed
-    time_ms: float | None = None  # of searching; None: while it gains, 800 at most; inf: no end
-    num_threads: int = 1  # that share the layers of a search; the plan is the same with any number
+    time_ms: float | None = None  # of search; None: while it gains, 800 at most; inf: no limit
+    num_threads: int = 1  # of the search; the plan does not depend on it
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
@@ -62,7 +62,7 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned.
+    """A planning problem: load, topology, serving placement, limits, costs and constraints.
 
     Raises:
         ConfigError: model, history, topology, constraints and current placement do not describe
@@ -98,7 +98,7 @@ class Problem:
             )
         if self.budget.max_bytes is not None and self.model is None:
             raise ConfigError("budget: max_bytes is set without a model, expected max_moves")
-        refuse_topology(self.topology, self.dispatch)
+        check_topology(self.topology, self.dispatch)
         if self.unseen is not None and not self.unseen >= 0:
             raise ConfigError(f"unseen is {self.unseen} windows, expected 0 or more")
         self._check_shapes()
@@ -142,7 +142,7 @@ class Problem:
 
     @property
     def num_groups(self) -> int:
-        """The model's expert groups; 1 when there are none, no model is given, or none shall be."""
+        """The model's expert groups; 1 without groups, without a model, or if they are not kept."""
         if self.model is None or self.constraints.keep_groups is False:
             return 1
         return self.model.num_expert_groups
@@ -167,11 +167,11 @@ class Problem:
 
     @cached_property
     def price(self) -> NDArray[np.float64]:
-        """[L] imbalance of a layer that each weight moved there must remove, to pay back in time.
+        """[L] imbalance that each move in a layer must remove to pay back in time.
 
-        Ranks receive at the same time, so a move takes 1 / R of what it takes from one rank; a
-        layer is its part of the step, so the mean over layers gains 1 / L of what one gains. Of a
-        gain on the windows of the past so much is counted as earlier plans have kept.
+        Ranks receive in parallel, so a move costs 1 / R of one rank's time. The mean over layers
+        gains 1 / L of what one layer gains, weighted by the layer's part of the step. A gain on
+        past windows counts by the part of earlier promises that was kept.
         """
         expert_bytes = 0 if self.model is None else self.model.expert_bytes
         seconds = self.cost.move_seconds(expert_bytes) / int(self.topology.alive.sum())
@@ -188,7 +188,7 @@ class Problem:
 
     @cached_property
     def layer_weight(self) -> NDArray[np.float64]:
-        """[L] a layer's part of the experts' time at perfect balance; their mean is 1."""
+        """[L] a layer's part of the experts' time at perfect balance, scaled to a mean of 1."""
         time = self.work.sum(axis=(0, 2))
         mean = time.mean()
         weight: NDArray[np.float64] = time / mean if mean > 0 else np.ones(len(time))
@@ -196,12 +196,12 @@ class Problem:
 
     @cached_property
     def complete(self) -> NDArray[np.bool_]:
-        """[T] windows that every rank reported: the only ones that count."""
+        """[T] windows that every rank reported; the others are not used."""
         return np.array([not missing for missing in self.history.missing_ranks])
 
     @cached_property
     def work(self) -> NDArray[np.float64]:
-        """[T, L, E] tokens times what a token costs at each expert; complete windows only."""
+        """[T, L, E] tokens times each expert's cost per token; complete windows only."""
         tokens = self.history.tokens[self.complete].astype(np.float64)
         if self.model is not None:
             tokens *= self.model.expert_cost
@@ -210,9 +210,9 @@ class Problem:
 
     @cached_property
     def scaled(self) -> NDArray[np.float64]:
-        """[L, T, E] work in units of a fair rank's load, so that a rank's load is its imbalance.
+        """[L, T, E] work in units of the mean rank load, so that the busiest load is the imbalance.
 
-        Every window weighs the same, however many tokens it holds; an idle one stays zero.
+        Windows have equal weight whatever their tokens; an idle window is zero.
         """
         return scale(self.work.transpose(1, 0, 2), self.topology)
 

@@ -1,8 +1,8 @@
-"""What the planner balances: windows of the past with their noise taken out, and scenarios.
+"""Windows to balance: those of the past with noise reduced, and scenarios.
 
-Part of what tells windows apart is chance: a window of n tokens is a draw. A plan that fits the
-draw is worse on the next one, so each window is drawn towards the mean of all, by as much as
-chance explains of their differences; where chance explains all of them, windows equal their mean.
+Windows differ partly by chance: a window of n tokens is a random sample. A plan that is fitted to
+the sample is worse on the next window, so each window is shrunk towards the mean of all, by the
+part of their variance that chance explains; where it explains all, windows equal their mean.
 
 Shapes:  T windows, K scenarios, L MoE layers, E experts.
 """
@@ -22,7 +22,7 @@ SURE = 2.0  # standard deviations above chance before windows count as different
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """Windows that did not happen but may, such as a tenant's burst or a forecast.
+    """Possible future windows, such as a tenant's burst or a forecast.
 
     Raises:
         HistoryError: loads that cannot be planned on.
@@ -30,7 +30,7 @@ class Scenarios:
     """
 
     windows: NDArray[np.float64]  # [K, L, E] tokens
-    weight: NDArray[np.float64]  # [K] of the plan, less than 1 together: the rest is the past's
+    weight: NDArray[np.float64]  # [K] sum below 1; past windows have the remaining weight
 
     def __post_init__(self) -> None:
         windows = owned(self.windows, np.float64)
@@ -55,7 +55,7 @@ class Scenarios:
 
 
 def as_scenarios(scenarios: Scenarios | ArrayLike, num_windows: int) -> Scenarios:
-    """Take an array [K, L, E] as scenarios that each weigh as much as a window of the past.
+    """Scenarios from an array [K, L, E], each with the weight of one past window.
 
     Raises:
         HistoryError: loads that cannot be planned on.
@@ -68,7 +68,7 @@ def as_scenarios(scenarios: Scenarios | ArrayLike, num_windows: int) -> Scenario
 
 
 def without_noise(work: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Windows ``work`` [T, L, E] drawn towards their mean, as far as chance explains them.
+    """Windows ``work`` [T, L, E] shrunk towards their mean by the variance that chance explains.
 
     Args:
         work: tokens times their cost; only proportional to ``tokens`` within an expert.
@@ -88,12 +88,12 @@ def without_noise(work: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDA
         * np.where(tokens > 0, 1.0 / drawn, 0.0).sum(axis=0)
         / np.maximum(busy, 1)
     )
-    # A sum of squares of that many draws strays from what chance makes of it by so much.
+    # Standard deviation of a sum of squares of that many draws, relative to its mean.
     sure = 1.0 + SURE * np.sqrt(2.0 / (freedom * max(num_experts - 1, 1)))
     real = np.where(
         variance > by_chance * sure, 1.0 - by_chance / np.maximum(variance, 1e-300), 0.0
     )
-    # The spread of what is real, not its best guess: windows stand for what may come.
+    # sqrt: keeps the variance of the real part, because windows stand for future ones.
     keep = np.sqrt(np.maximum(real, 0.0))[:, None]
     smooth: NDArray[np.float64] = total * (mean + keep * off)
     return smooth if num_windows > 1 else work

@@ -1,4 +1,4 @@
-"""The ranks of an expert-parallel group: where they stand, their slots and their speed.
+"""The ranks of an expert-parallel group: node, host, failure domain, slots and speed.
 
 Node, host and failure domain are three different things. A node is a set of ranks joined by the
 fast fabric; a host is a set of ranks that share memory (one host cache); a failure domain is a
@@ -24,8 +24,8 @@ from eplb.errors import TopologyError
 class Topology:
     """Ranks and their slots. Slots are numbered rank by rank: rank 0's first, then rank 1's.
 
-    Any number of ranks and any slot counts are legal; a separate MoE cluster, whose tokens come
-    from other machines, is a topology like any other.
+    Any number of ranks and any slot counts are legal, also for a separate MoE cluster whose tokens
+    come from other machines.
 
     Raises:
         TopologyError: lengths differ, a count is negative, or no rank is alive.
@@ -67,7 +67,7 @@ class Topology:
 
     @staticmethod
     def uniform(num_nodes: int, ranks_per_node: int, slots_per_rank: int) -> Topology:
-        """The usual case: equal nodes of equal ranks, each node one host."""
+        """Equal nodes of equal ranks, each node one host."""
         if min(num_nodes, ranks_per_node, slots_per_rank) < 1:
             raise TopologyError(
                 f"found {num_nodes} nodes x {ranks_per_node} ranks x {slots_per_rank} slots, "
@@ -96,7 +96,7 @@ class Topology:
 
     @cached_property
     def serving(self) -> NDArray[np.bool_]:
-        """[R] live ranks with slots: those that can take load, and that a mean counts."""
+        """[R] live ranks with slots: only these get load and count in means."""
         return owned(self.alive & (self.slots_of_rank > 0), np.bool_)
 
     @cached_property

@@ -1,6 +1,6 @@
-"""How much of a proposed placement the budget allows: whole layers, best gain per move first.
+"""The part of a proposed placement within the budget: whole layers, best gain per move first.
 
-For policies that know nothing of budgets; those that plan step by step spend theirs in
+For policies without support for budgets; those that plan step by step apply theirs in
 ``eplb/policies/frontier.py``.
 
 Shapes:  L MoE layers, S slots.
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import Placement, changed_slots
 from eplb.policies.frontier import Curve, thinned
 
 
 class Offer(NamedTuple):
-    """A placement that a policy proposes in place of the base."""
+    """A placement that a policy proposes to replace the base."""
 
     base: Placement
     proposed: Placement
@@ -29,15 +29,14 @@ class Offer(NamedTuple):
 
 def moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
     """[L] weights that must move from ``base`` to ``target``."""
-    new = (base.slot_to_expert != target.slot_to_expert) & (target.slot_to_expert != EMPTY)
-    per_layer: NDArray[np.int64] = new.sum(axis=1)
+    per_layer: NDArray[np.int64] = changed_slots(base, target).sum(axis=1)
     return per_layer
 
 
 def within_budget(offer: Offer, most: int | None) -> tuple[NDArray[np.bool_], Curve]:
-    """[L] the layers that ``most`` moves buy, by gain per move, and a point for each of them.
+    """[L] the layers within ``most`` moves, by gain per move, and a point for each of them.
 
-    A layer that would not get better is left out where it is not forced.
+    A layer without gain is not selected unless it is forced.
     """
     moves = moves_per_layer(offer.base, offer.proposed)
     gain = offer.before - offer.after

@@ -1,11 +1,11 @@
-"""What may be done: weights move, new shares are taken alone, or nothing; and which of them it is.
+"""The alternatives of a plan: move weights, change shares only, or keep; and the choice of one.
 
-Shares cost no bytes, so they come first: moving must be worth its bytes beside what new shares on
-the current placement bring.
+New shares need no bytes, so a MOVE must gain more than its cost beyond new shares on the serving
+placement.
 
-    what the policy proposes, with its best shares --+
-    what serves, with new shares --------------------+--> gate --> MOVE, RESPLIT or KEEP
-    what serves -------------------------------------+
+    proposed placement, with its best shares --+
+    serving placement, with new shares --------+--> gate --> MOVE, RESPLIT or KEEP
+    serving placement -------------------------+
 
 Shapes:  L MoE layers, S slots, R ranks.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.kernels import BoolArray, FloatArray
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.decision.allowance import moves_per_layer
@@ -28,33 +28,33 @@ from eplb.decision.gate import Decision, Outlook, decide
 from eplb.dispatch_rules.plans import as_dispatched
 from eplb.measure.balance import imbalance
 from eplb.measure.noise import noise_under
-from eplb.policies.legality import complaints_of
+from eplb.policies.legality import violations_of
 from eplb.policies.objectives import dead_zone, measured, part_in_time
 from eplb.shares.resplitting import best_shares, share_floor
-from eplb.shares.traffic import crossing, near_first
+from eplb.shares.traffic import crossing, with_local_shares
 
-ROUNDING = 1e-9  # a gain below it is none
-SAMPLED = 16  # layers, at least, that tell what shares alone would bring; fewer err too often
+ROUNDING = 1e-9  # smaller gains do not count
+SAMPLED = 16  # fewest layers from which the gain of shares alone is estimated
 
 
 class Option(NamedTuple):
-    """A placement and what each layer costs under it."""
+    """A placement and the score of each layer."""
 
     placement: Placement
     score: FloatArray  # [L] as ``score_of`` gives it
 
 
 class Choice(NamedTuple):
-    """What is to be done."""
+    """The decision, its reason, and the placement."""
 
     decision: Decision
     reason: str
     option: Option
-    expected: float = 0.0  # less imbalance on windows to come
+    expected: float = 0.0  # reduction of imbalance on future windows
 
 
 def score_of(problem: Problem, placement: Placement) -> FloatArray:
-    """[L] what a plan is judged by: imbalance or time, and tokens that cross nodes by their price.
+    """[L] score of a plan: imbalance or time, plus the price of tokens that cross nodes.
 
     See ``eplb.policies.objectives.measured`` and ``CostModel.node_traffic``.
     """
@@ -67,8 +67,9 @@ def score_of(problem: Problem, placement: Placement) -> FloatArray:
 def with_shares(problem: Problem, option: Option) -> Option:
     """The same replicas with new shares in the layers that gain by them, and no others.
 
-    A layer at or under the target imbalance of the budget is left alone, and so is one that gains
-    less than ``min_share_gain``: on recorded routing that made the next window worse as often.
+    A layer at or below the target imbalance of the budget is not changed, nor one that gains less
+    than ``min_share_gain``: on recorded routing such changes made the next window worse as often as
+    better.
     """
     placement, balance = option.placement, option.score
     if problem.cost.node_traffic:
@@ -80,7 +81,7 @@ def with_shares(problem: Problem, option: Option) -> Option:
     if len(layers):
         option = _better(problem, option, best_shares(problem, placement, layers))
     if problem.cost.node_traffic:
-        near = near_first(problem, option.placement)
+        near = with_local_shares(problem, option.placement)
         option = Option(near, score_of(problem, near))
     return option
 
@@ -90,7 +91,7 @@ def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
     old = option.placement
     new = Placement(old.slot_to_expert, old.num_experts, old.generation, share)
     if problem.cost.node_traffic:
-        new = near_first(problem, new)
+        new = with_local_shares(problem, new)
     score = score_of(problem, new)
     gains = np.flatnonzero(score < option.score * (1.0 - problem.cost.min_share_gain))
     if not gains.size:
@@ -103,18 +104,18 @@ def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
 def without_losses(
     problem: Problem, serving: Option, proposed: Option, forced: BoolArray
 ) -> Option:
-    """``proposed``, but layers of uneven shares that it does not improve stay as they are.
+    """``proposed``, except layers with unequal shares that it does not improve.
 
-    A search that reckons with equal split cannot see what uneven shares have mended already.
+    The search assumes an equal split, so it does not see imbalance that unequal shares removed.
 
     Args:
-        problem: what a move must gain.
-        serving: what serves now.
-        proposed: what is to replace it.
-        forced: [L] layers that cannot stay.
+        problem: the price of moves.
+        serving: the serving placement.
+        proposed: the placement to replace it.
+        forced: [L] layers that cannot serve as they are.
     """
     old, new = serving.placement, proposed.placement
-    moves = moved(old, new).sum(axis=1)
+    moves = moves_per_layer(old, new)
     gain = serving.score - proposed.score
     stays = uneven_layers(old) & ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
     if not stays.any():
@@ -124,21 +125,21 @@ def without_losses(
 
 
 def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
-    """A fresh plan, but ``plain`` in layers that it does not improve: a tie is no gain.
+    """A fresh plan, except that layers without gain are those of ``plain``; a tie is no gain.
 
-    Replicas may even hurt, beside a fast rank that could carry its experts alone. Layers in which
-    ``plain`` does not keep to what is asked are planned all the same.
+    Replicas may even increase the score, beside a fast rank that could serve its experts alone.
+    Layers in which ``plain`` violates constraints are always those of the fresh plan.
     """
     worse = proposed.score >= plain.score - ROUNDING
     if problem.groups_stay or not worse.any():
         return proposed
-    worse[list(complaints_of(problem, plain.placement))] = False
+    worse[list(violations_of(problem, plain.placement))] = False
     kept = proposed.placement.with_layers(plain.placement, np.flatnonzero(worse).tolist())
     return Option(kept, np.where(worse, plain.score, proposed.score))
 
 
 def uneven_layers(placement: Placement) -> BoolArray:
-    """[L] layers in which some expert's replicas do not all get the same."""
+    """[L] layers in which some expert's replicas have unequal shares."""
     held = np.maximum(placement.slot_to_expert, 0)
     count = np.take_along_axis(placement.replica_count, held, axis=1)
     equal = np.where(placement.slot_to_expert == EMPTY, 0.0, 1.0 / np.maximum(count, 1))
@@ -151,25 +152,25 @@ def uneven_layers(placement: Placement) -> BoolArray:
 def choose(
     problem: Problem, serving: Option, proposed: Option, why_not: str | None, splits: bool
 ) -> Choice:
-    """Decide what is to be done.
+    """Choose MOVE, RESPLIT or KEEP.
 
     Args:
-        problem: what a move costs and must earn.
-        serving: what serves now; what would, when nothing does.
-        proposed: what the policy aims at.
-        why_not: why what serves cannot go on; None if it can.
-        splits: whether new shares alone may be the answer.
+        problem: cost and pay-back time of moves.
+        serving: the serving placement; contiguous when there is none.
+        proposed: the placement of the policy.
+        why_not: why the serving placement cannot serve; None if it can.
+        splits: whether RESPLIT is allowed.
     """
     received = _received(serving.placement, proposed.placement, problem.topology)
     if problem.current is None and received.any():
-        change = f"{_words(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
+        change = f"{_score_name(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
         reason = f"no current placement: {change}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     if why_not is not None:
         reason = f"the current placement cannot serve: {why_not}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     outlook, part = _outlook(problem, serving, proposed, received), 1.0
-    # Judged on unseen windows a gain is what it is; else what chance may make of it is taken off.
+    # A gain that was judged on unseen windows needs no deduction for noise; others do.
     judged, moves = outlook, splits and outlook.num_moves > 0
     if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
@@ -180,7 +181,7 @@ def choose(
     decision, reason = decide(judged, problem.cost)
     gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * part
     move = Choice(decision, reason, proposed, gain)
-    is_noise = outlook.before <= 1.0 + outlook.noise  # which shares would only fit as well
+    is_noise = outlook.before <= 1.0 + outlook.noise  # new shares would fit noise too
     if not splits or decision is Decision.RESPLIT or is_noise:
         return move
     if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, proposed, outlook):
@@ -190,7 +191,7 @@ def choose(
 
 
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
-    """New shares alone where they pay and moving too does not."""
+    """RESPLIT where new shares pay and moves in addition do not; else ``move``."""
     after = _mean(problem, alone.score)
     shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, sure=1.0)
     decision, reason = decide(shares, problem.cost)
@@ -211,9 +212,9 @@ def _gain(old: Option, new: Option) -> float:
 def _moving_pays_anyway(
     problem: Problem, serving: Option, proposed: Option, outlook: Outlook
 ) -> bool:
-    """Whether moving pays beside shares alone, as a sample of layers has it.
+    """Whether moves pay in addition to shares alone, estimated on a sample of layers.
 
-    Finding shares for all layers takes as long as finding moves, and they rarely come near.
+    Computing shares for all layers takes as long as the search, and they rarely gain as much.
     """
     num_layers = len(serving.score)
     if num_layers <= SAMPLED or problem.objective != "tokens" or problem.cost.node_traffic:
@@ -232,9 +233,9 @@ def _moving_pays_anyway(
 def _outlook(
     problem: Problem, serving: Option, proposed: Option, received: NDArray[np.int64]
 ) -> Outlook:
-    # The base was not planned on these windows; the proposed placement was, and hides their noise.
+    # By the base, which was not planned on these windows; the proposed placement fits their noise.
     noise = float(noise_under(problem, as_dispatched(problem, serving.placement)).mean())
-    if problem.cost.node_traffic:  # no part of what chance makes
+    if problem.cost.node_traffic:  # added, because it is no part of the imbalance
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
     expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
@@ -248,31 +249,23 @@ def _outlook(
         int(received.max()) * problem.cost.move_seconds(expert_bytes),
         in_time=part_in_time(problem, old, new) if has_zone else 1.0,
         dead_zone=dead_zone(problem) if has_zone else 1.0,
-        of=_words(problem),
+        of=_score_name(problem),
     )
 
 
 def _mean(problem: Problem, score: FloatArray) -> float:
-    """Mean over layers, each by its part of the step."""
+    """Mean over layers, weighted by their part of the step."""
     return float((score * problem.layer_weight).mean())
 
 
-def _words(problem: Problem) -> str:
+def _score_name(problem: Problem) -> str:
     what = "imbalance" if problem.objective == "tokens" else "time"
     return f"{what} and traffic" if problem.cost.node_traffic else what
 
 
-def moved(base: Placement, target: Placement) -> BoolArray:
-    """[L, S] slots whose weights change."""
-    new: BoolArray = (base.slot_to_expert != target.slot_to_expert) & (
-        target.slot_to_expert != EMPTY
-    )
-    return new
-
-
 def _received(base: Placement, target: Placement, topology: Topology) -> NDArray[np.int64]:
-    """[R] weights that each rank gets."""
-    per_slot = moved(base, target).sum(axis=0)
+    """[R] weights that each rank receives."""
+    per_slot = changed_slots(base, target).sum(axis=0)
     received: NDArray[np.int64] = np.bincount(
         topology.rank_of_slot, per_slot, topology.num_ranks
     ).astype(np.int64)

@@ -1,10 +1,10 @@
-"""What a plan will gain on windows that it was not fitted to, estimated before it is taken.
+"""Estimates the gain of a plan on windows that it was not fitted to, before it is published.
 
-Two witnesses. The record of earlier plans says what part of a promise is kept. Cross-fitting says
-it of this plan: the windows that neither what serves nor the plan may have been fitted to are cut
-into runs; for each run the search plans on all other windows, at the same price, and is judged on
-the run. Both are weighed by how sure they are. The estimate is the promise that a plan is held to;
-a decision counts on less, because doubt is held against the plan.
+Two sources. The record of earlier plans gives the part of promised gains that was realised.
+Cross-fitting gives it for this plan: the windows that the serving placement was not fitted to are
+divided into runs; for each run the search plans on all other windows, at the same price, and is
+judged on the run. Both are combined by their variances. A later judgement compares the realised
+gain with the estimate; the decision uses less than the estimate, by a multiple of its deviation.
 
 Shapes:  T windows, L MoE layers, U unseen windows.
 """
@@ -24,25 +24,25 @@ from eplb.core.problem import Problem
 from eplb.measure.balance import imbalance
 from eplb.policies.incremental import incremental
 
-FEWEST = 3  # windows, to plan on some of them and judge on others
+FEWEST = 3  # windows for cross-fitting
 FOLDS = 4
 SAMPLED = 16  # layers, at most, that are planned again
-PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, as a part of it
-CAUTION = 0.5  # standard deviations that are taken off at first
-LOOKS = 16  # windows after which another one is: who looks often enough sees a gain by chance
+PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
+CAUTION = 0.5  # standard deviations that are subtracted at first
+LOOKS = 16  # windows after which one more is: repeated planning finds gains by chance
 MOST_CAUTION = 3.0
 
 
 class Expected(NamedTuple):
-    """Part of a promised gain that lasts on windows to come."""
+    """Part of a promised gain that is expected on future windows."""
 
     part: float  # the estimate
-    sure: float  # the estimate less doubt: what a decision may count on
+    sure: float  # the estimate minus a multiple of its deviation: the part that a decision uses
     is_judged: bool  # whether unseen windows are part of the estimate
 
 
 def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) -> Expected:
-    """Part of the promised gain that is expected, and that may be counted on.
+    """Part of the promised gain that is expected, and the part that a decision uses.
 
     Args:
         problem: with a current placement, which can serve.
@@ -57,10 +57,10 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     doubt = PRIOR_DOUBT * part
     seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
     if len(seen) < 2:
-        # The record alone says the same at every look: more looks find nothing by chance, and a
-        # placement that has served for long must not keep every gain away.
+        # The record alone does not change with more windows, so repeated planning finds nothing by
+        # chance, and a long-serving placement must not block every gain.
         return Expected(part, part - CAUTION * doubt, False)
-    # Few runs tell little of how much they scatter.
+    # With few runs their deviation is uncertain, so it is increased.
     spread = seen.std(ddof=1) / len(seen) ** 0.5 * (len(seen) + 1) / (len(seen) - 1)
     scale = float(changed.mean()) / gain
     evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
@@ -71,7 +71,7 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
-    """Gain on each run of unseen windows, mean over some changed layers, by plans without it."""
+    """Gain on each run of unseen windows by plans without that run, mean over changed layers."""
     current = problem.current
     assert current is not None, "there is a placement to compare with"
     kept = np.flatnonzero(problem.complete)

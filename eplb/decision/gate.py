@@ -1,10 +1,9 @@
-"""Whether a better placement is worth moving to: pure figures in, a decision and its reason out.
+"""The gate: decides from the figures of a plan whether it is worth its moves, and why.
 
-One currency, seconds of serving time. A move costs what its bytes take on the link. A gain saves
-the part of a step that experts take, times the imbalance that it removes, for as long as the
-operator lets a move take to pay back. ``Problem.price`` is the same price for one step of the
-search. Part of what looks like imbalance is chance, which ``eplb/measure/noise.py`` estimates: a
-gain that would lie below it is not one.
+Costs and gains are in seconds of serving time. The cost of a move is the time of its bytes on the
+link. A gain saves the experts' part of a step times the removed imbalance, over the pay-back time.
+``Problem.price`` is the same price for one step of the search. Part of the imbalance is chance,
+which ``eplb/measure/noise.py`` estimates: a gain below that noise does not count.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from eplb.errors import ConfigError
 Curve = tuple[tuple[float, float], ...]
 
 # Microseconds of one expert of 7168 x 4096 in a grouped GEMM of 16 in BF16 on an H200, by its
-# tokens: flat while the weights are what is read, then in proportion to tokens. Measured with
+# tokens: constant while reading weights dominates, then proportional to tokens. Measured with
 # torch 2.11's grouped_mm on 2026-11-20; the times of 1 to 256 tokens, 263 to 348 us for all 16
-# without order, are taken as one flat stretch.
+# without a trend, are taken as constant.
 GROUPED_GEMM_H200: Curve = ((1.0, 20.4), (256.0, 20.8), (512.0, 40.5), (1024.0, 80.1))
 
 
-NOMINAL_BYTES = 17_301_504  # of an expert where no model says: DeepSeek-V2-Lite's, in BF16
+NOMINAL_BYTES = 17_301_504  # of an expert without a model: DeepSeek-V2-Lite's, in BF16
 
 
 class Decision(Enum):
-    """What to do with a plan."""
+    """The decision on a plan."""
 
     MOVE = "MOVE"  # weights move
     RESPLIT = "RESPLIT"  # only shares change
-    KEEP = "KEEP"  # the current placement goes on
+    KEEP = "KEEP"  # the serving placement does not change
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a rebalance costs, and within what time it must earn that.
+    """The cost of a rebalance, and the time within which it must pay back.
 
-    ``pay_back_s`` is the operator's dial. Zero: no move ever pays; infinite: every gain does.
+    ``pay_back_s`` is the operator's setting. Zero: no move ever pays; infinite: every gain does.
 
     Raises:
         ConfigError: a figure that is negative or not a number.
@@ -49,15 +48,15 @@ class CostModel:
 
     pay_back_s: float = 60.0  # serving time within which a move must save what it costs
     expert_part: float = 0.3  # of a step at perfect balance, the part that routed experts take
-    seconds_per_expert: float | None = None  # that a rank loses by each it receives; None: by bytes
-    bytes_per_s: float = 6e9  # that a rank receives meanwhile; the default of ``Pace``
-    seconds_per_rebalance: float = 0.1  # lost by each one beside its moves: votes, swaps
+    seconds_per_expert: float | None = None  # serving time lost per expert received; None: by bytes
+    bytes_per_s: float = 6e9  # at which a rank receives; the default budget of staging
+    seconds_per_rebalance: float = 0.1  # serving time lost by votes and swaps of a rebalance
     far_moves: float = 1.1  # near moves that one from another node counts as in the search
     min_share_gain: float = 0.01  # of a layer's imbalance, for new shares to replace an equal split
-    node_traffic: float = 0.0  # imbalance that counts like all tokens crossing nodes; 0: no matter
-    tokens_of_node: tuple[float, ...] = ()  # part that starts on each; (): by live ranks
+    node_traffic: float = 0.0  # imbalance that all tokens crossing nodes count as; 0: ignored
+    tokens_of_node: tuple[float, ...] = ()  # part of tokens that starts on each; (): by live ranks
     curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
-    dead_zone: bool = False  # whether a gain counts only as far as that curve makes it time
+    dead_zone: bool = False  # whether a gain counts only by the time that it saves by the curve
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -93,7 +92,7 @@ class CostModel:
         return (expert_bytes or NOMINAL_BYTES) / self.bytes_per_s
 
     def saved_seconds(self, gain: float) -> float:
-        """Serving time that so much less imbalance, mean over layers, saves until pay-back."""
+        """Serving time that a reduction of imbalance, mean over layers, saves until pay-back."""
         return self.pay_back_s * self.expert_part * gain if gain else 0.0
 
     def gain_worth(self, seconds: float) -> float:
@@ -104,23 +103,23 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a plan promises: the figures that the gate decides on."""
+    """Figures of a plan that the gate decides on."""
 
     before: float  # mean imbalance over layers, on the history
     after: float  # the same under the planned placement
-    noise: float  # imbalance that chance alone makes of one window
+    noise: float  # imbalance above 1 of one window by chance
     num_moves: int
     cost_s: float  # serving time that its moves take
-    sure: float = 1.0  # part of the gain that may be counted on in windows not planned on
-    in_time: float = 1.0  # part of the gain that is time at this batch, by the curve
+    sure: float = 1.0  # part of the gain that the decision uses, by ``expectation.py``
+    in_time: float = 1.0  # part of the gain that saves time at this batch size, by the curve
     dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
     of: str = "imbalance"  # name of the figures
 
 
 def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
-    """Move, take new shares alone (an outlook without moves) or keep, and the reason as text.
+    """MOVE, RESPLIT (for an outlook without moves) or KEEP, and the reason as text.
 
-    The gain is counted down to the noise floor only: what lies below it will not be seen again.
+    The gain counts down to the noise floor only, because noise below it does not repeat.
     """
     floor = 1.0 + outlook.noise
     change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"

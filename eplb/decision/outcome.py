@@ -1,4 +1,4 @@
-"""What a plan is: what to aim at, why, and what it takes. Figures nobody asks for are not made.
+"""The plan: target placement, decision with its reason, and moves. Figures are computed on demand.
 
 Shapes:  L MoE layers.
 """
@@ -32,16 +32,16 @@ from eplb.shares.traffic import crossing
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What to aim at, why, and what it takes.
+    """The target placement, the decision with its reason, and the moves.
 
-    ``before`` and ``after`` are means over layers of the mean imbalance over the history's
-    windows: what the placement would have been then, no promise for the next window. With
-    ``objective="time"`` they are times, see ``eplb.policies.objectives.measured``; with a price on
-    tokens that cross nodes that is added, see ``eplb.decision.alternatives.score_of``.
+    ``before`` and ``after`` are means over layers of the mean imbalance over the history's windows:
+    what the placement would have had then, not a forecast of the next window. With
+    ``objective="time"`` they are times, see ``eplb.policies.objectives.measured``; a price on
+    tokens that cross nodes is added, see ``eplb.decision.alternatives.score_of``.
     """
 
     problem: Problem
-    base: Placement  # what serves now; contiguous when nothing did
+    base: Placement  # the serving placement; contiguous when there was none
     target: Placement  # generation + 1 when it moves, else ``base`` itself
     before_per_layer: NDArray[np.float64]  # [L]
     after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def topology(self) -> Topology:
-        """Where the plan was made for."""
+        """The topology that the plan was made for."""
         return self.problem.topology
 
     @property
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def before(self) -> float:
-        """Mean imbalance of the base; infinite where some tokens have no live slot to go to."""
+        """Mean imbalance of the base; infinite where some tokens have no live slot."""
         return float(self.before_per_layer.mean())
 
     @cached_property
@@ -88,12 +88,12 @@ class Plan:
 
     @property
     def booked(self) -> float:
-        """Mean imbalance of the target as its shares book it."""
+        """Mean imbalance of the target by its shares."""
         return self._by_rule[0]
 
     @property
     def effective(self) -> float:
-        """Mean imbalance of the target as the engine's dispatch rule makes it."""
+        """Mean imbalance of the target under the engine's dispatch rule."""
         return self._by_rule[1]
 
     @cached_property
@@ -108,16 +108,16 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] the least cost of any placement; see ``eplb.measure.lower_bound``."""
+        """[L] lower bound of the cost of any placement; see ``eplb.measure.lower_bound``."""
         return bound_of(self.problem)
 
     @cached_property
     def gap(self) -> NDArray[np.float64]:
-        """[L] how far the planned placement is above what is proved, relative; 0 is optimal."""
+        """[L] relative distance of the planned placement above the lower bound; 0 is optimal."""
         return np.asarray(self.after_per_layer / self.lower_bound - 1.0)
 
     def explain(self, layer: int, expert: int) -> Explanation:
-        """Say why an expert has its replicas, why on these ranks, and what that takes.
+        """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
 
         ``str()`` of the result gives text, ``to_dict()`` JSON.
 
@@ -151,7 +151,7 @@ class Plan:
         return digest.hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the plan without its placements, JSON-ready."""
+        """The plan without its placements as JSON-ready values."""
         return {
             "decision": self.decision.value,
             "reason": self.reason,
@@ -177,7 +177,7 @@ class Plan:
 
 
 def lost_tokens(problem: Problem, placement: Placement) -> float:
-    """Part of the work, over layers and windows, that no live slot of a placement can do."""
+    """Part of the work, over layers and windows, of experts without a live slot."""
     _, uncovered = live_shares(placement, problem.topology)
     total = float(problem.work.sum())
     return float((problem.work * uncovered).sum()) / total if total else 0.0

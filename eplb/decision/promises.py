@@ -1,7 +1,7 @@
-"""What earlier plans promised and what they gave: how far the next promise may be believed.
+"""Promised and realised gains of earlier plans, from which the next gain is estimated.
 
-A plan promises a gain on the windows that it was fitted to. Once it has served, the windows that
-came show what it gave: each is judged under the placement that served before and under the plan's.
+A plan promises a gain on the windows that it was fitted to. The realised gain is measured on later
+windows: each is judged under the placement that served before and under that of the plan.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
 
-PRIOR = 0.5  # of a promise that is kept, as long as nothing is on record
-PRIOR_GAIN = 0.1  # imbalance promised that the prior counts as
-FORGOTTEN = 0.9  # of the record that each further plan leaves
+PRIOR = 0.5  # part of a promise that is realised, without a record
+PRIOR_GAIN = 0.1  # weight of the prior, as promised imbalance
+FORGOTTEN = 0.9  # factor on the record for each further plan
 LEAST, MOST = 0.1, 1.0
-ENOUGH = 4  # windows that tell what a plan gave
+ENOUGH = 4  # windows on which a plan is judged
 
 
 @dataclass(frozen=True)
 class Record:
-    """Gains in imbalance of earlier plans, summed, the latest counting most.
+    """Gains in imbalance of earlier plans, summed with decreasing weight.
 
     Raises:
         ConfigError: a sum that is not finite, or a promise below 0.
@@ -44,24 +44,24 @@ class Record:
 
     @property
     def kept(self) -> float:
-        """Part of a promise that is kept, 0.1 to 1."""
+        """Part of a promise that is realised, 0.1 to 1."""
         part = (PRIOR * PRIOR_GAIN + self.given) / (PRIOR_GAIN + self.promised)
         return min(max(part, LEAST), MOST)
 
     def with_plan(self, promised: float, given: float) -> Record:
-        """The record once one more plan has been judged."""
+        """The record with one more judged plan."""
         return Record(FORGOTTEN * self.promised + promised, FORGOTTEN * self.given + given)
 
 
 @dataclass(frozen=True, eq=False)
 class Promise:
-    """A plan that was taken, until enough windows have come to judge it."""
+    """A plan that was published, until there are enough windows to judge it."""
 
     base: Placement
     target: Placement
     gain: float  # imbalance, on the windows that it was fitted to
 
     def given(self, tokens: NDArray[np.int64], topology: Topology) -> float:
-        """Less imbalance on ``tokens`` [T, L, E] than what served before would have had."""
+        """Reduction of imbalance on ``tokens`` [T, L, E] against the placement before."""
         before = imbalance(tokens, self.base, topology).mean()
         return float(before - imbalance(tokens, self.target, topology).mean())

@@ -1,8 +1,8 @@
-"""Redundancy where it pays: slots dealt to layers by what another replica brings in each.
+"""Redundancy by layer: allots slots to layers by the gain of another replica in each.
 
 Layers differ: one with a very hot expert needs many replicas, while an even one is balanced
 without any. Each layer's imbalance is measured at a few slot counts; its lower convex envelope
-says what the next slots bring at best, and layers bid for slots with that.
+gives the gain of the next slots, and slots are allotted by the largest gain.
 
     imbalance at a few slot counts -> envelope of each layer -> steepest piece first
 
@@ -27,8 +27,8 @@ from eplb.errors import ConfigError, PlacementError, TopologyError
 from eplb.measure.balance import imbalance
 from eplb.policies.greedy import refined
 
-# Slot counts at which a layer's imbalance is measured, denser where they are few. More of them
-# would find more lucky placements, and take them for what a slot brings.
+# Slot counts at which a layer's imbalance is measured, denser where they are few. With more of them
+# the gain of a slot would be overestimated, by placements that are good by chance.
 NUM_TRIED = 7
 LEAST_GAIN = 1e-5  # imbalance of a layer that a slot must save
 
@@ -36,10 +36,10 @@ LEAST_GAIN = 1e-5  # imbalance of a layer that a slot must save
 def allocate_redundancy(
     history: LoadHistory | ArrayLike, topology: Topology, total_slots: int
 ) -> NDArray[np.int64]:
-    """Share a number of slots out over the layers by marginal benefit.
+    """Allot a number of slots to the layers by marginal gain.
 
     Args:
-        history: LoadHistory, or tokens [L, E] or [T, L, E]. Incomplete windows are left out.
+        history: LoadHistory, or tokens [L, E] or [T, L, E]. Incomplete windows are not used.
         topology: its slots are the most that any one layer may use on each rank, so it must be
             wider than an equal share of ``total_slots`` for layers to differ.
         total_slots: slots of all layers together, first copies included.
@@ -67,7 +67,7 @@ def allocate_redundancy(
         for layer in range(num_layers)
         for gain, width in _envelope(tried, curve[layer])
     ]
-    # A layer's own pieces come in the order of its envelope: on it, gains only fall.
+    # The pieces of a layer stay in the order of its envelope, because gains fall along it.
     for _, layer, width in sorted(pieces, key=lambda piece: piece[:2]):
         taken = min(width, spare)
         slots[layer] += taken
@@ -76,7 +76,7 @@ def allocate_redundancy(
 
 
 def slots_per_layer(slots: ArrayLike, topology: Topology) -> NDArray[np.int64]:
-    """Give every layer its own slots on each rank, so that ranks hold equally much in all.
+    """Slots of every layer on each rank, such that the totals of ranks are equal.
 
     Args:
         slots: [L] as ``allocate_redundancy`` returns them.
@@ -84,7 +84,7 @@ def slots_per_layer(slots: ArrayLike, topology: Topology) -> NDArray[np.int64]:
 
     Returns:
         [L, R] usable slots. A layer's ranks differ by one at most where the topology has room,
-        and what does not divide goes to the ranks that hold least so far.
+        and the remainder goes to the ranks with the fewest slots so far.
 
     Raises:
         TopologyError: a layer has more slots than the live ranks.
@@ -129,7 +129,7 @@ def imbalance_by_slots(
 
 @dataclass(frozen=True)
 class RedundancyLevel:
-    """What so many redundant slots on each rank bring, and what they take."""
+    """Gain and cost of a number of redundant slots on each rank."""
 
     slots_per_rank: int  # beyond those that hold every expert once, of each layer
     imbalance: float  # mean over layers and windows, of a fresh plan
@@ -149,10 +149,10 @@ def redundancy_price(
     expert_part: float = 0.5,
     kv_worth: float = 1.0,
 ) -> tuple[RedundancyLevel, ...]:
-    """Balance won against memory taken, for each number of redundant slots on a rank.
+    """Gain in balance against memory, for each number of redundant slots on a rank.
 
-    With one slot for each expert, experts only trade places. A redundant slot takes memory in every
-    layer that the KV cache would have: fewer sequences run at once, and decode slows down.
+    Without redundant slots there are no replicas. A redundant slot takes memory in every layer from
+    the KV cache: fewer sequences run at once, and decode throughput falls.
 
         net = step time without / step time with * (KV cache with / KV cache without) ** kv_worth
 
@@ -163,17 +163,17 @@ def redundancy_price(
         kv_cache_bytes: KV cache of a rank without redundancy.
         levels: redundant slots on each rank, of each layer.
         expert_part: part of an even step that is expert time, which imbalance makes longer.
-        kv_worth: how throughput goes with the KV cache: 1.0 where batches are as large as the cache
-            lets them be, 0.0 where there is cache to spare.
+        kv_worth: exponent of throughput by the KV cache: 1.0 where the cache limits the batch size,
+            0.0 where it does not.
 
     Returns:
-        One for each level. A level whose slots do not fit beside any KV cache has a net of 0.
+        One for each level. A level whose slots leave no KV cache has a net of 0.
 
     Raises:
         ConfigError: figures that no deployment has.
         HistoryError: load that cannot be planned on.
     """
-    _refuse_prices(slot_bytes, kv_cache_bytes, expert_part, kv_worth)
+    _check_prices(slot_bytes, kv_cache_bytes, expert_part, kv_worth)
     windows = as_history(history)
     ranks = topology.alive.astype(np.int64)
     once = _spread(windows.num_experts, ranks * windows.num_experts, np.zeros_like(ranks))
@@ -197,7 +197,7 @@ def redundancy_price(
     return tuple(found[1:])
 
 
-def _refuse_prices(
+def _check_prices(
     slot_bytes: int, kv_cache_bytes: int, expert_part: float, kv_worth: float
 ) -> None:
     if whole("slot_bytes", slot_bytes) < 1 or whole("kv_cache_bytes", kv_cache_bytes) < 1:
@@ -226,7 +226,7 @@ def _envelope(tried: NDArray[np.int64], curve: NDArray[np.float64]) -> Iterator[
 
 
 def _spread(count: int, room: NDArray[np.int64], held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[R] ``count`` slots, as level as ``room`` allows; the rest where ``held`` is least."""
+    """[R] ``count`` slots, as equal as ``room`` allows; the remainder where ``held`` is least."""
     level = next(level for level in range(count + 1) if np.minimum(room, level + 1).sum() >= count)
     slots = np.minimum(room, level)
     rest = count - int(slots.sum())

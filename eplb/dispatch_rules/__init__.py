@@ -1,1 +1,1 @@
-"""How engines choose among replicas, and plans that are even under such a rule."""
+"""The dispatch rules of engines, by which they choose among replicas, and plans for them."""

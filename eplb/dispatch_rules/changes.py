@@ -1,6 +1,6 @@
-"""What may be changed in a layer under an engine's rule, compiled, and what each change promises.
+"""Changes of a layer under an engine's rule, compiled, and the estimated gain of each.
 
-A change lets two slots trade, or the second take a copy of what the first holds.
+A change swaps two slots, or copies the expert of the first slot into the second.
 
 Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, K changes that are tried in turn.
 """
@@ -13,15 +13,15 @@ import numpy as np
 
 from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray
-from eplb.dispatch_rules.draws import Sources, share_out
+from eplb.dispatch_rules.draws import Sources, fill_shares
 from eplb.dispatch_rules.layer import Dispatched, add_load, on_rank, place_of, spread_of_time
 
-HOT_RANKS = 3  # busiest ranks whose experts are looked at before a layer counts as stuck
-IN_TURN = 24  # changes of replicas tried before they are looked for anew
+HOT_RANKS = 3  # busiest ranks whose experts are tried before a layer counts as stuck
+MOST_CANDIDATES = 24  # changes of replicas that are tried before the list is computed again
 ROUNDING = 1e-9
-SLACK = 0.9  # of a rank's time after a change of replicas: shares may turn out smaller
-# Single experts or replicas off the busiest rank, or any to the idlest one. As in
-# ``eplb/core/kernels.py``, a plain number would make numba compile once more for it.
+SLACK = 0.9  # factor on a rank's time after a change of replicas: shares may become smaller
+# PLAIN: swap single experts of the busiest rank; NEAR: its replicas; WIDE: any to the idlest rank.
+# As in ``eplb/core/kernels.py``, a plain number would make numba compile once more for it.
 PLAIN = cast(int, np.int64(0))
 NEAR = cast(int, np.int64(1))
 WIDE = cast(int, np.int64(2))
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
 
 
 @jit
-def promising(
+def promising_changes(
     layer: Dispatched,
     sources: Sources,
     terms: Terms,
@@ -48,13 +48,13 @@ def promising(
     reach: int,
     trial: FloatArray,
 ) -> tuple[int, IntArray, FloatArray]:
-    """How many changes promise to even ranks out, [K, 3] which, and [K] their gains.
+    """The number of changes with an estimated gain, [K, 3] these changes, and [K] their gains.
 
-    Plain ones by the score; those of replicas by the spread over all ranks: where many ranks are
-    busiest, relieving one of them hardly shows in the score until plain trades follow.
+    Plain ones by the score; those of replicas by the variance over all ranks: where many ranks are
+    busiest, relieving one of them changes the score little until plain swaps follow.
     """
     replicas = reach != PLAIN
-    most = IN_TURN if replicas else 1
+    most = MOST_CANDIDATES if replicas else 1
     changes, gains, found = np.zeros((most, 3), dtype=np.int64), np.zeros(most), 0
     rank, held, count = layer.rank, layer.held, layer.count
     heat, top = np.zeros(len(layer.time)), _busiest(layer)
@@ -78,13 +78,13 @@ def promising(
                 if theirs < 0 or (rank[other] == focus) != (reach == WIDE):
                     continue
                 plain = count[mine] == 1 and count[theirs] == 1
-                if plain == replicas or not _may_trade(layer, one, other):
+                if plain == replicas or not _may_swap(layer, one, other):
                     continue
                 for kind in range(2 if count[theirs] > 1 else 1):
                     change = (one, other, kind == 1)
                     if kind == 0 and count[theirs] > 1 and on_rank(layer, theirs, rank[one]):
                         continue
-                    after = _of_two(layer, change, top, plain)
+                    after = _score_after(layer, change, top, plain)
                     if reach != WIDE and after * (SLACK if replicas else 1.0) >= score:
                         continue
                     more = moves_added(layer, change)
@@ -92,7 +92,9 @@ def promising(
                         continue
                     gain = score - after - terms.min_gain * max(more, 0)
                     if replicas:
-                        gain = (spread - _judge(layer, sources, change, trial)) / max(more, 1)
+                        gain = (spread - _spread_after(layer, sources, change, trial)) / max(
+                            more, 1
+                        )
                     if gain > ROUNDING and (found < most or gain > gains[most - 1]):
                         found = min(found + 1, most)
                         _insert(changes, gains, found, change, gain)
@@ -103,7 +105,7 @@ def promising(
 
 @jit
 def _insert(changes: IntArray, gains: FloatArray, found: int, change: Change, gain: float) -> None:
-    """Put a change where its gain belongs; the last one goes if all places are taken."""
+    """Insert a change by its gain; the last one is dropped if the list is full."""
     place = found - 1
     while place > 0 and gains[place - 1] < gain:
         gains[place] = gains[place - 1]
@@ -115,7 +117,7 @@ def _insert(changes: IntArray, gains: FloatArray, found: int, change: Change, ga
 
 @jit
 def _busiest(layer: Dispatched) -> IntArray:
-    """[T, 3] the busiest ranks of each window; the last ones again where there are fewer."""
+    """[T, 3] the busiest ranks of each window; -1 where there are fewer."""
     top = np.zeros((len(layer.weight), 3), dtype=np.int64)
     for window in range(len(layer.weight)):
         first, second, third = 0, -1, -1
@@ -133,7 +135,7 @@ def _busiest(layer: Dispatched) -> IntArray:
 
 @jit
 def _coldest(layer: Dispatched) -> int:
-    """The rank with the least time that experts may come to."""
+    """The rank with the least time among those that experts may move to."""
     coldest, least = 0, np.inf
     for rank in range(len(layer.time)):
         time = (layer.time[rank] * layer.weight).sum()
@@ -143,10 +145,10 @@ def _coldest(layer: Dispatched) -> int:
 
 
 @jit
-def _of_two(layer: Dispatched, change: Change, top: IntArray, plain: bool) -> float:
-    """The score after a change of two experts with one replica; of others about that of two ranks.
+def _score_after(layer: Dispatched, change: Change, top: IntArray, plain: bool) -> float:
+    """The score after a swap of two experts with one replica; for others an estimate of two ranks.
 
-    Shares of replicas may turn out otherwise, so no other rank counts for those.
+    Shares of replicas may change with the draws, so other ranks are not counted for those.
     """
     one, other, copies = change
     here, there = layer.rank[one], layer.rank[other]
@@ -176,7 +178,7 @@ def _of_two(layer: Dispatched, change: Change, top: IntArray, plain: bool) -> fl
 
 
 @jit
-def _may_trade(layer: Dispatched, one: int, other: int) -> bool:
+def _may_swap(layer: Dispatched, one: int, other: int) -> bool:
     mine, theirs = layer.held[one], layer.held[other]
     if theirs < 0 or mine == theirs:
         return False
@@ -190,21 +192,21 @@ def _may_trade(layer: Dispatched, one: int, other: int) -> bool:
 
 @jit
 def moves_added(layer: Dispatched, change: Change) -> int:
-    """How many more experts a change leaves where the base has none of them."""
-    if len(layer.home) == 0:
+    """How many moves from the base a change adds; negative where it undoes some."""
+    if len(layer.resident) == 0:
         return 1
     one, other, copies = change
     here, there = layer.rank[one], layer.rank[other]
     mine, theirs = layer.held[one], layer.held[other]
-    more = int(not layer.home[there, mine]) - int(not layer.home[there, theirs])
+    more = int(not layer.resident[there, mine]) - int(not layer.resident[there, theirs])
     if not copies:
-        more += int(not layer.home[here, theirs]) - int(not layer.home[here, mine])
+        more += int(not layer.resident[here, theirs]) - int(not layer.resident[here, mine])
     return more
 
 
 @jit
-def _judge(layer: Dispatched, sources: Sources, change: Change, trial: FloatArray) -> float:
-    """How far ranks are spread after a change, as far as draws hold."""
+def _spread_after(layer: Dispatched, sources: Sources, change: Change, trial: FloatArray) -> float:
+    """Variance of the ranks' times after a change, if the draws stay the same."""
     trial[:] = layer.time
     for number in range(2):
         expert = layer.held[change[0]] if number == 0 else layer.held[change[1]]
@@ -217,7 +219,7 @@ def _judge(layer: Dispatched, sources: Sources, change: Change, trial: FloatArra
 def _add_changed(
     layer: Dispatched, sources: Sources, expert: int, change: Change, trial: FloatArray
 ) -> None:
-    """Add what an expert's replicas will take of the ranks' time after a change."""
+    """Add the time of an expert's replicas after a change to the ranks' times."""
     one, other, copies = change
     count = layer.count[expert]
     slots = np.empty(count + 1, dtype=np.int64)
@@ -238,7 +240,7 @@ def _add_changed(
     drawn = layer.drawn[expert]
     if count != layer.count[expert]:
         drawn = np.full(1, -1)
-    share_out(slots, count, drawn, sources, share)
+    fill_shares(slots, count, drawn, sources, share)
     for place in range(count):
         rank = layer.rank[slots[place]]
         part = share[place] * layer.slowness[rank]

@@ -1,11 +1,12 @@
-"""Which replica each source rank uses, compiled: the rules of SGLang and of vllm-ascend.
+"""The replica that each source rank uses, compiled: the rules of SGLang and of vllm-ascend.
 
 SGLang 0.5.23 (``static``), for each layer, expert and source rank in order: the only replica; else
-one on the rank itself; else the first one on its node, if not all are there; else a fair draw for
-all ranks that are left, in which replicas differ by one rank at most. vllm-ascend: the source
-rank's number modulo replicas. Replicas are in order of their slots in both.
+one on the rank itself; else the first one on its node, if not all are there; else a fair draw over
+the remaining ranks, in which replicas differ by one rank at most. vllm-ascend: the source rank's
+number modulo replicas. Replicas are in order of their slots in both.
 
-Shapes:  L MoE layers, E experts, S slots, R ranks, W words, M most replicas of an expert.
+Shapes:  L MoE layers, E experts, S slots, R ranks, W 32-bit words of the random generator, M most
+replicas of an expert.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ START = cast(int, np.int64(0))
 
 
 class Sources(NamedTuple):
-    """Where tokens start."""
+    """Source ranks of tokens."""
 
     part: FloatArray  # [R] of the tokens
     node: IntArray  # [R]
@@ -32,8 +33,8 @@ class Sources(NamedTuple):
 
 
 @jit
-def lay_out(held: IntArray, num_experts: int) -> tuple[IntArray, IntArray]:
-    """[E, M] slots of each expert of a layer [S] in order, -1 beyond, and [E] how many."""
+def replica_slots(held: IntArray, num_experts: int) -> tuple[IntArray, IntArray]:
+    """[E, M] slots of each expert of a layer [S] in order, padded with -1, and [E] their number."""
     count = np.zeros(num_experts, dtype=np.int64)
     slots = np.full((num_experts, len(held) - num_experts + 1), -1)
     for slot in range(len(held)):
@@ -46,7 +47,7 @@ def lay_out(held: IntArray, num_experts: int) -> tuple[IntArray, IntArray]:
 
 @jit
 def nearest(slots: IntArray, count: int, source: int, sources: Sources) -> int:
-    """Which of an expert's replicas a source rank uses without a draw; -1 if it draws."""
+    """Index of the replica that a source rank uses without a draw; -1 if it draws."""
     if not sources.nearest:
         return source % count
     if count == 1:
@@ -67,9 +68,9 @@ def nearest(slots: IntArray, count: int, source: int, sources: Sources) -> int:
 def draw_layer(
     slots: IntArray, count: IntArray, sources: Sources, words: Words, at: int, drawn: IntArray
 ) -> int:
-    """Fill in ``drawn`` [E, R + 1] and return the word that the next layer starts with.
+    """Fill in ``drawn`` [E, R + 1] and return the index of the next layer's first word.
 
-    The first entry of a row is how many ranks draw, the others are their replicas in order.
+    The first entry of a row is the number of ranks that draw, the others their replicas in order.
     """
     num_ranks = len(sources.part)
     for expert in range(len(count)):
@@ -85,7 +86,7 @@ def draw_layer(
 
 @jit
 def _fair(drawn: IntArray, left: int, count: int, words: Words, at: int) -> int:
-    """All replicas equally often, the rest by a sample without repeats, then shuffled."""
+    """All replicas equally often, the remainder by a sample without repeats, then shuffled."""
     often, rest = left // count, left % count
     for place in range(often * count):
         drawn[place] = place % count
@@ -115,7 +116,7 @@ def _fair(drawn: IntArray, left: int, count: int, words: Words, at: int) -> int:
 
 @jit
 def _below(number: int, words: Words, at: int) -> tuple[int, int]:
-    """A draw below a number from the top bits of words, those that are too large left out."""
+    """A draw below a number from the top bits of words; draws that are too large are rejected."""
     bits = 0
     while number >> bits:
         bits += 1
@@ -128,12 +129,12 @@ def _below(number: int, words: Words, at: int) -> tuple[int, int]:
 
 
 @jit
-def share_out(
+def fill_shares(
     slots: IntArray, count: int, drawn: IntArray, sources: Sources, share: FloatArray
 ) -> None:
-    """Fill in ``share`` [M] of one expert; as on average where ``drawn`` does not fit.
+    """Fill in ``share`` [M] of one expert; the expected ones where ``drawn`` is not valid.
 
-    A row of draws holds as long as an expert has as many replicas and as many ranks that draw.
+    A row of draws is valid for one number of replicas and one number of ranks that draw.
     """
     for place in range(count):
         share[place] = 0.0
@@ -165,38 +166,17 @@ def share_out(
 def shares_by_choice(
     held: IntArray, num_experts: int, sources: Sources, words: Words
 ) -> FloatArray:
-    """[L, S] what each slot gets of its expert."""
+    """[L, S] part of its expert's tokens that each slot gets."""
     num_layers, num_slots = held.shape
     by_slot = np.zeros((num_layers, num_slots))
     drawn = np.zeros((num_experts, len(sources.part) + 1), dtype=np.int64)
     share = np.zeros(num_slots)
     at = START
     for layer in range(num_layers):
-        slots, count = lay_out(held[layer], num_experts)
+        slots, count = replica_slots(held[layer], num_experts)
         at = draw_layer(slots, count, sources, words, at, drawn)
         for expert in range(num_experts):
-            share_out(slots[expert], count[expert], drawn[expert], sources, share)
+            fill_shares(slots[expert], count[expert], drawn[expert], sources, share)
             for place in range(count[expert]):
                 by_slot[layer, slots[expert, place]] = share[place]
     return by_slot
-
-
-@jit
-def choices_of(held: IntArray, num_experts: int, sources: Sources, words: Words) -> IntArray:
-    """[R, L, E] the slot that each source rank uses."""
-    num_ranks = len(sources.part)
-    chosen = np.zeros((num_ranks, len(held), num_experts), dtype=np.int64)
-    drawn = np.zeros((num_experts, num_ranks + 1), dtype=np.int64)
-    at = START
-    for layer in range(len(held)):
-        slots, count = lay_out(held[layer], num_experts)
-        at = draw_layer(slots, count, sources, words, at, drawn)
-        for expert in range(num_experts):
-            left = 0
-            for source in range(num_ranks):
-                place = nearest(slots[expert], count[expert], source, sources)
-                if place < 0:
-                    left += 1
-                    place = drawn[expert, left]
-                chosen[source, layer, expert] = slots[expert, place]
-    return chosen

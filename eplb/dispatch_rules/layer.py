@@ -1,4 +1,4 @@
-"""One layer while it is evened out under an engine's rule, compiled: loads as they really are.
+"""One layer under search by an engine's rule, compiled: the effective loads of ranks.
 
 Shapes:  T windows, E experts, S slots, R ranks, M most replicas of an expert.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from eplb.core.jit import by_reference, jit
 from eplb.core.kernels import BoolArray, FloatArray, IntArray
-from eplb.dispatch_rules.draws import Sources, Words, draw_layer, lay_out, share_out
+from eplb.dispatch_rules.draws import Sources, Words, draw_layer, fill_shares, replica_slots
 
 
 class Dispatched:
-    """A layer's replicas, what each gets, and what that makes of the ranks."""
+    """A layer's replicas, their effective shares, and the times of ranks that follow."""
 
-    work: FloatArray  # [E, T] in fair ranks' loads
+    work: FloatArray  # [E, T] in units of the mean rank load
     weight: FloatArray  # [T]
     slowness: FloatArray  # [R]
-    zone_of_expert: IntArray  # [E] -1: it stays where it is
-    zone: IntArray  # [R] -1: nothing comes or goes
-    home: BoolArray  # [R, E] where the base has each expert; no ranks when moves are free
+    zone_of_expert: IntArray  # [E] -1: it may not move
+    zone: IntArray  # [R] -1: the rank may not change
+    resident: BoolArray  # [R, E] experts of each rank in the base; 0 ranks when moves are free
     rank: IntArray  # [S]
     held: IntArray  # [S]
     slots: IntArray  # [E, M] of each expert, in order
@@ -32,9 +32,9 @@ new_dispatched = by_reference(Dispatched)
 
 
 @jit
-def retrace(layer: Dispatched, sources: Sources, words: Words, at: int) -> int:
-    """Fill in all that follows from ``held``; the word that the next layer starts with."""
-    slots, count = lay_out(layer.held, len(layer.count))
+def recompute(layer: Dispatched, sources: Sources, words: Words, at: int) -> int:
+    """Compute counts, draws, shares and times from ``held``; the next layer's first word."""
+    slots, count = replica_slots(layer.held, len(layer.count))
     for expert in range(len(count)):
         layer.count[expert] = count[expert]
         for place in range(slots.shape[1]):
@@ -42,7 +42,7 @@ def retrace(layer: Dispatched, sources: Sources, words: Words, at: int) -> int:
     at = draw_layer(layer.slots, layer.count, sources, words, at, layer.drawn)
     layer.time[:] = 0.0
     for expert in range(len(count)):
-        share_out(
+        fill_shares(
             layer.slots[expert], count[expert], layer.drawn[expert], sources, layer.share[expert]
         )
         add_load(layer, layer.time, expert, 1.0)
@@ -51,7 +51,7 @@ def retrace(layer: Dispatched, sources: Sources, words: Words, at: int) -> int:
 
 @jit
 def add_load(layer: Dispatched, time: FloatArray, expert: int, sign: float) -> None:
-    """Add what an expert's replicas take of the ranks' time, or take it away."""
+    """Add the time of an expert's replicas to the ranks' times; a sign of -1 subtracts it."""
     for place in range(layer.count[expert]):
         rank = layer.rank[layer.slots[expert, place]]
         part = sign * layer.share[expert, place] * layer.slowness[rank]
@@ -83,7 +83,7 @@ def spread_of_time(layer: Dispatched, time: FloatArray) -> float:
 
 @jit
 def place_of(layer: Dispatched, slot: int) -> int:
-    """Which of its expert's replicas a slot holds."""
+    """Index of a slot among the replicas of its expert."""
     expert = layer.held[slot]
     for place in range(layer.count[expert]):
         if layer.slots[expert, place] == slot:

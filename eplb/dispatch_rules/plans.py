@@ -1,4 +1,4 @@
-"""Plans for an engine's dispatch rule: what a placement makes of the ranks, and a better one.
+"""Plans for an engine's dispatch rule: effective shares of a placement, and better placements.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -12,19 +12,19 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.dispatch_rules.changes import Terms
 from eplb.dispatch_rules.rules import DispatchRule, effective_shares, sources_of, words_for
-from eplb.dispatch_rules.search import settle
+from eplb.dispatch_rules.search import improve_layers
 from eplb.measure.balance import imbalance
 from eplb.policies.greedy import FINEST_GAIN, WINDOWS_GAIN, history_noise, in_place
 from eplb.search.demand import demand_of
-from eplb.shares.traffic import ground_of, tokens_of_node
+from eplb.shares.traffic import slot_map_of, tokens_of_node
 
-WORTH_SAYING = 0.03  # between booked and effective imbalance
-LARGEST_PRICE = 1e9  # of a move, in imbalance of a layer: none pays
-EVEN_ENOUGH = 1.005  # a fresh plan's layer at it is left: the next window differs by more
+NOTED_DIFFERENCE = 0.03  # between booked and effective imbalance, from which the reason names both
+LARGEST_PRICE = 1e9  # of a move, in imbalance of a layer: no move pays
+EVEN_ENOUGH = 1.005  # target of fresh plans: windows differ by more than could still be gained
 
 
 def as_dispatched(problem: Problem, placement: Placement) -> Placement:
-    """The same experts, with the shares that the engine's rule really gives their slots.
+    """The same experts, with the effective shares of their slots under the engine's rule.
 
     Raises:
         ConfigError: the engine cannot serve such a placement.
@@ -34,24 +34,24 @@ def as_dispatched(problem: Problem, placement: Placement) -> Placement:
     share = effective_shares(
         placement, problem.topology, problem.dispatch, _tokens_of_rank(problem)
     )
-    # A sum of parts may end a rounding error above 1.
+    # A sum of parts may exceed 1 by a rounding error.
     share = np.clip(share, 0.0, 1.0)
     return Placement(placement.slot_to_expert, placement.num_experts, placement.generation, share)
 
 
 def booked_and_effective(problem: Problem, placement: Placement) -> tuple[float, float]:
-    """Mean imbalance as the shares book it, and as the engine's rule makes it."""
+    """Mean imbalance by the placement's shares (booked), and by the engine's rule (effective)."""
     pair = (placement, as_dispatched(problem, placement))
     booked, effective = (float(imbalance(problem.work, it, problem.topology).mean()) for it in pair)
     return booked, effective
 
 
-def rule_in_words(problem: Problem, placement: Placement) -> str:
-    """What to add to a plan's reason where the rule makes other loads than shares book."""
+def rule_note(problem: Problem, placement: Placement) -> str:
+    """The note in a plan's reason where booked and effective imbalance differ."""
     if problem.dispatch is DispatchRule.WEIGHTED:
         return ""
     booked, effective = booked_and_effective(problem, placement)
-    if not abs(effective - booked) > WORTH_SAYING:
+    if not abs(effective - booked) > NOTED_DIFFERENCE:
         return ""
     return (
         f"; booked imbalance {booked:.3f} is {effective:.3f} "
@@ -59,10 +59,10 @@ def rule_in_words(problem: Problem, placement: Placement) -> str:
     )
 
 
-def settled(problem: Problem, placement: Placement) -> Placement:
-    """``placement`` evened out under the rule, within the budget of moves.
+def balanced_for_rule(problem: Problem, placement: Placement) -> Placement:
+    """``placement`` improved for the engine's rule, within the budget of moves.
 
-    Nothing to do where shares do not depend on which rank a token starts on.
+    Unchanged where shares do not depend on a token's source rank.
     """
     if not problem.dispatch.by_rank:
         return placement
@@ -75,7 +75,7 @@ def settled(problem: Problem, placement: Placement) -> Placement:
     topology = problem.topology
     sources = sources_of(topology, problem.dispatch, _tokens_of_rank(problem))
     zone_of_expert, zone = _zones(problem, held)
-    settle(
+    improve_layers(
         work,
         demand.weight,
         held,
@@ -96,7 +96,7 @@ def _terms(problem: Problem, num_windows: int) -> Terms:
     most = problem.max_moves if problem.current is not None else None
     target, min_gain = EVEN_ENOUGH, WINDOWS_GAIN if num_windows > 1 else FINEST_GAIN
     if problem.current is not None:
-        # Finite: no move pays at a pay-back of 0, and an infinite price of no move is not a number.
+        # Finite: with a pay-back of 0 the price is infinite, and inf * 0 moves is not a number.
         price = min(float(problem.price.min()), LARGEST_PRICE)
         target, min_gain = problem.budget.target_imbalance, price
     noise = history_noise(problem) if num_windows > 1 else np.zeros(problem.history.num_layers)
@@ -104,20 +104,20 @@ def _terms(problem: Problem, num_windows: int) -> Terms:
 
 
 def _zones(problem: Problem, held: IntArray) -> tuple[IntArray, IntArray]:
-    """[L, E] and [R]: experts go where their zone is; those that constraints bind stay."""
-    topology, ground = problem.topology, ground_of(problem)
+    """[L, E] and [R] zones within which experts may move; -1 for experts and ranks that stay."""
+    topology, slot_map = problem.topology, slot_map_of(problem)
     node = topology.node_of_rank.astype(np.int64)
-    zone = np.where(ground.ready, node if problem.groups_stay else 0, -1)
+    zone = np.where(slot_map.ready, node if problem.groups_stay else 0, -1)
     of_expert = np.zeros((len(held), problem.num_experts), dtype=np.int64)
     if problem.groups_stay:
         layer, slot = np.nonzero(held >= 0)
         of_expert[layer, held[layer, slot]] = node[topology.rank_of_slot[slot]]
-    of_expert[ground.stays] = -1
+    of_expert[slot_map.stays] = -1
     return of_expert, zone
 
 
 def _tokens_of_rank(problem: Problem) -> FloatArray:
-    """[R] part of the tokens that starts on each rank: its node's, dealt out evenly."""
+    """[R] part of the tokens that starts on each rank: that of its node, divided equally."""
     topology = problem.topology
     live = np.bincount(topology.node_of_rank, topology.alive, topology.num_nodes)
     each = tokens_of_node(problem) / np.maximum(live, 1)

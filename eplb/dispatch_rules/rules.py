@@ -1,10 +1,10 @@
-"""How an engine chooses among the replicas of an expert, and what each slot then really gets.
+"""How an engine chooses among the replicas of an expert, and the effective share of each slot.
 
-A planner books tokens by shares; an engine deals them out by its own rule. Where that rule lets
+A plan assigns tokens by shares; an engine dispatches them by its own rule. Where that rule lets
 each source rank use one replica of an expert, shares are sums of source ranks' parts, and a plan
-that is even by its shares is not even when it runs.
+that is balanced by its shares is not balanced in operation.
 
-Shapes:  L MoE layers, E experts, S slots, R ranks, W words.
+Shapes:  L MoE layers, E experts, S slots, R ranks, W words of the random generator.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from numpy.typing import ArrayLike, NDArray
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement, duplicate_replicas
 from eplb.core.topology import Topology
-from eplb.dispatch_rules.draws import Sources, choices_of, shares_by_choice
+from eplb.dispatch_rules.draws import Sources, shares_by_choice
 from eplb.errors import ConfigError
 
-SGLANG_SEED = 42  # of SGLang's draws, which start anew with every map
+SGLANG_SEED = 42  # of SGLang's draws, which restart with every map
 
 
 class DispatchRule(Enum):
-    """Which of an expert's replicas an engine sends a token to."""
+    """The rule by which an engine chooses the replica for a token."""
 
-    EVEN = "even"  # all alike, whatever the shares: vLLM's hash, SGLang's ``dynamic``
+    EVEN = "even"  # equally, whatever the shares: vLLM's hash, SGLang's ``dynamic``
     WEIGHTED = "weighted"  # by ``slot_share``, as this project's dispatchers do
-    SGLANG_STATIC = "sglang_static"  # each source rank has one: own GPU, own node, else drawn
-    ASCEND_MOD = "ascend_mod"  # each source rank has one: its number modulo replicas
+    SGLANG_STATIC = "sglang_static"  # one for each source rank: own GPU, own node, else drawn
+    ASCEND_MOD = "ascend_mod"  # one for each source rank: its number modulo replicas
     PER_SOURCE = "per_source"  # by ``source_share`` of the source's node
 
     @property
@@ -40,7 +40,7 @@ class DispatchRule(Enum):
 
     @property
     def uses_shares(self) -> bool:
-        """Whether the shares of a placement change anything."""
+        """Whether the engine uses the shares of a placement."""
         return self in (DispatchRule.WEIGHTED, DispatchRule.PER_SOURCE)
 
 
@@ -56,10 +56,10 @@ def effective_shares(
         placement: experts by slot, and the shares that some rules follow.
         topology: where slots are.
         rule: how the engine chooses.
-        tokens_of_rank: [R] part of the tokens that starts on each rank; by default all alike.
+        tokens_of_rank: [R] part of the tokens that starts on each rank; by default all equal.
 
     Raises:
-        ConfigError: the engine cannot serve such a placement, or parts that are none.
+        ConfigError: the engine cannot serve such a placement, or parts out of range.
     """
     starts = _starts(tokens_of_rank, topology)
     if rule is DispatchRule.EVEN:
@@ -70,40 +70,17 @@ def effective_shares(
         return share
     if not rule.by_rank:
         return placement.slot_share
-    _refuse_unfit(placement, topology, rule)
+    _check_servable(placement, topology, rule)
     held = placement.slot_to_expert.astype(np.int64)
     sources = sources_of(topology, rule, starts)
     return shares_by_choice(held, placement.num_experts, sources, words_for(held, placement, rule))
 
 
-def chosen_slots(placement: Placement, topology: Topology, rule: DispatchRule) -> IntArray:
-    """[R, L, E] the slot that each source rank uses for each expert.
-
-    SGLang's draws go through its layers in order and through all of them, dense ones included:
-    for its very choices the placement needs a row for each.
-
-    Args:
-        placement: experts by slot.
-        topology: where slots are. All ranks on one node stand for an elastic group of SGLang, which
-            pays no heed to nodes.
-        rule: one that gives each source rank one replica.
+def check_topology(topology: Topology, rule: DispatchRule) -> None:
+    """Check that an engine with this rule can have such ranks.
 
     Raises:
-        ConfigError: another rule, or a placement that the engine cannot serve.
-    """
-    if not rule.by_rank:
-        raise ConfigError(f"dispatch rule {rule.value}: source ranks use all replicas, not one")
-    _refuse_unfit(placement, topology, rule)
-    held = placement.slot_to_expert.astype(np.int64)
-    sources = sources_of(topology, rule, _starts(None, topology))
-    return choices_of(held, placement.num_experts, sources, words_for(held, placement, rule))
-
-
-def refuse_topology(topology: Topology, rule: DispatchRule) -> None:
-    """Refuse ranks that an engine with this rule cannot have.
-
-    Raises:
-        ConfigError: dead ranks, unequal slots, or nodes that are no equal runs of ranks.
+        ConfigError: dead ranks, unequal slots, or nodes that are not equal runs of ranks.
     """
     if not rule.by_rank:
         return
@@ -124,8 +101,8 @@ def refuse_topology(topology: Topology, rule: DispatchRule) -> None:
         )
 
 
-def _refuse_unfit(placement: Placement, topology: Topology, rule: DispatchRule) -> None:
-    refuse_topology(topology, rule)
+def _check_servable(placement: Placement, topology: Topology, rule: DispatchRule) -> None:
+    check_topology(topology, rule)
     if placement.num_slots != topology.num_slots:
         raise ConfigError(
             f"dispatch rule {rule.value}: the placement has {placement.num_slots} slots a layer, "
@@ -151,15 +128,15 @@ def sources_of(topology: Topology, rule: DispatchRule, starts: FloatArray) -> So
 
 
 def words_for(held: IntArray, placement: Placement, rule: DispatchRule) -> NDArray[np.uint32]:
-    """[W] what Python's ``random.Random(42)`` would draw, enough for any replicas of these slots.
+    """[W] words of Python's ``random.Random(42)``, enough for any replicas of these slots.
 
-    numpy's generator of that kind, seeded with a list, starts in the same state.
+    numpy's MT19937, seeded with a list, starts in the same state.
     """
     if rule is not DispatchRule.SGLANG_STATIC:
         return np.zeros(0, dtype=np.uint32)
     num_layers, num_slots = held.shape
-    # Of each expert with replicas at most one draw a rank, and one a replica; a draw takes two
-    # words on average, and four in all never happened to be too few.
+    # An expert with replicas draws at most once per rank and per replica. A draw takes two words
+    # on average; twice that sufficed in all tests.
     spare = max(num_slots - placement.num_experts, 0)
     draws = num_layers * (spare * int(num_slots) + num_slots)
     generator = np.random.MT19937()

@@ -1,1 +1,1 @@
-"""Why an expert is where it is, as figures and as text."""
+"""Explanation of a plan for one expert or one layer, as figures and as text."""

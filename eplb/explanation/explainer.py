@@ -1,7 +1,7 @@
-"""Why an expert has so many replicas and sits where it sits: a plan in plain words with figures.
+"""Explains a plan: why an expert has its replica count, and why on these ranks.
 
-For a person who looks at a busy rank during an incident and has to decide whether to trust the
-plan. Loads are means over the windows, in units of a fair rank's load: 1.00 is the mean.
+For an operator who sees a busy rank during an incident and must decide whether to trust the plan.
+Loads are means over the windows, in units of the mean rank load.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -27,19 +27,19 @@ from eplb.migration.moves import LINKS, Move, link_of
 
 
 class Explained(Protocol):
-    """A plan (``eplb.decision.outcome.Plan``), as far as it is explained."""
+    """The properties of a plan (``eplb.decision.outcome.Plan``) that are explained."""
 
     @property
     def decision(self) -> Enum:
-        """What is done."""
+        """MOVE, RESPLIT or KEEP."""
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Reason of the decision."""
 
     @property
     def problem(self) -> Problem:
-        """What was planned."""
+        """The planning problem."""
 
     @property
     def topology(self) -> Topology:
@@ -47,19 +47,19 @@ class Explained(Protocol):
 
     @property
     def base(self) -> Placement:
-        """What serves."""
+        """The serving placement."""
 
     @property
     def target(self) -> Placement:
-        """What is aimed at."""
+        """The target placement."""
 
     @property
     def moves(self) -> Sequence[Move]:
-        """What it takes."""
+        """Moves from base to target."""
 
     @property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] the least cost of any placement."""
+        """[L] lower bound of the cost of any placement."""
 
     @property
     def expert_bytes(self) -> int:
@@ -67,10 +67,10 @@ class Explained(Protocol):
 
 
 def explain(plan: Explained, layer: int, expert: int) -> Explanation:
-    """Say why an expert has its replicas, why on these ranks, and what that takes.
+    """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
 
     Args:
-        plan: any plan, also one that keeps what serves.
+        plan: any plan, also one that keeps the serving placement.
         layer: as the placement counts, from 0.
         expert: a logical expert.
 
@@ -110,11 +110,11 @@ def explain(plan: Explained, layer: int, expert: int) -> Explanation:
         imbalance_after=view.after,
         bound=float(plan.lower_bound[layer]),
     )
-    return found.saying(sentences(found, plan.topology, view.rank_loads))
+    return found.with_sentences(sentences(found, plan.topology, view.rank_loads))
 
 
 def explain_layer(plan: Explained, layer: int) -> LayerExplanation:
-    """Say what a plan does to a layer, and why.
+    """Explain the changes of a plan to one layer.
 
     Raises:
         ConfigError: no such layer.
@@ -138,15 +138,15 @@ def explain_layer(plan: Explained, layer: int) -> LayerExplanation:
         moves=view.moves,
         bytes_by_link=_bytes(plan, view.moves),
     )
-    return found.saying(layer_sentences(found))
+    return found.with_sentences(layer_sentences(found))
 
 
 def marginal(plan: Explained, layer: int, expert: int) -> tuple[float | None, float | None]:
     """The layer's imbalance with one replica fewer, and with one more, at equal split.
 
-    One fewer leaves the slot empty where that hurts least. One more takes an empty slot, or the
-    place of a replica that its expert can spare, where that helps most; nothing else moves. None
-    where there is no such change: it is the only replica, or every rank has one already.
+    One fewer empties the slot with the least loss. One more goes into an empty slot, or replaces a
+    redundant replica, with the most gain; nothing else moves. None where there is no such change:
+    it is the only replica, or every rank has one already.
     """
     topology, held = plan.topology, plan.target.slot_to_expert[layer]
     work = np.ascontiguousarray(plan.problem.scaled[layer])  # [T, E]
@@ -173,7 +173,7 @@ def _with(held: NDArray[np.int32], slot: int, expert: int) -> NDArray[np.int32]:
 
 
 def _imbalance(work: NDArray[np.float64], held: NDArray[np.int32], topology: Topology) -> float:
-    """Mean over windows [T, E] of a layer's imbalance at equal split."""
+    """Imbalance of a layer at equal split, mean over windows of work [T, E]."""
     placement = Placement(held[None], work.shape[1])
     return float(imbalance(work[:, None], placement, topology).mean())
 
@@ -181,7 +181,7 @@ def _imbalance(work: NDArray[np.float64], held: NDArray[np.int32], topology: Top
 class _View(NamedTuple):
     """One layer of a plan under its load."""
 
-    work: NDArray[np.float64]  # [E] mean over windows, in fair ranks' loads
+    work: NDArray[np.float64]  # [E] mean over windows, in units of the mean rank load
     rank_loads: tuple[RankLoad, ...]  # live ranks
     before: float  # imbalance
     after: float

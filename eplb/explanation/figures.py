@@ -1,7 +1,4 @@
-"""What is to be said of a plan: the figures that bear on an expert or a layer, and the words.
-
-Shapes:  none; figures of one layer.
-"""
+"""The figures of an explanation for one expert or one layer, and its sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from eplb.migration.build import Move
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One rank's load before and after the plan, by the time it needs for it."""
+    """The load of one rank before and after the plan, as time in units of the mean rank load."""
 
     rank: int
     before: float
@@ -27,7 +24,7 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """All that bears on one expert of one layer; ``str()`` gives it as text."""
+    """The explanation of one expert of one layer; ``str()`` gives it as text."""
 
     layer: int
     expert: int
@@ -36,14 +33,14 @@ class Explanation:
     reason: str
     part_of_load: float  # of the layer's tokens
     place: int  # 1 for the layer's hottest expert
-    load: float  # of all its replicas together, in fair ranks' loads
+    load: float  # of all its replicas together, in units of the mean rank load
     ranks_before: tuple[int, ...]  # of its replicas
     ranks_after: tuple[int, ...]
     shares_after: tuple[float, ...]  # of its tokens, replica by replica
-    with_one_less: float | None  # the layer's imbalance then; None: it is the only replica
+    with_one_less: float | None  # the layer's imbalance with one replica fewer; None: it has one
     with_one_more: float | None  # None: no rank can take one
     rank_loads: tuple[RankLoad, ...]  # of every rank that holds it before or after
-    moves: tuple[Move, ...]  # that bring it somewhere, or put another expert in its place
+    moves: tuple[Move, ...]  # of this expert, or of another expert into one of its slots
     bytes_by_link: dict[str, int]  # of these moves; zeros when no model gave the size
     imbalance_before: float  # of the layer
     imbalance_after: float
@@ -53,18 +50,18 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(self.sentences)
 
-    def saying(self, sentences: Sequence[str]) -> Explanation:
-        """The same with words."""
+    def with_sentences(self, sentences: Sequence[str]) -> Explanation:
+        """The same explanation with its text."""
         return replace(self, sentences=tuple(sentences))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as JSON-ready values."""
+        """The fields as JSON-ready values."""
         return _json_ready(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExplanation:
-    """What a plan does to one layer; ``str()`` gives it as text."""
+    """The changes of a plan to one layer; ``str()`` gives them as text."""
 
     layer: int
     decision: str  # of the whole plan
@@ -83,17 +80,17 @@ class LayerExplanation:
     def __str__(self) -> str:
         return "\n".join(self.sentences)
 
-    def saying(self, sentences: Sequence[str]) -> LayerExplanation:
-        """The same with words."""
+    def with_sentences(self, sentences: Sequence[str]) -> LayerExplanation:
+        """The same explanation with its text."""
         return replace(self, sentences=tuple(sentences))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give it as JSON-ready values."""
+        """The fields as JSON-ready values."""
         return _json_ready(self)
 
 
 def finite(figure: float) -> float | None:
-    """A figure as JSON can hold it: None for the infinite imbalance of what cannot be served."""
+    """A figure for JSON: None for infinity, the imbalance of a placement that cannot serve."""
     return figure if isfinite(figure) else None
 
 

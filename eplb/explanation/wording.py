@@ -1,4 +1,4 @@
-"""A plan's figures in sentences, for a person."""
+"""The figures of an explanation as sentences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EVEN = 0.005  # shares that differ by less are equal
 def sentences(
     found: Explanation, topology: Topology, rank_loads: Sequence[RankLoad]
 ) -> tuple[str, ...]:
-    """All that there is to say of an expert.
+    """The sentences of an expert's explanation.
 
     Args:
         found: the figures.
         topology: speeds, and where slots are.
         rank_loads: of every live rank of the layer.
     """
-    moves = [_in_words(move, topology) for move in found.moves]
+    moves = [_move_text(move, topology) for move in found.moves]
     return (
         f"Layer {found.layer}, expert {found.expert}: {found.part_of_load:.1%} of the layer's "
-        f"tokens, number {found.place} of {found.num_experts}; {found.load:.2f} times what a rank "
-        "carries on average.",
+        f"tokens, number {found.place} of {found.num_experts} by load; {found.load:.2f} times the "
+        "mean load of a rank.",
         _why_so_many(found, topology),
         *_why_there(found, rank_loads),
         f"Load of its ranks: {listed(found.rank_loads)}.",
@@ -38,7 +38,7 @@ def sentences(
 
 
 def layer_sentences(found: LayerExplanation) -> tuple[str, ...]:
-    """All that there is to say of a layer."""
+    """The sentences of a layer's explanation."""
     busiest = max(found.rank_loads, key=lambda at: at.before)
     then = max(found.rank_loads, key=lambda at: at.after)
     hottest = [f"expert {expert}" for expert in found.busiest_experts]
@@ -62,11 +62,11 @@ def _why_so_many(found: Explanation, topology: Topology) -> str:
     words = [f"Replicas: {change}."]
     alone = found.load / float(topology.rank_speed[topology.alive].max())
     if alone <= 1.0:
-        words.append("One would do: it fills no rank.")
+        words.append("One is enough: its load is at most the mean of a rank.")
     else:
         least = int(np.ceil(alone - 1e-9))
         words.append(
-            f"One alone would hold its rank at {alone:.2f} or more: even ranks need {least}."
+            f"A single one would load its rank to {alone:.2f} or more: balance needs {least}."
         )
     if found.with_one_less is not None:
         words.append(f"With one fewer the layer would be at {found.with_one_less:.2f}.")
@@ -79,7 +79,7 @@ def _why_so_many(found: Explanation, topology: Topology) -> str:
 
 
 def _why_there(found: Explanation, loads: Sequence[RankLoad]) -> list[str]:
-    """Which ranks it keeps, leaves and joins, and how busy those were."""
+    """Ranks that the expert keeps, leaves and gets, with their loads."""
     by_load = sorted(loads, key=lambda at: (at.before, at.rank))
     idle_place = {at.rank: place for place, at in enumerate(by_load, start=1)}
     was = {at.rank: at.before for at in loads}
@@ -92,15 +92,15 @@ def _why_there(found: Explanation, loads: Sequence[RankLoad]) -> list[str]:
         if rank not in before
     ]
     left = [
-        f"rank {rank} carried {was[rank]:.2f}" if rank in was else f"rank {rank} is dead"
+        f"rank {rank} had load {was[rank]:.2f}" if rank in was else f"rank {rank} is dead"
         for rank in before
         if rank not in after
     ]
-    words += [f"New there: {listed(joined)}."] if joined else []
-    return words + ([f"Gone from there: {listed(left)}."] if left else [])
+    words += [f"Added: {listed(joined)}."] if joined else []
+    return words + ([f"Removed: {listed(left)}."] if left else [])
 
 
-def _in_words(move: Move, topology: Topology) -> str:
+def _move_text(move: Move, topology: Topology) -> str:
     rank_of_slot = topology.rank_of_slot
     to = f"expert {move.expert} to rank {rank_of_slot[move.dst_slot]} (slot {move.dst_slot})"
     if move.source in (Source.SAME_RANK, Source.PEER):
@@ -109,7 +109,7 @@ def _in_words(move: Move, topology: Topology) -> str:
 
 
 def _bytes(by_link: dict[str, int]) -> str:
-    """``; 44.0 MB over the network``, or nothing where there is nothing to say."""
+    """``; 44.0 MB over the network``; empty where no bytes move."""
     names = {"same_rank": "within a rank", "node": "within a node", "network": "over the network"}
     names |= {"host": "from the host"}
     parts = [f"{size / 1e6:.1f} MB {names[link]}" for link, size in by_link.items() if size]
@@ -117,17 +117,17 @@ def _bytes(by_link: dict[str, int]) -> str:
 
 
 def _of_the_layer(found: Explanation | LayerExplanation, before: float, after: float) -> str:
-    bound = f"no placement in these slots does better than {found.bound:.2f}"
+    bound = f"the lower bound of any placement in these slots is {found.bound:.2f}"
     if found.decision == "KEEP":
         return (
-            f"Layer {found.layer}: imbalance {before:.2f}, and {bound}. "
-            f"The plan keeps what serves: {found.reason}."
+            f"Layer {found.layer}: imbalance {before:.2f}; {bound}. "
+            f"The plan keeps the serving placement: {found.reason}."
         )
     return f"Layer {found.layer}: imbalance {before:.2f} -> {after:.2f}; {bound}."
 
 
 def listed(things: Sequence[object]) -> str:
-    """Text of the first few, and the number of the others."""
+    """Text of the first MOST_LISTED things, and the number of the others."""
     if not things:
         return "none"
     words = ", ".join(str(thing) for thing in things[:MOST_LISTED])

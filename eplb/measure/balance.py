@@ -1,4 +1,4 @@
-"""How even a placement makes the ranks' load, and how even any placement could.
+"""Imbalance of a placement, and the lower bound of any placement.
 
 imbalance is max / mean over ranks (1.0 is perfect); balancedness is its inverse.
 
@@ -15,7 +15,7 @@ from eplb.core.kernels import replicate
 from eplb.core.placement import EMPTY, Placement, by_expert
 from eplb.core.topology import Topology
 
-# Tokens as counted, or weighed by what a token costs at each expert.
+# Tokens as counted, or multiplied by each expert's cost per token.
 Load = NDArray[np.int64] | NDArray[np.float64]
 
 
@@ -39,7 +39,7 @@ def _load_by_share(
     tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
 ) -> NDArray[np.float64]:
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
-    layers.flags.writeable = False  # of the view: the kernel is compiled once, for such arrays
+    layers.flags.writeable = False  # of the view: the kernel is compiled once, for read-only arrays
     share.flags.writeable = False
     load = _rank_load(layers, placement.slot_to_expert, share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
@@ -77,9 +77,9 @@ def rank_sum(per_slot: NDArray[np.float64], topology: Topology) -> NDArray[np.fl
 def live_shares(
     placement: Placement, topology: Topology
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[L, S] shares once dead ranks get nothing, and [L, E] experts that no live slot holds.
+    """[L, S] shares without dead ranks, and [L, E] experts without a live slot.
 
-    Live replicas take over what their dead siblings had, in proportion to their own shares.
+    Live replicas take over the shares of dead ones, in proportion to their own shares.
     """
     alive, held = topology.alive[topology.rank_of_slot], placement.slot_to_expert
     if not (held[:, ~alive] != EMPTY).any():
@@ -95,7 +95,7 @@ def live_shares(
 
 
 def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
-    """Max over mean of a rank load [..., R], by the time that each rank needs for it.
+    """Max over mean of a rank load [..., R], by the time of each rank.
 
     Ranks that are dead or have no slots count neither in the maximum nor in the mean. A layer
     without tokens counts as 1.0.
@@ -140,11 +140,11 @@ def balancedness(tokens: Load, placement: Placement, topology: Topology) -> NDAr
 
 
 def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
-    """[L] imbalance that no placement with equal split can beat on ``tokens`` [L, E].
+    """[L] lower bound of the imbalance of any placement with equal split on ``tokens`` [L, E].
 
     Giving the next replica to the expert with the largest load per replica minimises the largest
     replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
-    gets no more replicas than there are live ranks, because two on one rank balance nothing.
+    gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
     """
     speed = topology.rank_speed[topology.serving]
     num_slots = int(topology.slots_of_rank[topology.serving].sum())
@@ -164,7 +164,7 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
 def smallest_largest_replica(
     tokens: NDArray[np.float64], num_slots: int, most: int
 ) -> NDArray[np.float64]:
-    """[L] the largest load per replica that is left when the largest is always split further."""
+    """[L] the largest load per replica after the largest one has been split while slots last."""
     one_zone = np.zeros(tokens.shape, dtype=np.int64)
     shape = (len(tokens), 1)
     count = replicate(

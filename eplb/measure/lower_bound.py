@@ -1,4 +1,4 @@
-"""What no placement can beat: the lower bound that comes with every plan.
+"""The lower bound of any placement, which every plan reports.
 
 Shapes:  T windows, L MoE layers, E experts.
 """
@@ -15,18 +15,17 @@ from eplb.search.demand import demand_of, time_of
 from eplb.shares.traffic import tokens_of_node
 
 BISECTIONS = 40
-SOME_TOKENS = 40.0  # a replica with more has some in every step: exp(-40) is no figure
+SOME_TOKENS = 40.0  # above it a replica has tokens in every step: exp(-40) is negligible
 FEWEST_TOKENS = 1e-4  # of a replica in a step: below, a token costs the curve's first time
-FINE = 1e-3  # relative, between the token counts below that which are tried
+FINE = 1e-3  # relative step between the token counts below SOME_TOKENS that are tried
 
 
 def bound_of(problem: Problem) -> FloatArray:
-    """[L] nothing in these slots has a lower mean over the windows, however tokens are split.
+    """[L] lower bound of the mean over windows, for any placement in these slots and any shares.
 
-    In the unit of the score. The mean over windows of a maximum is at least the maximum of the
-    mean window, and of an expert's replicas one gets at least the mean of them; idle windows count
-    as 1. Where expert groups stay on nodes and all packings can be tried, it is that of the best
-    packing.
+    In units of the score. The mean over windows of a maximum is at least the maximum of the mean
+    window, and one of an expert's replicas gets at least their mean; idle windows count as 1. Where
+    expert groups stay on nodes and all packings can be tried, it is the bound of the best packing.
     """
     topology = problem.topology
     if problem.objective == "time":
@@ -35,19 +34,21 @@ def bound_of(problem: Problem) -> FloatArray:
     stay = problem.groups_stay and is_exact(problem.num_groups, topology.num_nodes)
     mean = problem.scaled.mean(axis=1)
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
-    # In units of a fair rank's mean load, which idle windows make smaller.
+    # In units of the mean rank load over busy windows.
     bound = zone_bound(mean / np.maximum(busy, 1e-300)[:, None], zones)
-    np.maximum(bound, _beside_hottest(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
+    np.maximum(
+        bound, _least_beside_hottest(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound
+    )
     if problem.dispatch.by_rank and len(set(tokens_of_node(problem).tolist())) == 1:
         np.maximum(bound, _by_rank(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
     bounded: FloatArray = 1.0 + busy * (bound - 1.0)
     return bounded
 
 
-def _beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
-    """[L] what the hottest expert's rank carries at least where no slot is to spare; else 0.
+def _least_beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
+    """[L] least load of the hottest expert's rank where there is no redundant slot; else 0.
 
-    Then every slot is in use, and its other slots hold what others do: at best the coldest.
+    Then every slot is in use, and the other slots of that rank hold at best the coldest experts.
     """
     room, speed = problem.room, problem.topology.rank_speed
     sorted_mean = np.sort(mean, axis=1)
@@ -61,10 +62,10 @@ def _beside_hottest(problem: Problem, mean: FloatArray) -> FloatArray:
 
 
 def _by_rank(problem: Problem, mean: FloatArray) -> FloatArray:
-    """[L] the least largest replica when each of R source ranks uses one replica of an expert.
+    """[L] lower bound of the largest replica when each source rank uses one replica of an expert.
 
-    With m replicas one of them serves ceil(R / m) of R equal sources or more. Bisected: a limit
-    is too low if the replicas that keep every expert under it are more than the slots.
+    With m replicas one of them serves at least ceil(R / m) of R equal sources. Found by bisection:
+    a limit is too low if it needs more replicas than there are slots.
     """
     topology, num_ranks = problem.topology, problem.topology.num_ranks
     most = problem.room.sum(axis=1)
@@ -81,11 +82,11 @@ def _by_rank(problem: Problem, mean: FloatArray) -> FloatArray:
 
 
 def _time_bound(problem: Problem) -> FloatArray:
-    """[L] of the slowest rank's time, window by window, in fair ranks' times as the score is.
+    """[L] lower bound of the slowest rank's time, mean over windows, in units of the score.
 
-    Some rank holds the largest replica, and some rank takes at least the mean of all. Splitting an
-    expert's tokens may save time where the curve bends up, so the mean counts each of its tokens
-    at the least that a token costs in any replica of at most so many.
+    Some rank holds the largest replica, and some rank takes at least the mean time. Splitting an
+    expert's tokens may save time where the curve is convex, so the mean counts each token at its
+    least cost in any replica with at most the expert's tokens.
     """
     topology, demand = problem.topology, demand_of(problem, raw=True)
     num_layers, num_experts, num_windows = demand.tokens.shape
@@ -111,8 +112,8 @@ def _time_bound(problem: Problem) -> FloatArray:
 def _cheapest_token(demand: Demand) -> FloatArray:
     """[L, E, T] the least time per token of any replica with at most an expert's tokens."""
     tokens = demand.tokens
-    # Time never falls with tokens, so between two of these counts a token costs at least the time
-    # of the lower over the higher. Beyond, the curve is straight between its points.
+    # Time never falls with tokens, so between two of these counts a token costs at least the lower
+    # time divided by the higher count. Above SOME_TOKENS the curve is linear between its points.
     few = np.exp(np.arange(np.log(FEWEST_TOKENS), np.log(SOME_TOKENS), FINE))
     least = np.minimum.accumulate(time_of(few[:-1], demand) / few[1:])
     least = np.minimum(least, time_of(few[:1], demand) / few[0])

@@ -1,8 +1,8 @@
-"""How much imbalance is chance: what no placement planned on the past can avoid on the next window.
+"""Imbalance by chance, which no placement planned on the past avoids in the next window.
 
-A window of n routed tokens on R ranks is a draw: even under a perfect placement the busiest rank
-stands about z sqrt(R / n) above the mean, z being the expected largest of R normal draws. Requests
-differ, so real windows fluctuate by more than that; several windows show by how much.
+A window of n routed tokens on R ranks is a random sample: even under a perfect placement the
+busiest rank is about z sqrt(R / n) above the mean, where z is the expected maximum of R normal
+samples. Requests differ, so real windows fluctuate by more; this is estimated from several windows.
 
 Shapes:  T windows, L MoE layers, R ranks.
 """
@@ -18,15 +18,15 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.measure.balance import rank_load
 
-FEWEST_WINDOWS = 4  # with fewer, one sudden switch would pass for noise
+FEWEST_WINDOWS = 4  # with fewer, one sudden change would count as noise
 
 
 def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
-    """[L] imbalance above 1 that one window of this history would show by chance.
+    """[L] imbalance above 1 of one window of this history by chance.
 
     Args:
         problem: the windows, and the ranks that are alive.
-        placement: one that was not planned on these windows, or it would hide their noise.
+        placement: not planned on these windows; one that was would fit their noise.
     """
     load = rank_load(problem.scaled.transpose(1, 0, 2), placement, problem.topology)
     tokens = problem.history.tokens.sum(axis=2).mean(axis=0)
@@ -39,13 +39,13 @@ def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
 
 
 def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[L] imbalance above 1 that windows show by fluctuating; 0 with too few windows to tell.
+    """[L] imbalance above 1 by fluctuation between windows; 0 with fewer than FEWEST_WINDOWS.
 
     Half the squared difference of neighbouring windows is their variance without slow drift; the
-    median over neighbours leaves out a sudden switch as well, which is what a plan must answer to.
+    median over neighbours also excludes a sudden change, which a plan must follow.
 
     Args:
-        load: [T, L, R] under one placement, in units of a fair rank's load.
+        load: [T, L, R] under one placement, in units of the mean rank load.
     """
     num_windows, num_layers, num_ranks = load.shape
     if num_windows < FEWEST_WINDOWS or num_ranks < 2:
@@ -57,7 +57,7 @@ def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def sampling_noise(tokens_per_window: float, num_ranks: int) -> float:
-    """Imbalance above 1 of one layer's window if tokens were independent draws.
+    """Imbalance above 1 of one layer's window if tokens were independent samples.
 
     Args:
         tokens_per_window: tokens times experts per token, of one layer.
@@ -68,12 +68,12 @@ def sampling_noise(tokens_per_window: float, num_ranks: int) -> float:
     """
     if num_ranks < 2 or tokens_per_window <= 0:
         return 0.0
-    # A rank deviates by sqrt((R - 1) / n); since ranks share one total, what one gains the others
-    # lose, which spreads them by another sqrt(R / (R - 1)).
+    # The load of a rank deviates by sqrt((R - 1) / n). Loads have a fixed sum, so they are
+    # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
     deviation: float = (num_ranks / tokens_per_window) ** 0.5
     return _largest_of(num_ranks) * deviation
 
 
 def _largest_of(num_ranks: int) -> float:
-    """Blom's approximation of the expected largest of so many standard normal draws."""
+    """Blom's approximation of the expected maximum of so many standard normal samples."""
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))

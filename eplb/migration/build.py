@@ -1,8 +1,8 @@
-"""From one placement to the next: which weights move where, in what order, and what swaps together.
+"""Migrations from one placement to the next: moves, their order, and the layers that swap together.
 
 Everything that ranks must agree on is frozen in a Migration: the layers of each transaction, their
-order, the rounds, and the pace. Ranks that could change any of it while it runs would swap
-different layers at the same step and mix two placements.
+order, the rounds, and the pace. If ranks could change any of it during the migration, they would
+swap different layers at the same step and mix two placements.
 
     Migration -> transactions (layers that swap together) -> rounds (no rank sends twice)
 
@@ -21,8 +21,14 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.moves import Move, Source, moves_between
-from eplb.migration.spares import compact, expand, on_the_way, steps_towards
-from eplb.migration.transactions import Mode, Pace, Transaction, copies, flips
+from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards
+from eplb.migration.transactions import (
+    Mode,
+    Pace,
+    Transaction,
+    copy_transactions,
+    flip_transactions,
+)
 
 __all__ = [
     "Migration",
@@ -38,19 +44,19 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Migration:
-    """A published way from ``base`` to ``target``.
+    """A published sequence of transactions from ``base`` to ``target``.
 
     In copy mode no layer is in two transactions: a slot that one transaction reads is never written
     by an earlier one of the same migration. In flip mode a layer may be in several, and
-    ``Transaction.reads_after`` says what each has to wait for.
+    ``Transaction.reads_after`` is the number of transactions that each waits for.
     """
 
-    plan_id: int  # only grows; a leader that reuses one is told apart by the hash
+    plan_id: int  # only grows; two migrations with one id are distinguished by their hash
     base: Placement
     target: Placement
     transactions: tuple[Transaction, ...]
     pace: Pace
-    weights_version: int = 0  # of the weights that it moves; ranks that serve others refuse it
+    weights_version: int = 0  # of the weights that it moves; ranks with another version reject it
 
     def __post_init__(self) -> None:
         held = self.base.slot_to_expert.copy()
@@ -61,13 +67,13 @@ class Migration:
                 held[move.layer, move.dst_slot] = move.expert
         target = self.target.slot_to_expert
         if self.pace.mode == "copy":
-            held[target == EMPTY] = EMPTY  # a swap takes the target's layer whole
-        astray = np.argwhere(held != target)
-        if astray.size:
-            layer, slot = astray[0]
+            held[target == EMPTY] = EMPTY  # a swap applies a whole layer of the target
+        wrong = np.argwhere(held != target)
+        if wrong.size:
+            layer, slot = wrong[0]
             raise MigrationError(
                 f"plan {self.plan_id}: its moves bring expert {held[layer, slot]} to layer {layer} "
-                f"slot {slot}, expected expert {target[layer, slot]}, its target's"
+                f"slot {slot}, expected expert {target[layer, slot]} as in its target"
             )
 
     @cached_property
@@ -92,7 +98,7 @@ class Migration:
         return tuple(move for txn in self.transactions for move in txn.moves)
 
     def placement_after(self, num_transactions: int) -> Placement:
-        """The placement that serves once the first ``num_transactions`` are applied."""
+        """The placement after the first ``num_transactions`` have been applied."""
         applied = self.transactions[:num_transactions]
         touched = {layer for txn in applied for layer in txn.layers}
         if self.pace.mode == "copy":
@@ -108,7 +114,7 @@ class Migration:
         placement = self.base.with_layers(self.target, done)
         if done == touched:
             return placement
-        return placement.with_layers(on_the_way(held, self.target), touched - done)
+        return placement.with_layers(intermediate_placement(held, self.target), touched - done)
 
 
 def build_migration(
@@ -122,9 +128,9 @@ def build_migration(
 ) -> Migration:
     """Group the moves into transactions, and each into rounds.
 
-    Layers that change only their shares need no bytes and ride along in the first transaction. In
-    flip mode experts keep the ranks that ``target`` gives them but not the slots: newcomers go
-    where ``base`` is EMPTY.
+    Layers that change only their shares need no bytes; they are in transactions too. In flip mode
+    experts keep the ranks that they have in ``target`` but not the slots: arriving experts go into
+    slots that are EMPTY in ``base``.
 
     Raises:
         MigrationError: one layer alone needs more staging than a rank has.
@@ -136,8 +142,8 @@ def build_migration(
         smaller, _ = compact(target, topology, pace.spare_slots)
         steps = steps_towards(smaller, base, topology, pace.spare_slots)
         target = expand(smaller, base, topology, pace.spare_slots)
-        transactions = flips(base, target, steps, topology, pace)
+        transactions = flip_transactions(base, target, steps, topology, pace)
     else:
-        transactions = copies(base, target, topology, pace)
+        transactions = copy_transactions(base, target, topology, pace)
     next_target = target.with_generation(base.generation + 1)
     return Migration(plan_id, base, next_target, transactions, pace, weights_version)

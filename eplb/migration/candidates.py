@@ -1,9 +1,8 @@
-"""Experts that a coming plan may bring to a host that holds none of them.
+"""Experts that a future plan may bring to a host that holds none of their replicas.
 
-A plan takes milliseconds, an expert's way from a disk into a host's memory up to a second. So hosts
-are told before any decision which experts they lack and would be given first: those that give the
-slots which serve them the most work, and so are the first to be replicated. A guess that is wrong
-has cost the disk some reading when it had nothing else to do.
+A plan takes milliseconds; reading an expert from disk into host memory takes up to a second. So
+each host preloads, before any decision, the hottest experts that it does not hold: those with the
+most work per slot, which are replicated first. A wrong guess costs reads of an idle disk.
 
 Shapes:  L MoE layers, E experts, H hosts.
 """
@@ -25,12 +24,12 @@ PER_HOST = 32  # experts: 1.4 GB of DeepSeek-V3's in FP8, under a second of an N
 
 @dataclass(frozen=True)
 class Candidates:
-    """What each host may need next, the likeliest first."""
+    """Experts that each host may need next, the likeliest first."""
 
     by_host: tuple[tuple[tuple[int, int], ...], ...] = ()  # [H][n] of (layer, expert)
 
     def of(self, host: int) -> tuple[tuple[int, int], ...]:
-        """What one host may need."""
+        """Experts that one host may need."""
         return self.by_host[host] if host < len(self.by_host) else ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +38,7 @@ class Candidates:
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> Candidates:
-        """Read what ``to_dict`` gave."""
+        """Read the output of ``to_dict``."""
         return Candidates(
             tuple(
                 tuple((int(layer), int(expert)) for layer, expert in records)
@@ -55,13 +54,13 @@ def candidates_for(
 
     Args:
         tokens: [L, E] routed to each expert.
-        placement: what serves.
+        placement: the serving one.
         topology: which host each rank is on, and which ranks are alive.
         per_host: experts of one host, at most.
 
     Returns:
         For each host the experts with more tokens a replica than the mean expert of their layer,
-        hottest first. Nothing where all ranks are of one host: each expert is there.
+        hottest first. None where all ranks are on one host, because it holds every expert.
     """
     mean = np.maximum(tokens.mean(axis=1, keepdims=True), 1)
     heat = tokens / np.maximum(placement.replica_count, 1) / mean

@@ -1,8 +1,8 @@
-"""Which expert leaves a rank when another arrives: turns that every rank can take at once.
+"""Pairs of departures and arrivals of experts, grouped into turns that all ranks make together.
 
-Every arrival is paired with a departure, so that no rank ever holds more than it has room for. Each
+Every arrival is paired with a departure, so that no rank ever holds more experts than slots. Each
 rank takes part in a turn at most once; a graph whose nodes have at most d edges in and d edges out
-can always be spread over d such turns (König's edge colouring of bipartite graphs).
+can always be divided into d such turns (König's edge colouring of bipartite graphs).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 Held = tuple[int, int]  # (rank, expert)
 
@@ -23,9 +21,9 @@ class Exchange:
     """An expert leaves one rank and one arrives at another, or the same, in one turn."""
 
     from_rank: int
-    leaver: int | None  # None: the rank has room to spare
+    leaver: int | None  # None: the rank has a free slot
     to_rank: int
-    newcomer: int | None  # None: nothing takes its place
+    newcomer: int | None  # None: no expert arrives
 
 
 def exchanges(
@@ -33,9 +31,9 @@ def exchanges(
 ) -> list[Exchange]:
     """Pair departures with arrivals.
 
-    Where no replica of an expert stays, its last departure goes with its first arrival: that turn
-    moves the expert, and it is served without a gap. All other pairs are free; those of one rank
-    come first, since they bind no other rank.
+    Where no replica of an expert stays, its departure is paired with its first arrival: that turn
+    moves the expert, and it is always served. All other pairs are arbitrary; pairs within one rank
+    come first, since they involve no other rank.
     """
     stays = {expert for _, expert in staying}
     departures: dict[int, list[int]] = defaultdict(list)
@@ -67,7 +65,7 @@ def _free_pairs(
     for rank in sorted(departures.keys() | arrivals.keys() | gone.keys() | come.keys()):
         leavers: list[int | None] = list(departures.get(rank, ()))
         newcomers: list[int | None] = list(arrivals.get(rank, ()))
-        # As many ends in as out on every rank; the difference is room, or room that is left.
+        # As many arrivals as departures on every rank; None fills the difference.
         surplus = gone[rank] + len(leavers) - come[rank] - len(newcomers)
         newcomers += [None] * surplus
         leavers += [None] * -surplus
@@ -83,11 +81,15 @@ def _free_pairs(
 
 
 def in_turns(pairs: Sequence[Exchange]) -> list[list[Exchange]]:
-    """Spread exchanges over as few turns as there can be; no rank is in one twice on one side.
+    """Divide exchanges into the fewest turns; in a turn a rank sends and receives at most once.
 
-    The graph is made regular by ranks that exchange nothing with themselves; a regular bipartite
-    graph has a perfect matching, and what is left without one is regular again.
+    Empty exchanges of ranks with themselves make the graph regular; a regular bipartite graph has a
+    perfect matching, and the rest without it is regular again.
     """
+    # Imported here: it takes a tenth of a second, and commands that plan nothing need it not.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     ranks = sorted({rank for each in pairs for rank in (each.from_rank, each.to_rank)})
     index = {rank: number for number, rank in enumerate(ranks)}
     waiting: dict[tuple[int, int], list[Exchange]] = defaultdict(list)

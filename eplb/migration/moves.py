@@ -1,4 +1,4 @@
-"""Single moves: which weights differ between two placements, and where each one's bytes come from.
+"""Single moves: the weights that differ between two placements, and the source of each.
 
 Shapes:  L MoE layers, S slots, R ranks.
 """
@@ -12,13 +12,13 @@ from enum import IntEnum
 
 import numpy as np
 
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 
 
 class Source(IntEnum):
-    """Where a move's bytes come from, cheapest first."""
+    """The source of a move's bytes, cheapest first."""
 
     SAME_RANK = 0  # another slot of the receiving rank
     PEER = 1  # a slot of another rank that the receiver can read from
@@ -28,7 +28,7 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Move:
-    """One expert's weights into one slot."""
+    """A copy of one expert's weights into one slot."""
 
     layer: int
     expert: int
@@ -37,11 +37,11 @@ class Move:
     src_slot: int = EMPTY  # for SAME_RANK and PEER
 
 
-LINKS = ("same_rank", "node", "network", "host")  # kinds that bytes of a move go over
+LINKS = ("same_rank", "node", "network", "host")  # kinds of link over which bytes move
 
 
 def link_of(move: Move, topology: Topology) -> str:
-    """The kind of link that a move's bytes go over: one of LINKS."""
+    """The kind of link over which a move's bytes are copied: one of LINKS."""
     if move.source is Source.SAME_RANK:
         return "same_rank"
     if move.source is not Source.PEER:
@@ -51,17 +51,17 @@ def link_of(move: Move, topology: Topology) -> str:
 
 
 class Sourcing:
-    """Gives each move its source, and remembers who has sent how much.
+    """Selects the source of each move, and counts the moves of each sender.
 
-    Peers that hold an expert take turns, so that no single one feeds every receiver.
+    Peers that hold an expert send it in turn, so that no single one sends to every receiver.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._sent: Counter[int] = Counter()  # moves fed by each rank so far, over all layers
+        self._sent: Counter[int] = Counter()  # moves sent by each rank so far, over all layers
 
     def readable(self, slot: int, holders: Iterable[int]) -> list[int]:
-        """Slots of ``holders`` that the rank of ``slot`` can read: its host's live ranks'."""
+        """Slots of ``holders`` that the rank of ``slot`` can read: on live ranks of its host."""
         rank_of_slot, host_of_rank = self._topology.rank_of_slot, self._topology.host_of_rank
         host = host_of_rank[rank_of_slot[slot]]
         return [
@@ -86,7 +86,7 @@ class Sourcing:
 
 
 def moves_between(base: Placement, target: Placement, topology: Topology) -> list[Move]:
-    """Every weight that must move to get from ``base`` to ``target``, each with its source.
+    """Every move from ``base`` to ``target``, each with its source.
 
     The source is the receiver's own rank if it holds the expert, else a peer on its host, since
     peers read each other's slots through memory, else the host cache.
@@ -99,12 +99,9 @@ def moves_between(base: Placement, target: Placement, topology: Topology) -> lis
             f"the base placement has shape {base.slot_to_expert.shape}, "
             f"the target {target.slot_to_expert.shape}, expected the same"
         )
-    changed = np.argwhere(
-        (base.slot_to_expert != target.slot_to_expert) & (target.slot_to_expert != EMPTY)
-    )
     sourcing = Sourcing(topology)
     moves = []
-    for layer, slot in changed.tolist():
+    for layer, slot in np.argwhere(changed_slots(base, target)).tolist():
         expert = int(target.slot_to_expert[layer, slot])
         holders = np.flatnonzero(base.slot_to_expert[layer] == expert).tolist()
         moves.append(sourcing.move(layer, expert, slot, holders))
@@ -112,7 +109,7 @@ def moves_between(base: Placement, target: Placement, topology: Topology) -> lis
 
 
 def rounds_of(moves: Iterable[Move], topology: Topology) -> tuple[tuple[Move, ...], ...]:
-    """Spread moves over rounds in which no rank receives twice and no rank sends twice."""
+    """Divide moves into rounds in which no rank receives twice and no rank sends twice."""
     rounds: list[list[Move]] = []
     busy: list[set[tuple[str, int]]] = []
     for move in moves:

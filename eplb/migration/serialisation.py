@@ -1,7 +1,7 @@
 """Placements, migrations and shapes as bytes and as plain dictionaries, for stores and files.
 
-Bytes are a digest, then numpy's own ``.npz`` without pickles, with the version of this layout
-inside. A reader refuses bytes that are damaged, and a version that it does not know.
+The bytes are a digest, then numpy's ``.npz`` without pickles, which contains the version of this
+layout. Damaged bytes and unknown versions are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Arrays = dict[str, NDArray[Any]]
 
 def placement_to_bytes(placement: Placement) -> bytes:
     """Pack a placement."""
-    return _pack("placement", {}, _placement_arrays("", placement))
+    return pack_record("placement", {}, _placement_arrays("", placement))
 
 
 def placement_from_bytes(record: bytes) -> Placement:
@@ -37,7 +37,7 @@ def placement_from_bytes(record: bytes) -> Placement:
     Raises:
         StoreError: damaged bytes, another kind of record, or an unknown version.
     """
-    _, arrays = _unpack("placement", record)
+    _, arrays = unpack_record("placement", record)
     return _placement("", arrays)
 
 
@@ -60,7 +60,7 @@ def migration_to_bytes(migration: Migration) -> bytes:
     arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
     arrays |= _placement_arrays("base_", migration.base)
     arrays |= _placement_arrays("target_", migration.target)
-    return _pack("migration", meta, arrays)
+    return pack_record("migration", meta, arrays)
 
 
 def migration_from_bytes(record: bytes) -> Migration:
@@ -69,13 +69,13 @@ def migration_from_bytes(record: bytes) -> Migration:
     Raises:
         StoreError: damaged bytes, another kind of record, or an unknown version.
     """
-    meta, arrays = _unpack("migration", record)
+    meta, arrays = unpack_record("migration", record)
     rounds: list[list[list[Move]]] = [[] for _ in meta["layers"]]
     for txn, one_round, layer, expert, dst_slot, source, src_slot in arrays["moves"].tolist():
         while len(rounds[txn]) <= one_round:
             rounds[txn].append([])
         rounds[txn][one_round].append(Move(layer, expert, dst_slot, Source(source), src_slot))
-    # Records from before flip mode lack the last three, and say nothing of a mode in their pace.
+    # Records from before flip mode have none of the last three, and no mode in their pace.
     reads_after = meta.get("reads_after", [0] * len(rounds))
     frees = meta.get("frees", [[]] * len(rounds))
     transactions = tuple(
@@ -100,7 +100,7 @@ def migration_from_bytes(record: bytes) -> Migration:
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
-    """Give a topology as JSON-ready lists."""
+    """A topology as JSON-ready lists."""
     names = (
         "node_of_rank",
         "slots_of_rank",
@@ -113,12 +113,12 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 
 
 def topology_from_dict(fields: dict[str, Any]) -> Topology:
-    """Make a topology of what ``topology_to_dict`` gave."""
+    """A topology from the output of ``topology_to_dict``."""
     return Topology(**fields)
 
 
 def model_to_dict(model: ModelShape) -> dict[str, Any]:
-    """Give a model shape as JSON-ready values."""
+    """A model shape as JSON-ready values."""
     return vars(model) | {
         "layer_ids": list(model.layer_ids),
         "expert_cost": model.expert_cost.tolist(),
@@ -126,7 +126,7 @@ def model_to_dict(model: ModelShape) -> dict[str, Any]:
 
 
 def model_from_dict(fields: dict[str, Any]) -> ModelShape:
-    """Make a model shape of what ``model_to_dict`` gave."""
+    """A model shape from the output of ``model_to_dict``."""
     return ModelShape(**(fields | {"layer_ids": tuple(fields["layer_ids"])}))
 
 
@@ -152,7 +152,8 @@ def _placement(prefix: str, arrays: Arrays) -> Placement:
     )
 
 
-def _pack(kind: str, meta: dict[str, Any], arrays: Arrays) -> bytes:
+def pack_record(kind: str, meta: dict[str, Any], arrays: Arrays) -> bytes:
+    """A record as bytes: digest, then the archive of header and arrays."""
     header = json.dumps({"kind": kind, "version": RECORD_VERSION} | meta)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, header=np.array(header), **arrays)
@@ -164,13 +165,18 @@ def _digest(payload: bytes) -> bytes:
     return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
 
 
-def _unpack(kind: str, record: bytes) -> tuple[dict[str, Any], Arrays]:
+def unpack_record(kind: str, record: bytes) -> tuple[dict[str, Any], Arrays]:
+    """Header and arrays of a record.
+
+    Raises:
+        StoreError: damaged bytes, another kind of record, or an unknown version.
+    """
     digest, payload = record[:DIGEST_BYTES], record[DIGEST_BYTES:]
-    # Checked before anything is read: damaged archives fail in more ways than can be listed.
+    # Checked before parsing: damaged archives raise many kinds of exceptions.
     if digest != _digest(payload):
         raise StoreError(
             f"a {kind} record of {len(record)} bytes cannot be read: "
-            "its digest is not that of its content"
+            "its digest does not match its content"
         )
     with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
         arrays = dict(archive)

@@ -1,14 +1,13 @@
-"""Spare slots: how a layer gets from one placement to the next without overwriting what serves.
+"""Spare slots: migrate a layer without overwriting slots that serve.
 
-With spares, every rank keeps ``spare_slots`` slots of each layer EMPTY. A newcomer's bytes are
-written into such a slot, to which no token goes; then the routing table changes, and the slots of
-the experts that left are the spares of the next time. A policy need not know any of this:
+With spares, every rank keeps ``spare_slots`` slots of each layer EMPTY. The bytes of an arriving
+expert are written into such a slot, to which no token is routed; then the routing table changes,
+and the slots of the departed experts become the next spares. Policies do not see spares:
 
     full placement --compact--> without spares --policy--> target --expand--> full target
 
-A layer that gets more newcomers on one rank than this has EMPTY slots takes several steps. After
-each of them every expert is served and every rank has its spares again, so any step may be the
-last one.
+A layer in which more experts arrive on one rank than it has EMPTY slots takes several steps. After
+each step every expert is served and every rank has its spares, so a migration may end after any.
 
 Shapes:  L MoE layers, E experts, S slots with spares, R ranks.
 """
@@ -32,7 +31,7 @@ Row = NDArray[np.int32]  # [S] one layer of slot_to_expert
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What one change of the routing table does to a layer."""
+    """The changes to a layer by one change of the routing table."""
 
     fills: tuple[tuple[int, int], ...]  # (expert, slot); the slots were EMPTY before
     frees: tuple[int, ...]  # slots that are EMPTY after it
@@ -57,7 +56,7 @@ def without_spares(topology: Topology, spare_slots: int) -> Topology:
 def compact(
     placement: Placement, topology: Topology, spare_slots: int
 ) -> tuple[Placement, Topology]:
-    """The same experts on the same ranks in ``spare_slots`` slots fewer: what a policy plans on.
+    """The same experts on the same ranks in ``spare_slots`` slots fewer: the input of a policy.
 
     Experts keep their order on each rank; shares and generation are carried over.
 
@@ -77,7 +76,7 @@ def compact(
         layer, column = overfull[0]
         raise PlacementError(
             f"layer {layer}: rank {rank_of_slot[column]} has fewer than {spare_slots} EMPTY slots, "
-            "expected every rank to keep its spares"
+            "expected every rank to have its spares"
         )
     kept = order[:, ~is_spare]
     share, source_share = np.take_along_axis(placement.slot_share, kept, 1), placement.source_share
@@ -90,14 +89,14 @@ def compact(
 def expand(
     target: Placement, current: Placement, topology: Topology, spare_slots: int
 ) -> Placement:
-    """The placement with spares that serves what ``target``, a compact one, says.
+    """The placement with spares that corresponds to ``target``, a compact placement.
 
-    Experts that stay on a rank keep their slots, newcomers go into EMPTY ones, and the slots of
-    experts that leave become EMPTY. Shares and generation are those of ``target``.
+    Experts that stay on a rank keep their slots, arriving experts go into EMPTY ones, and the slots
+    of departing experts become EMPTY. Shares and generation are those of ``target``.
 
     Raises:
-        PlacementError: ``target`` is none of ``topology`` without its spares, or ``current`` is
-            none of ``topology``.
+        PlacementError: the slots of ``target`` are not those of ``topology`` without spares, or
+            those of ``current`` not those of ``topology``.
     """
     steps = steps_towards(target, current, topology, spare_slots)
     held = current.slot_to_expert.copy()
@@ -127,9 +126,9 @@ def take(step: LayerStep, row: Row) -> None:
 def steps_towards(
     target: Placement, current: Placement, topology: Topology, spare_slots: int
 ) -> list[list[LayerStep]]:
-    """[L] the steps by which each layer gets from ``current`` to ``target``, a compact placement.
+    """[L] the steps of each layer from ``current`` to ``target``, a compact placement.
 
-    As few as there can be: no rank trades more experts in a step than it has EMPTY slots, and an
+    The fewest possible: no rank exchanges more experts in a step than it has EMPTY slots, and an
     expert whose last replica leaves a rank arrives elsewhere in the same step.
 
     Raises:
@@ -152,11 +151,11 @@ def steps_towards(
     ]
 
 
-def on_the_way(held: NDArray[np.int32], target: Placement) -> Placement:
-    """A placement of ``held`` [L, S], which is not yet that of ``target``, with legal shares.
+def intermediate_placement(held: NDArray[np.int32], target: Placement) -> Placement:
+    """A placement of ``held`` [L, S], an intermediate state before ``target``, with legal shares.
 
-    Tokens go where the target sends them as far as that replica is there; an expert of which no
-    such replica is there is split evenly over those that are.
+    Replicas that are in the target's slots already get the target's shares; an expert without such
+    a replica is split equally.
     """
     even = Placement(held, target.num_experts, target.generation)
     is_there = (held == target.slot_to_expert) & (held != EMPTY)
@@ -169,7 +168,7 @@ def on_the_way(held: NDArray[np.int32], target: Placement) -> Placement:
 
 
 def _scaled(wanted: NDArray[np.float64], even: Placement) -> NDArray[np.float64]:
-    """[L, S] ``wanted`` scaled so that each expert's sum to 1; even ones where they sum to 0."""
+    """[L, S] ``wanted`` scaled to a sum of 1 for each expert; equal shares where the sum is 0."""
     held = even.slot_to_expert
     experts = np.maximum(held, 0)
     total = np.zeros((even.num_layers, even.num_experts))
@@ -181,7 +180,7 @@ def _scaled(wanted: NDArray[np.float64], even: Placement) -> NDArray[np.float64]
 
 
 def _places(held: NDArray[np.int32], topology: Topology) -> NDArray[np.int64]:
-    """[L, R, E] the slot of each expert on each rank; EMPTY where it has none."""
+    """[L, R, E] the slot of each expert on each rank; EMPTY where there is none."""
     shape = (len(held), topology.num_ranks, int(held.max()) + 1)
     places = np.full(shape, EMPTY, dtype=np.int64)
     layer, slot = np.nonzero(held != EMPTY)
@@ -196,7 +195,7 @@ def _held_on(row: Row, topology: Topology) -> set[tuple[int, int]]:
 
 
 def _layer_steps(row: Row, then: set[tuple[int, int]], topology: Topology) -> list[LayerStep]:
-    """Put a layer's exchanges into steps, as many into each as the EMPTY slots allow."""
+    """Group a layer's exchanges into steps, as many in each as the EMPTY slots allow."""
     now = _held_on(row, topology)
     if now == then:
         return []
@@ -213,7 +212,7 @@ def _layer_steps(row: Row, then: set[tuple[int, int]], topology: Topology) -> li
 
 
 class _Slots:
-    """The slots of one layer while its steps are laid out."""
+    """The slots of one layer while its steps are computed."""
 
     def __init__(self, row: Row, topology: Topology) -> None:
         self._slot_of: dict[tuple[int, int], int] = {}
@@ -227,16 +226,16 @@ class _Slots:
                 self._slot_of[rank, expert] = slot
 
     def fit(self, group: Sequence[Exchange]) -> bool:
-        """Say whether every newcomer of these exchanges finds an EMPTY slot."""
+        """Whether there is an EMPTY slot for every arriving expert of these exchanges."""
         needed = Counter(each.to_rank for each in group if each.newcomer is not None)
         return all(count <= len(self._empty.get(rank, ())) for rank, count in needed.items())
 
     def exchange(self, group: Sequence[Exchange]) -> LayerStep:
-        """Make these exchanges, all at once."""
+        """Apply these exchanges as one step."""
         fills, frees = [], []
         for each in group:
             if each.newcomer is not None:
-                # The longest EMPTY first: it may be written soonest.
+                # The slot that has been EMPTY longest: it becomes writable first.
                 slot = self._empty[each.to_rank].popleft()
                 self._slot_of[each.to_rank, each.newcomer] = slot
                 fills.append((each.newcomer, slot))

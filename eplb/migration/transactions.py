@@ -1,4 +1,4 @@
-"""Transactions: the layers that swap together, and the two ways to get their weights into place.
+"""Transactions: the layers that swap together, in copy mode and in flip mode.
 
 Shapes:  L MoE layers, S slots, R ranks.
 """
@@ -39,11 +39,11 @@ class Transaction:
 
 @dataclass(frozen=True)
 class Pace:
-    """How weights get into place, and how much moves at a time; frozen in each Migration.
+    """The mode of a migration, and how much it moves at a time; frozen in each Migration.
 
     copy: bytes go to the staging ring and are copied into live slots at the swap. A transaction
-    takes half of ``staging_experts``, the ring's size, on any rank, so that the next one is staged
-    while it is voted on. One layer alone may take all of it, and never more: it cannot run out.
+    takes at most half of ``staging_experts``, the ring's size, on any rank, so that the next one is
+    staged during its vote. A single layer may take the whole ring.
 
     flip: bytes go into EMPTY slots, of which every rank keeps ``spare_slots`` in each layer; the
     swap changes nothing but the routing table.
@@ -71,7 +71,7 @@ class Pace:
                 )
 
 
-def copies(
+def copy_transactions(
     base: Placement, target: Placement, topology: Topology, pace: Pace
 ) -> tuple[Transaction, ...]:
     """Transactions whose bytes fit the staging ring."""
@@ -102,7 +102,7 @@ def _layers_that_differ(base: Placement, target: Placement) -> list[int]:
 def _fill_transactions(
     per_layer: dict[int, list[Move]], topology: Topology, pace: Pace
 ) -> list[list[int]]:
-    """Put layers together, in layer order, while every rank's moves still fit half its ring."""
+    """Group layers, in layer order, while the moves of every rank fit half its ring."""
     transactions: list[list[int]] = []
     used: Counter[int] = Counter()
     room, most_layers = pace.staging_experts, pace.layers_per_transaction or len(per_layer)
@@ -124,7 +124,7 @@ def _fill_transactions(
     return transactions
 
 
-def flips(
+def flip_transactions(
     base: Placement,
     target: Placement,
     steps: list[list[LayerStep]],
@@ -132,7 +132,7 @@ def flips(
     pace: Pace,
 ) -> tuple[Transaction, ...]:
     """Transactions that fill EMPTY slots: all layers' first steps, then their second, and so on."""
-    flipping = _Flipping(base, topology)
+    flipping = _FlipBuilder(base, topology)
     layers = _layers_that_differ(base, target)
     transactions: list[Transaction] = []
     nth = 0
@@ -148,8 +148,8 @@ def flips(
     return tuple(transactions)
 
 
-class _Flipping:
-    """What each slot holds while transactions are laid out, and since which of them."""
+class _FlipBuilder:
+    """The expert of each slot, and the transaction that put it there, while they are built."""
 
     def __init__(self, base: Placement, topology: Topology) -> None:
         self._held = base.slot_to_expert.copy()
@@ -157,7 +157,7 @@ class _Flipping:
         self._topology, self._sourcing = topology, Sourcing(topology)
 
     def transaction(self, steps: dict[int, list[LayerStep]], number: int) -> Transaction:
-        """The ``number``-th transaction, counted from one, of one step of each layer at most."""
+        """The ``number``-th transaction, counted from one, of at most one step of each layer."""
         moves: list[Move] = []
         frees: list[tuple[int, int]] = []
         reads_after = 0
@@ -175,7 +175,7 @@ class _Flipping:
         )
 
     def _move(self, layer: int, expert: int, slot: int) -> Move:
-        """Bring an expert from a slot that still holds it then, the one that has it soonest."""
+        """The move of an expert, from the slot that holds it after the fewest transactions."""
         holders = np.flatnonzero(self._held[layer] == expert).tolist()
         near = self._sourcing.readable(slot, holders)
         soonest = min((self._since[layer, holder] for holder in near), default=0)

@@ -1,1 +1,1 @@
-"""Packing experts onto ranks, groups onto nodes, and the zones that result."""
+"""Packing of experts onto ranks and of expert groups onto nodes, and the zones that result."""

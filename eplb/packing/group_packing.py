@@ -1,8 +1,8 @@
-"""Which expert groups go to which node: equally many to each, the slowest node as fast as can be.
+"""Packs expert groups onto nodes: equally many on each, with the least time of the slowest node.
 
-A node is as slow as its load makes it, or its largest replica: a hot expert on a node with few
-spare slots is worse than its load tells. Where packings are few all of them are tried; else the
-heaviest groups are dealt out first, and groups are traded while the slowest node gains.
+The time of a node is the larger of its load and its largest replica: a hot expert on a node with
+few spare slots costs more than its load. Where there are few packings all of them are tried; else
+the heaviest groups are assigned first, and groups are swapped while the slowest node gains.
 
 Shapes:  L MoE layers, G groups, N nodes, Q sets of groups, P packings.
 """
@@ -20,11 +20,11 @@ import numpy as np
 from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray, replicate
 
-MOST_PACKINGS = 5000  # more are not all tried
+MOST_PACKINGS = 5000  # above that they are not all tried
 
 
 class Nodes(NamedTuple):
-    """What packing needs to know of nodes."""
+    """Slots, ranks and speed of each node."""
 
     num_slots: IntArray  # [L, N]
     num_ranks: IntArray  # [L, N] with at least one slot
@@ -40,19 +40,19 @@ def pack_groups(work: FloatArray, nodes: Nodes) -> IntArray:
     alike = _nodes_are_alike(nodes)
     packings = factorial(num_groups) // factorial(each) ** num_nodes
     if packings // (factorial(num_nodes) if alike else 1) > MOST_PACKINGS:
-        return _pack_and_trade(work, nodes)
+        return _pack_and_swap(work, nodes)
     sets, choices = _packings(num_groups, num_nodes, alike)
     return _best_packings(work, nodes, sets, choices, alike)
 
 
 def _nodes_are_alike(nodes: Nodes) -> bool:
-    """Whether swapping two nodes would change nothing."""
+    """Whether all nodes have the same slots, ranks and speed."""
     columns = (*nodes.num_slots, *nodes.num_ranks, nodes.speed, nodes.fastest)
     return all((figures == figures[0]).all() for figures in columns)
 
 
 def is_exact(num_groups: int, num_nodes: int) -> bool:
-    """Whether every packing is tried, even where no two nodes are alike."""
+    """Whether every packing is tried, even where no two nodes are equal."""
     packings = factorial(num_groups) // factorial(num_groups // num_nodes) ** num_nodes
     return bool(packings <= MOST_PACKINGS)
 
@@ -117,7 +117,7 @@ def _packings(num_groups: int, num_nodes: int, alike: bool) -> tuple[IntArray, I
         if not free:
             yield ()
             return
-        # Among nodes that are alike, the next node takes the lowest free group: no mirror images.
+        # Among equal nodes, the next node takes the lowest free group: no symmetric packings.
         for members in combinations(free, each):
             if alike and members[0] != free[0]:
                 break
@@ -130,7 +130,7 @@ def _packings(num_groups: int, num_nodes: int, alike: bool) -> tuple[IntArray, I
 
 
 @jit
-def _pack_and_trade(work: FloatArray, nodes: Nodes) -> IntArray:
+def _pack_and_swap(work: FloatArray, nodes: Nodes) -> IntArray:
     """[L, G] where there are too many packings to try them all."""
     num_layers, num_groups, _ = work.shape
     num_nodes = len(nodes.speed)
@@ -142,10 +142,10 @@ def _pack_and_trade(work: FloatArray, nodes: Nodes) -> IntArray:
         load = np.empty(num_groups)
         for group in range(num_groups):
             load[group] = work[layer, group].sum()
-        _deal(load, nodes.speed, members)
+        _assign_heaviest_first(load, nodes.speed, members)
         for node in range(num_nodes):
             time[node] = _node_time(work, members[node], nodes, layer, node)
-        while _trade_groups(work, nodes, layer, members, time):
+        while _swap_groups(work, nodes, layer, members, time):
             pass
         for node in range(num_nodes):
             for group in members[node]:
@@ -154,7 +154,7 @@ def _pack_and_trade(work: FloatArray, nodes: Nodes) -> IntArray:
 
 
 @jit
-def _deal(load: FloatArray, speed: FloatArray, members: IntArray) -> None:
+def _assign_heaviest_first(load: FloatArray, speed: FloatArray, members: IntArray) -> None:
     """Fill ``members`` [N, G / N]: the heaviest group to the node that then ends earliest."""
     taken, used = np.zeros(len(speed)), np.zeros(len(speed), dtype=np.int64)
     for group in np.argsort(-load):
@@ -169,10 +169,10 @@ def _deal(load: FloatArray, speed: FloatArray, members: IntArray) -> None:
 
 
 @jit
-def _trade_groups(
+def _swap_groups(
     work: FloatArray, nodes: Nodes, layer: int, members: IntArray, time: FloatArray
 ) -> bool:
-    """Make the best trade of two groups off the slowest node; False if none makes it faster."""
+    """Make the best swap of a group of the slowest node; False if none makes it faster."""
     slow = int(np.argmax(time))
     best, best_node, best_mine, best_theirs = time[slow] * (1 - 1e-9), -1, -1, -1
     for node in range(len(time)):

@@ -1,4 +1,4 @@
-"""Heaviest first: replicas onto ranks, compiled.
+"""Packs replicas onto ranks, heaviest first, compiled.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
@@ -12,7 +12,7 @@ from eplb.core.kernels import FloatArray, IntArray, Ranks, has
 
 
 class Filling:
-    """One layer while its ranks fill up."""
+    """One layer while its ranks are filled."""
 
     held: IntArray  # [S]
     each: FloatArray  # [E] load of a replica
@@ -22,7 +22,7 @@ class Filling:
     room: IntArray  # [R]
     used: IntArray  # [R] slots
     load: FloatArray  # [R]
-    last: IntArray  # [R] a replica's expert: those of one expert are placed in a row
+    last: IntArray  # [R] the expert placed last: replicas of one expert are placed consecutively
     ends: FloatArray  # [R + 1] load of ranks that may take the next replica, else infinite
     winner: IntArray  # a tree of matches between two ranks, its root at 1; see ``_decide``
     taken: IntArray  # [R] ranks that have replicas of the expert being placed
@@ -34,9 +34,9 @@ new_filling = by_reference(Filling)
 def pack(work: FloatArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> IntArray:
     """[L, S] experts by slot: heaviest replica first, each to the rank that then ends earliest.
 
-    Among ranks of one speed that is the least busy one; ties go to the lower number. No rank gets
-    an expert twice. A replica that finds only ranks that hold its expert trades places with
-    another; when that is impossible too, its slot stays empty.
+    Among ranks of one speed that is the least busy one; at a tie the lower number. No rank gets an
+    expert twice. When only ranks that hold the expert already have free slots, the replica is
+    swapped with another one; when that is impossible too, its slot stays empty.
     """
     each = work / count
     order = _heaviest_first(each)
@@ -91,14 +91,14 @@ def _pack(
                 left -= _fill(filling, expert, left) if is_even else _scan(filling, expert, left)
                 if left > 0:
                     for _ in range(left):
-                        _trade(filling, expert, zone)
+                        _swap_in(filling, expert, zone)
                     _enter(filling, zone)
     return held
 
 
 @jit
 def _enter(filling: Filling, zone: int) -> None:
-    """Let the ranks of a zone that have room compete."""
+    """Start the tournament of a zone's ranks with free slots."""
     ends, winner = filling.ends, filling.winner
     width = len(winner) // 2
     for rank in range(len(filling.zone)):
@@ -111,14 +111,14 @@ def _enter(filling: Filling, zone: int) -> None:
 
 @jit
 def _decide(winner: IntArray, ends: FloatArray, match: int) -> None:
-    """The less busy of two ranks wins; at a tie the first, which has the lower number."""
+    """Winner of a match: the less busy of two ranks; at a tie the first, which is the lower."""
     left, right = winner[2 * match], winner[2 * match + 1]
     winner[match] = left if ends[left] <= ends[right] else right
 
 
 @jit
 def _rematch(filling: Filling, rank: int, end: float) -> None:
-    """Let a rank compete with another load."""
+    """Change the load of a rank in the tournament, and replay its matches."""
     ends, winner = filling.ends, filling.winner
     ends[rank] = end
     match = (len(winner) // 2 + rank) // 2
@@ -144,7 +144,7 @@ def _end(filling: Filling, rank: int) -> float:
 
 @jit
 def _fill(filling: Filling, expert: int, count: int) -> int:
-    """Place replicas on ranks of one speed: the least busy ones. How many found a place."""
+    """Place replicas on the least busy ranks, all of one speed; return how many were placed."""
     if count == 1:  # nearly all of them
         rank = filling.winner[1]
         if filling.ends[rank] == np.inf:
@@ -167,7 +167,7 @@ def _fill(filling: Filling, expert: int, count: int) -> int:
 
 @jit
 def _scan(filling: Filling, expert: int, count: int) -> int:
-    """Place replicas on ranks of any speeds. How many found a place."""
+    """Place replicas on ranks of any speeds; return how many were placed."""
     for placed in range(count):
         best, best_time = -1, np.inf
         for rank in range(len(filling.zone)):
@@ -182,8 +182,8 @@ def _scan(filling: Filling, expert: int, count: int) -> int:
 
 
 @jit
-def _trade(filling: Filling, expert: int, zone: int) -> None:
-    """Move another replica into a free slot of a rank that has ``expert``, and take its place."""
+def _swap_in(filling: Filling, expert: int, zone: int) -> None:
+    """Move another replica into a free slot of a rank that has ``expert``, and use its slot."""
     held, each, load, slowness = filling.held, filling.each, filling.load, filling.slowness
     used, first_slot, zones, last = filling.used, filling.first_slot, filling.zone, filling.last
     best_time, best_free, best_slot, best_rank = np.inf, -1, -1, -1

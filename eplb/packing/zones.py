@@ -1,4 +1,4 @@
-"""Zones: which ranks an expert may live on.
+"""Zones: the ranks that an expert may be placed on.
 
 Without expert groups one zone holds every live rank. With them each node is a zone, and a layer's
 groups are packed to nodes (``eplb/packing/group_packing.py``).
@@ -19,7 +19,7 @@ from eplb.packing.group_packing import Nodes, pack_groups
 
 
 class Zones(NamedTuple):
-    """Where experts may live."""
+    """The zone of each expert, and the slots and ranks of each zone."""
 
     of_expert: IntArray  # [L, E]
     num_slots: IntArray  # [L, Z] that a layer may use
@@ -30,7 +30,7 @@ class Zones(NamedTuple):
 def keeps_groups(
     topology: Topology, num_groups: int, num_experts: int, room: IntArray | None = None
 ) -> bool:
-    """Whether groups can stay on nodes: they divide by nodes, and every node has room for its part.
+    """Whether each group fits on one node: groups divide by nodes, and nodes have enough slots.
 
     Args:
         topology: nodes, slots, and which ranks are alive.
@@ -76,9 +76,9 @@ def zones_for(
 
 
 def zone_bound(scaled: FloatArray, zones: Zones) -> FloatArray:
-    """[L] imbalance that nothing in these zones can beat, for work [L, E] as ``Problem.scaled``.
+    """[L] lower bound of the imbalance in these zones, for work [L, E] as ``Problem.scaled``.
 
-    A zone is as slow as its load, or as its largest replica on its fastest rank; see
+    The time of a zone is at least its load, and its largest replica on its fastest rank; see
     ``eplb.measure.balance.lower_bound`` for why greedy counts make the largest replica smallest.
     """
     least = np.ones(zones.of_expert.shape, dtype=np.int64)

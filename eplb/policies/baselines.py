@@ -1,7 +1,7 @@
-"""Two plain policies to compare with: replicas dealt in turn, and the hottest experts everywhere.
+"""Two baseline policies: round robin, and the hottest experts on every rank.
 
 Both are legal for any slot counts and dead ranks, and never put an expert on a rank twice. Neither
-keeps expert groups on nodes, which would defeat both.
+keeps expert groups on nodes.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
@@ -21,22 +21,22 @@ from eplb.policies.greedy import greedy, in_place
 
 
 def round_robin(problem: Problem) -> Placement:
-    """Deal experts to live ranks in turn, then deal them again while slots are left.
+    """Assign experts to live ranks in turn, again and again while slots are free.
 
-    Looks at no load: neighbours in the model's numbering land on different ranks, and the first
-    experts get the replicas. All layers are alike.
+    Does not use the load: neighbours in the model's numbering are on different ranks, and the first
+    experts get the replicas. All layers are equal.
 
     Source of the idea: vLLM's round-robin placement (vllm-project/vllm pull request 28449).
     """
-    dealt = _dealt(problem.num_experts, problem.topology)
-    return _kept(problem, np.tile(dealt, (problem.history.num_layers, 1)))
+    layer = _round_robin_layer(problem.num_experts, problem.topology)
+    return _kept(problem, np.tile(layer, (problem.history.num_layers, 1)))
 
 
 def topk_everywhere(problem: Problem) -> Placement:
-    """Put the hottest experts on every live rank, as many as slots allow; the rest greedily.
+    """Put the hottest experts on every live rank, as many as slots allow; the others greedily.
 
-    As many as leave every other expert a slot, and no more than any rank has slots. Ranks without
-    slots do not count. Slots that remain go to the next hottest experts, as in greedy.
+    Every other expert keeps a slot, and no rank gets more than it has slots. Ranks without slots do
+    not count. Remaining slots go to the next hottest experts, as in greedy.
 
     Source of the idea: ROCm/ATOM pull request 1210.
     """
@@ -72,7 +72,7 @@ def _pack_the_rest(
     num_top = problem.num_experts - rest.shape[1]
     slots = np.where(usable, topology.slots_of_rank - num_top, topology.slots_of_rank)
     narrow = replace(topology, slots_of_rank=slots)
-    # As work, so that what a token costs at each expert is in it.
+    # As work, which includes each expert's cost per token.
     work = np.take_along_axis(problem.work, rest[None], axis=2)
     packed = greedy(Problem(as_history(work), narrow))
     experts = np.take_along_axis(rest, np.maximum(packed, 0), axis=1)
@@ -82,12 +82,12 @@ def _pack_the_rest(
         held[:, into] = np.where(packed[:, here] == EMPTY, EMPTY, experts[:, here])
 
 
-def _dealt(num_experts: int, topology: Topology) -> NDArray[np.int64]:
+def _round_robin_layer(num_experts: int, topology: Topology) -> NDArray[np.int64]:
     """[S] of one layer."""
     room = np.where(topology.alive, topology.slots_of_rank, 0).tolist()
     on_rank: list[list[int]] = [[] for _ in room]
     turn = 0
-    for _ in range(max(room)):  # no expert can be dealt more often than ranks have slots
+    for _ in range(max(room)):  # an upper bound of the turns
         for expert in range(num_experts):
             for step in range(len(room)):
                 rank = (turn + step) % len(room)

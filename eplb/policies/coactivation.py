@@ -1,12 +1,12 @@
-"""Experts that work together on one node: fewer nodes for a token, so fewer copies of it travel.
+"""Co-locates experts that tokens choose together, so that a token is sent to fewer nodes.
 
-Dispatch sends a token to a node once, however many of its experts are there. How often two experts
-are chosen by one token is all that is looked at:
+Dispatch sends a token to a node once, however many of its experts are there. The objective uses
+how often one token chooses both experts of a pair:
 
-    together = sum over pairs of how often they are chosen together * chance that their replicas,
-               each drawn evenly, are on one node
+    together = sum over pairs of the frequency of the pair * probability that their replicas,
+               each chosen evenly, are on one node
 
-and what a token costs in copies falls as that grows. Replicas trade places, across nodes and within
+The number of copies of a token falls as it grows. Replicas are swapped, across nodes and within
 them, while imbalance falls or ``together`` rises by enough for the imbalance that it costs.
 
 Shapes:  T windows, L MoE layers, E experts, K experts of a token, S slots, R ranks, N nodes.
@@ -26,12 +26,12 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 
-WARM, COLD = 1e-2, 1e-5  # loss of imbalance that is taken at first one time in e, and at last
-DEFAULT_STEPS = 200_000  # trades that are tried in a layer: a second for ten layers
+WARM, COLD = 1e-2, 1e-5  # first and last temperature, in imbalance
+DEFAULT_STEPS = 200_000  # swaps that are tried in a layer: a second for ten layers
 
 
 def coactivation(expert_ids: NDArray[np.integer], num_experts: int) -> FloatArray:
-    """[L, E, E] part of the tokens that choose both experts, from ids [L, tokens, K]; -1 pads."""
+    """[L, E, E] part of tokens that choose both experts, from ids [L, tokens, K] padded with -1."""
     num_layers, num_tokens, _ = expert_ids.shape
     together = np.zeros((num_layers, num_experts, num_experts))
     for layer, ids in enumerate(expert_ids):
@@ -48,7 +48,7 @@ def nodes_per_token(
 ) -> FloatArray:
     """[L] distinct nodes that a token of ids [L, tokens, K] is sent to, mean over tokens.
 
-    Each expert's replica is drawn by its share, whatever the others of the token drew.
+    The replica of each expert is chosen by its share, independently of the token's other experts.
     """
     nodes = np.zeros(len(expert_ids))
     for layer, ids in enumerate(expert_ids):
@@ -66,20 +66,20 @@ def colocate_coactivated(
     price: float,
     steps: int = DEFAULT_STEPS,
 ) -> Placement:
-    """``placement`` with replicas traded until experts that work together share nodes.
+    """``placement`` with replicas swapped so that experts chosen together share nodes.
 
-    The numbers of replicas stay, and so does what a rank holds at most; constraints and expert
-    groups are not looked at. For a fresh plan: nearly all experts move.
+    Replica counts and slot counts do not change; constraints and expert groups are not supported.
+    For a fresh plan: nearly all experts move.
 
     Args:
-        problem: its windows say what imbalance a trade brings at equal split; and the seed.
+        problem: the windows, by which imbalance is computed at equal split, and the seed.
         placement: to start from; every layer full, no expert twice on a rank.
         together: [L, E, E] see ``coactivation``.
         price: imbalance that one pair of experts on one node is worth, for every token.
-        steps: trades to try in each layer.
+        steps: swaps to try in each layer.
 
     Raises:
-        ConfigError: a price or co-activation that cannot be planned with.
+        ConfigError: a price or co-activation out of range, or constraints.
     """
     expected = (placement.num_layers, placement.num_experts, placement.num_experts)
     if together.shape != expected or not (np.isfinite(together) & (together >= 0)).all():
@@ -90,9 +90,9 @@ def colocate_coactivated(
     if not 0 <= price < np.inf:
         raise ConfigError(f"price of a pair is {price}, expected 0 or more, and finite")
     if problem.groups_stay or problem.constraints.binds_experts:
-        raise ConfigError("expert groups and constraints are not kept here, expected none")
+        raise ConfigError("expert groups and constraints are not supported here, expected none")
     topology = problem.topology
-    ground = _Ground(
+    slot_map = _SlotMap(
         topology.rank_of_slot.astype(np.int64),
         topology.node_of_rank.astype(np.int64),
         1.0 / topology.rank_speed,
@@ -102,11 +102,11 @@ def colocate_coactivated(
     rng = np.random.default_rng(problem.seed)
     slots = rng.integers(topology.num_slots, size=(steps, 2))
     cooling = WARM * (COLD / WARM) ** np.linspace(0.0, 1.0, steps)
-    tries = _Tries(price, slots, cooling * rng.exponential(size=steps))
+    proposals = _Proposals(price, slots, cooling * rng.exponential(size=steps))
     for layer in range(len(held)):
         work = np.array(problem.scaled[layer], order="C")
         pairs = np.ascontiguousarray(together[layer], dtype=np.float64)
-        held[layer] = _annealed(work, pairs, held[layer], ground, tries)
+        held[layer] = _annealed(work, pairs, held[layer], slot_map, proposals)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
 
 
@@ -119,17 +119,17 @@ def _part_on_node(placement: Placement, topology: Topology, layer: int) -> Float
     return part
 
 
-class _Ground(NamedTuple):
-    """Where slots are."""
+class _SlotMap(NamedTuple):
+    """Rank of each slot; node and speed of each rank."""
 
     rank: IntArray  # [S]
     node: IntArray  # [R]
-    pace: FloatArray  # [R] time that a unit of load takes
+    pace: FloatArray  # [R] time per unit of load
     num_nodes: int
 
 
-class _Tries(NamedTuple):
-    """The trades that are tried, and what each may lose."""
+class _Proposals(NamedTuple):
+    """The swaps to try, and the loss that each may make."""
 
     price: float
     slots: IntArray  # [steps, 2]
@@ -138,32 +138,32 @@ class _Tries(NamedTuple):
 
 @jit
 def _annealed(
-    work: FloatArray, pairs: FloatArray, held: IntArray, ground: _Ground, tries: _Tries
+    work: FloatArray, pairs: FloatArray, held: IntArray, slot_map: _SlotMap, proposals: _Proposals
 ) -> IntArray:
-    """[S] the best that trades of two slots come to: simulated annealing."""
+    """[S] the best placement found by swaps of two slots: simulated annealing."""
     num_experts = work.shape[1]
     replicas = np.zeros(num_experts)
     for expert in held:
         if expert >= 0:
             replicas[expert] += 1.0
-    part = np.zeros((num_experts, ground.num_nodes))
-    on_rank = np.zeros((len(ground.node), num_experts), dtype=np.bool_)
-    load = np.zeros((work.shape[0], len(ground.node)))
+    part = np.zeros((num_experts, slot_map.num_nodes))
+    on_rank = np.zeros((len(slot_map.node), num_experts), dtype=np.bool_)
+    load = np.zeros((work.shape[0], len(slot_map.node)))
     for slot, expert in enumerate(held):
         if expert >= 0:
-            rank = ground.rank[slot]
-            part[expert, ground.node[rank]] += 1.0 / replicas[expert]
+            rank = slot_map.rank[slot]
+            part[expert, slot_map.node[rank]] += 1.0 / replicas[expert]
             on_rank[rank, expert] = True
-            load[:, rank] += work[:, expert] / replicas[expert] * ground.pace[rank]
-    partners = pairs @ part  # [E, N] how much of what works with an expert each node holds
+            load[:, rank] += work[:, expert] / replicas[expert] * slot_map.pace[rank]
+    partners = pairs @ part  # [E, N] weight of an expert's pairs on each node
     imbalance, gained, best_gain = _busiest(load), 0.0, 0.0
     now, best = held.copy(), held.copy()
-    for step in range(len(tries.loss)):
-        one, two = tries.slots[step]
-        a, b, rank_a, rank_b = now[one], now[two], ground.rank[one], ground.rank[two]
+    for step in range(len(proposals.loss)):
+        one, two = proposals.slots[step]
+        a, b, rank_a, rank_b = now[one], now[two], slot_map.rank[one], slot_map.rank[two]
         if a < 0 or b < 0 or a == b or rank_a == rank_b or on_rank[rank_a, b] or on_rank[rank_b, a]:
             continue
-        node_a, node_b = ground.node[rank_a], ground.node[rank_b]
+        node_a, node_b = slot_map.node[rank_a], slot_map.node[rank_b]
         each_a, each_b = 1.0 / replicas[a], 1.0 / replicas[b]
         nearer = 0.0
         if node_a != node_b:
@@ -171,13 +171,13 @@ def _annealed(
             nearer += each_b * (partners[b, node_a] - partners[b, node_b])
             nearer -= 2.0 * each_a * each_b * pairs[a, b]
         change = work[:, b] * each_b - work[:, a] * each_a
-        load[:, rank_a] += change * ground.pace[rank_a]
-        load[:, rank_b] -= change * ground.pace[rank_b]
+        load[:, rank_a] += change * slot_map.pace[rank_a]
+        load[:, rank_b] -= change * slot_map.pace[rank_b]
         after = _busiest(load)
-        gain = imbalance - after + tries.price * nearer
-        if gain < -tries.loss[step]:
-            load[:, rank_a] -= change * ground.pace[rank_a]
-            load[:, rank_b] += change * ground.pace[rank_b]
+        gain = imbalance - after + proposals.price * nearer
+        if gain < -proposals.loss[step]:
+            load[:, rank_a] -= change * slot_map.pace[rank_a]
+            load[:, rank_b] += change * slot_map.pace[rank_b]
             continue
         now[one], now[two] = b, a
         on_rank[rank_a, a] = on_rank[rank_b, b] = False

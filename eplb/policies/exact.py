@@ -1,8 +1,8 @@
-"""The best placement there is, proved, for problems that are small or may take long.
+"""The exact policy: optimal placements with proof, for small or offline problems.
 
-Replica counts and places are chosen together by OR-tools' CP-SAT, layer by layer. The objective is
-the mean over windows of the busiest rank's load with equal split. A layer that its effort does not
-suffice for keeps the best placement found, with the gap to what is proved.
+Replica counts and positions are solved together by OR-tools' CP-SAT, layer by layer. The objective
+is the mean over windows of the busiest rank's load with equal split. Where the effort is not
+sufficient for a proof, the layer keeps the best placement found, with its gap to the bound.
 
 Shapes:  L MoE layers, S slots.
 """
@@ -32,12 +32,12 @@ EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order
 
 @dataclass(frozen=True, eq=False)
 class ExactResult:
-    """A placement, and how near the best one it is proved to be."""
+    """A placement, and its proven distance from the optimum."""
 
     placement: Placement
     objective: NDArray[np.float64]  # [L] mean imbalance over the windows, with equal split
     bound: NDArray[np.float64]  # [L] no placement with equal split does better
-    is_proved: NDArray[np.bool_]  # [L] nothing is left to gain
+    is_proved: NDArray[np.bool_]  # [L] the placement is optimal
 
     def __post_init__(self) -> None:
         freeze(self, objective=owned(self.objective, np.float64))
@@ -45,7 +45,7 @@ class ExactResult:
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """[L] how far above the bound the objective is, relative; 0 where it is proved."""
+        """[L] relative distance of the objective above the bound; 0 where it is optimal."""
         distance: NDArray[np.float64] = np.where(
             self.is_proved, 0.0, self.objective / self.bound - 1.0
         )
@@ -53,20 +53,20 @@ class ExactResult:
 
 
 def exact(problem: Problem) -> Placement:
-    """Find the best placement, as a policy: ``solve_exact`` with the usual effort."""
+    """The placement of ``solve_exact`` with the default effort, as a policy."""
     return solve_exact(problem).placement
 
 
 def solve_exact(problem: Problem, *, effort: float = EFFORT) -> ExactResult:
-    """Find the best placement and the proof that goes with it.
+    """Find the best placement, and prove it.
 
-    Pays no heed to moves: ``current`` only decides among placements that are equally good, where
-    ranks are alike. Expert groups stay on nodes as in the other policies.
+    Moves are not counted: ``current`` only decides between equal ranks of equally good placements.
+    Expert groups stay on nodes as in the other policies.
 
     Args:
         problem: small; see ``eplb.policies.exact_model.MOST_CHOICES``.
-        effort: for each layer, in CP-SAT's deterministic seconds. Unlike a clock's they give the
-            same placement on every machine.
+        effort: for each layer, in CP-SAT's deterministic seconds, which give the same placement on
+            every machine.
 
     Raises:
         ConfigError: a layer with too many choices, or no effort.
@@ -132,7 +132,7 @@ def _solve(layer: Layer, effort: float, seed: int) -> tuple[IntArray | None, flo
 
 
 def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
-    """Trade the contents of ranks that are alike so that most experts stay where they are."""
+    """Exchange the contents of equal ranks so that as few experts as possible move."""
     topology = problem.topology
     if problem.current is None:
         return Placement(held.astype(np.int32), problem.num_experts)

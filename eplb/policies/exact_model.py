@@ -1,4 +1,4 @@
-"""The model behind the exact policy: what may be chosen in a layer, and what is demanded of it.
+"""The CP-SAT model of the exact policy: variables and constraints of one layer.
 
     has[e, c]    expert e has c replicas
     on[e, c, r]  ... and one of them is on rank r, which then carries work / c of it
@@ -21,7 +21,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.packing.zones import keeps_groups
 
-UNITS = 10**6  # of a fair rank's load: the solver reckons in integers
+UNITS = 10**6  # of the mean rank load: the solver computes in integers
 # on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.
 MOST_CHOICES = 20_000
 
@@ -30,11 +30,11 @@ Chosen = dict[Choice, Any]  # the solver's variables
 
 
 class Layer(NamedTuple):
-    """One layer as the solver needs it."""
+    """One layer as input of the solver."""
 
     work: NDArray[np.float64]  # [T, E] of windows that are not idle
     start: IntArray  # [S] a good placement
-    counts: list[range]  # replica counts of each expert that are worth a look
+    counts: list[range]  # replica counts of each expert that may be optimal
     ranks: list[int]  # live, with slots
     topology: Topology
     num_groups: int  # 1 unless they stay on nodes
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
 
 
 def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
-    """Take a layer out of a problem; ``start`` [S] is a placement that the best must beat.
+    """One layer of a problem; ``start`` [S] is a placement that the optimum is at least as good as.
 
     Raises:
         ConfigError: more choices than can be searched.
@@ -79,10 +79,10 @@ def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
 def _counts(
     work: NDArray[np.float64], start: IntArray, topology: Topology, ranks: list[int]
 ) -> list[range]:
-    """For each expert the replica counts that a placement no worse than ``start`` may have.
+    """For each expert the replica counts of placements that are no worse than ``start``.
 
-    A replica is never heavier than the busiest rank, which bounds counts from below; what the
-    others need at least bounds them from above.
+    A replica is never heavier than the busiest rank, which bounds counts from below; the least
+    counts of the other experts bound them from above.
     """
     replicas = np.bincount(start[start >= 0], minlength=work.shape[1])
     each = np.where(start >= 0, (work / replicas)[:, start], 0.0)  # [T, S]
@@ -96,7 +96,7 @@ def _counts(
 
 
 def place_every_expert(model: Any, on: Chosen, layer: Layer) -> None:
-    """Give every expert a count and as many ranks, and no rank more experts than slots."""
+    """Constrain every expert to one count and as many ranks, and ranks to their slots."""
     for expert, counts in enumerate(layer.counts):
         has = {count: model.new_bool_var("") for count in counts}
         model.add_exactly_one(has.values())
@@ -110,7 +110,7 @@ def place_every_expert(model: Any, on: Chosen, layer: Layer) -> None:
 
 
 def _keep_groups(model: Any, on: Chosen, layer: Layer) -> None:
-    """Give every group a node, as many to each."""
+    """Constrain every group to one node, and nodes to equally many groups."""
     num_nodes, node_of_rank = layer.topology.num_nodes, layer.topology.node_of_rank.tolist()
     groups, nodes = range(layer.num_groups), range(num_nodes)
     lives = {(group, node): model.new_bool_var("") for group in groups for node in nodes}
@@ -124,7 +124,7 @@ def _keep_groups(model: Any, on: Chosen, layer: Layer) -> None:
 
 
 def weigh(model: Any, on: Chosen, busiest: list[Any], layer: Layer) -> None:
-    """Let ``busiest`` be at least every rank's time; rounded down, so that bounds stay bounds."""
+    """Constrain ``busiest`` to at least every rank's time, rounded down so that bounds hold."""
     speed = layer.topology.rank_speed
     for work, most in zip(layer.work * UNITS, busiest, strict=True):
         for rank in layer.ranks:
@@ -137,7 +137,7 @@ def weigh(model: Any, on: Chosen, busiest: list[Any], layer: Layer) -> None:
 
 
 def break_symmetry(model: Any, on: Chosen, layer: Layer) -> None:
-    """Order ranks that are alike by their load, and experts that are alike by their replicas."""
+    """Order equal ranks by their load, and equal experts by their replicas."""
     weight = np.rint(layer.work.sum(axis=0) * UNITS).astype(np.int64).tolist()
     load = {
         rank: sum(weight[e] // count * v for (e, count, at), v in on.items() if at == rank)
@@ -147,7 +147,7 @@ def break_symmetry(model: Any, on: Chosen, layer: Layer) -> None:
         for first, second in pairwise(alike):
             model.add(load[first] >= load[second])
     if layer.num_groups > 1:
-        return  # experts of different groups are not alike, and those of one seldom
+        return  # experts of different groups are not equal, and those of one group seldom are
     replicas = [
         sum(on[e, c, r] for c in counts for r in layer.ranks)
         for e, counts in enumerate(layer.counts)
@@ -161,7 +161,7 @@ def break_symmetry(model: Any, on: Chosen, layer: Layer) -> None:
 
 
 def ranks_alike(topology: Topology, ranks: list[int], by_node: bool) -> list[list[int]]:
-    """Ranks that could trade all they hold."""
+    """Sets of ranks that may exchange all their experts without a change of the objective."""
     alike: dict[tuple[float, ...], list[int]] = {}
     for rank in ranks:
         node = int(topology.node_of_rank[rank]) if by_node else 0
@@ -171,7 +171,7 @@ def ranks_alike(topology: Topology, ranks: list[int], by_node: bool) -> list[lis
 
 
 def hint(model: Any, on: Chosen, layer: Layer) -> None:
-    """Start from ``layer.start``, with ranks that are alike in the order that is asked for."""
+    """Hint ``layer.start`` to the solver, with equal ranks in the order of ``break_symmetry``."""
     start, topology = layer.start, layer.topology
     replicas = np.bincount(start[start >= 0], minlength=len(layer.counts))
     weight = layer.work.sum(axis=0) / replicas

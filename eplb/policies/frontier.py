@@ -1,8 +1,8 @@
-"""Which steps of which layers a budget of moves buys: the frontier of moves against balance.
+"""Selects the steps of all layers within a budget of moves: the frontier of moves against balance.
 
-Each layer was improved on its own, step by step. Of its steps only those on the lower hull of
-moves against score are worth stopping at; taken over all layers in order of gain per move, they
-are the best use of any number of moves (exactly so at every point of the frontier).
+Each layer was improved on its own, step by step. Only the steps on the lower hull of moves against
+score are useful stopping points. Taken over all layers in order of gain per move, they are the
+best use of any number of moves (exactly so at every point of the frontier).
 
 Shapes:  L MoE layers, S slots, P points of the frontier.
 """
@@ -17,7 +17,7 @@ from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.search.local_search import Steps
 
-MOST_POINTS = 100  # of a curve that people look at
+MOST_POINTS = 100  # of a curve that is displayed
 
 Curve = tuple[tuple[int, float], ...]  # (moves, mean score over layers), fewest moves first
 
@@ -32,7 +32,7 @@ class Frontier(NamedTuple):
 
 
 def frontier_of(steps: Steps, layers: IntArray) -> Frontier:
-    """The frontier over some layers; what a layer starts with is not part of it."""
+    """The frontier over some layers, without the moves that are in ``held`` at the start."""
     layer, taken, moves, gain, score = _segments(
         steps.score, steps.moves, steps.taken, np.ascontiguousarray(layers)
     )
@@ -71,10 +71,10 @@ def _segments(
     return of_layer[:size], at_step[:size], added[:size], gained[:size], after[:size]
 
 
-def worth_their_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Frontier:
-    """The segments that gain their price [L] for each move; a layer's later ones gain less.
+def worth_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Frontier:
+    """Segments whose gain per move is at least the price [L]; later ones of a layer gain less.
 
-    In order of gain over price, which is gain per second of moving.
+    Sorted by gain over price, which is gain per second of moving.
     """
     layer, at = frontier.layer, frontier.steps
     from_step = np.zeros(len(layer), dtype=np.int64)
@@ -82,47 +82,49 @@ def worth_their_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Fr
     for place, (number, step) in enumerate(zip(layer.tolist(), at.tolist(), strict=True)):
         from_step[place], last[number] = last[number], step
     gain = steps.score[layer, from_step] - frontier.score
-    toll = np.where(frontier.moves > 0, price[layer], 0.0) * frontier.moves
-    value = np.divide(gain, toll, out=np.full(len(layer), np.inf), where=toll > 0)
+    cost = np.where(frontier.moves > 0, price[layer], 0.0) * frontier.moves
+    value = np.divide(gain, cost, out=np.full(len(layer), np.inf), where=cost > 0)
     order = np.argsort(-value, kind="stable")
     order = order[value[order] >= 1.0]
     return Frontier(*(part[order] for part in frontier))
 
 
-def buy(frontier: Frontier, num_layers: int, most: int | None) -> tuple[IntArray, Frontier]:
-    """[L] how many steps of each layer ``most`` moves buy, and the part of the frontier bought."""
+def select_steps(
+    frontier: Frontier, num_layers: int, most: int | None
+) -> tuple[IntArray, Frontier]:
+    """[L] steps of each layer within ``most`` moves, and the selected part of the frontier."""
     taken = np.zeros(num_layers, dtype=np.int64)
-    bought = _affordable(frontier, num_layers, most)
-    for layer, steps in zip(frontier.layer[bought], frontier.steps[bought], strict=True):
+    selected = _within_budget(frontier, num_layers, most)
+    for layer, steps in zip(frontier.layer[selected], frontier.steps[selected], strict=True):
         taken[layer] = steps
     return taken, Frontier(
-        frontier.layer[bought],
-        frontier.steps[bought],
-        frontier.moves[bought],
-        frontier.score[bought],
+        frontier.layer[selected],
+        frontier.steps[selected],
+        frontier.moves[selected],
+        frontier.score[selected],
     )
 
 
-def _affordable(frontier: Frontier, num_layers: int, most: int | None) -> IntArray:
-    """Positions that are bought: a layer that cannot go on is left, others may."""
+def _within_budget(frontier: Frontier, num_layers: int, most: int | None) -> IntArray:
+    """Selected positions: a layer ends at its first segment over budget, others continue."""
     if most is None or frontier.moves.sum() <= most:
         return np.arange(len(frontier.layer))
-    spent, stopped, bought = 0, np.zeros(num_layers, dtype=np.bool_), []
+    spent, stopped, selected = 0, np.zeros(num_layers, dtype=np.bool_), []
     for place, (layer, moves) in enumerate(zip(frontier.layer, frontier.moves, strict=True)):
         if stopped[layer] or spent + moves > most:
             stopped[layer] = True
             continue
         spent += int(moves)
-        bought.append(place)
-    return np.array(bought, dtype=np.int64)
+        selected.append(place)
+    return np.array(selected, dtype=np.int64)
 
 
-def curve_of(bought: Frontier, first: FloatArray, moves: int) -> Curve:
-    """Moves against the mean score, from the start's scores ``first`` [L] and its moves."""
+def curve_of(selected: Frontier, first: FloatArray, moves: int) -> Curve:
+    """Points (moves, mean score), from the scores ``first`` [L] and the moves of the start."""
     now = first.copy()
     total = now.sum()
     points = [(moves, float(total / len(now)))]
-    for layer, added, score in zip(bought.layer, bought.moves, bought.score, strict=True):
+    for layer, added, score in zip(selected.layer, selected.moves, selected.score, strict=True):
         total += score - now[layer]
         now[layer] = score
         moves += int(added)
@@ -131,7 +133,7 @@ def curve_of(bought: Frontier, first: FloatArray, moves: int) -> Curve:
 
 
 def thinned(points: list[tuple[int, float]]) -> Curve:
-    """At most MOST_POINTS of them, the ends included; of several with equal moves the last."""
+    """At most MOST_POINTS of the points, with both ends; of several with equal moves the last."""
     by_moves = dict(points)
     kept = sorted(by_moves.items())
     if len(kept) <= MOST_POINTS:

@@ -1,9 +1,9 @@
-"""Heuristic packing with redundant experts: the fresh plan, made without regard to the past.
+"""Greedy packing with redundant experts: a fresh plan, independent of the current placement.
 
 Three steps per layer: each spare slot replicates the expert with the largest load per replica;
-replicas are packed heaviest first onto the rank that then ends earliest; swaps off the busiest
-rank follow while they help. With expert groups, whole groups are first packed to nodes, and the
-three steps stay inside each node, which keeps a token's traffic to few nodes.
+replicas are packed heaviest first onto the rank that then ends earliest; swaps from the busiest
+rank follow while they gain. With expert groups, whole groups are first packed onto nodes, and the
+three steps run inside each node, which limits a token's traffic to few nodes.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks, N nodes.
 Source of the idea: DeepSeek's published balancer (deepseek-ai/EPLB).
@@ -17,7 +17,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray, keep_in_place, replicate
+from eplb.core.kernels import (
+    ConstraintArrays,
+    Demand,
+    FloatArray,
+    IntArray,
+    keep_in_place,
+    replicate,
+)
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
@@ -25,10 +32,10 @@ from eplb.measure.noise import sampling_noise
 from eplb.packing.heaviest_first import pack
 from eplb.packing.zones import Zones, zone_bound, zones_for
 from eplb.search.demand import (
-    bonds_of,
+    constraint_arrays,
     demand_of,
     demand_of_sum,
-    full_bonds,
+    full_constraint_arrays,
     least_replicas,
     summed,
     time_of,
@@ -36,33 +43,33 @@ from eplb.search.demand import (
 from eplb.search.descent import COPIES_ALWAYS, COPIES_LAST, COPIES_NEVER, Rules
 from eplb.search.enforce import enforce
 from eplb.search.local_search import Task, improve
-from eplb.search.perturbation import NO_SHAKING, Shaking
+from eplb.search.perturbation import NO_PERTURBATION, Perturbation
 
-GOOD_ENOUGH = 1.0025  # swaps stop here: more costs time, and the next window differs by more
+GOOD_ENOUGH = 1.0025  # swaps stop here: windows differ by more than could still be gained
 REFINED = 1.0005
 FINEST_GAIN = 1e-5  # score that a change of the search must gain
 WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise
-STEPS_PER_SLOT = 2  # a bound that the search does not reach in practice
-STUCK = 1.002  # a layer so far above its bound is shaken
-PATIENT, NO_END = 8, 1_000_000  # rounds of shaking a layer without finding anything better
-FREE_STEP = 0.4  # of the time of a step, where moves need not be weighed
-MOST_MS = 800.0  # of searching, unless the budget says otherwise
+STEPS_PER_SLOT = 2  # a limit that the search does not reach in practice
+STUCK = 1.002  # a layer that ends above its bound by this factor is perturbed
+PATIENT, NO_END = 8, 1_000_000  # perturbations of a layer in a row without gain
+FREE_STEP = 0.4  # time of a step when moves are not counted, relative to one when they are
+MOST_MS = 800.0  # of search, unless the budget sets a limit
 
 
 class Frame(NamedTuple):
-    """What every search of one problem shares."""
+    """Zones, constraints and nodes, which all searches of one problem use."""
 
     zones: Zones
-    bonds: Bonds
+    constraints: ConstraintArrays
     node: IntArray  # [R]
 
 
 def frame_of(problem: Problem, zones: Zones | None = None) -> Frame:
-    """Zones and bonds of a problem; zones by its load unless they are given."""
+    """Zones and constraints of a problem; zones by its load unless they are given."""
     if zones is None:
         zones = zones_for(summed(problem), problem.topology, problem.num_groups, problem.room)
     node = problem.topology.node_of_rank.astype(np.int64)
-    return Frame(zones, bonds_of(problem, zones), node)
+    return Frame(zones, constraint_arrays(problem, zones), node)
 
 
 def greedy(problem: Problem) -> IntArray:
@@ -72,32 +79,32 @@ def greedy(problem: Problem) -> IntArray:
 
 
 def refined(problem: Problem) -> IntArray:
-    """[L, S] greedy, then a search over the single windows, in which copies may move too."""
+    """[L, S] greedy, then a search over the single windows that may change replica counts."""
     frame, demand = frame_of(problem), demand_of(problem)
     if len(demand.weight) > 1:
         held = _greedy(problem, frame)
-        # Of what is left above the noise of all windows together, more is fitted than found.
+        # Below the noise of all windows together a search would fit noise.
         target = np.maximum(REFINED, 1.0 + history_noise(problem))
         rules = rules_for(problem, demand, target, WINDOWS_GAIN, COPIES_LAST)
         stuck = target
     else:
-        held = _packed(problem, frame)  # the search itself begins with swaps
+        held = _packed(problem, frame)  # without swaps, because the search makes them first
         bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
         rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
         stuck = STUCK * bound
-    shaking = Shaking(_patience(problem), problem.seed, stuck, COPIES_ALWAYS)
-    descend(problem, frame, demand, held, rules, shaking)
+    perturbation = Perturbation(_patience(problem), problem.seed, stuck, COPIES_ALWAYS)
+    descend(problem, frame, demand, held, rules, perturbation)
     return held
 
 
 def _patience(problem: Problem) -> int:
-    """Rounds of shaking without a gain: to the end of a limit that was asked for."""
+    """Perturbations in a row without gain: no limit where the budget limits the time."""
     time_ms = problem.budget.time_ms
     return PATIENT if time_ms is None or time_ms == inf else NO_END
 
 
 def history_noise(problem: Problem) -> FloatArray:
-    """[L] imbalance that chance makes of all windows together, were they one draw."""
+    """[L] imbalance above 1 that chance makes in the sum of all windows."""
     tokens = problem.history.tokens[problem.complete].sum(axis=(0, 2), dtype=np.float64)
     num_ranks = int(problem.topology.serving.sum())
     noise: FloatArray = np.array([sampling_noise(float(drawn), num_ranks) for drawn in tokens])
@@ -118,7 +125,7 @@ def rules_for(
 
 
 def step_ms(topology: Topology, num_windows: int, is_fresh: bool) -> float:
-    """What a step of the search takes on an idle core, as measured from 96 to 2,048 slots."""
+    """Time of a search step on an idle core in ms, fitted to measurements of 96 to 2,048 slots."""
     of_one = 0.003 + 1.2e-5 * topology.num_slots + 3e-5 * topology.num_ranks
     return of_one * (0.8 + 0.2 * num_windows) * (FREE_STEP if is_fresh else 1.0)
 
@@ -129,37 +136,37 @@ def descend(
     demand: Demand,
     held: IntArray,
     rules: Rules,
-    shaking: Shaking = NO_SHAKING,
+    perturbation: Perturbation = NO_PERTURBATION,
 ) -> None:
-    """Improve ``held`` in place, moves being free."""
+    """Improve ``held`` in place; moves are free."""
     free, ranks = np.zeros((0, held.shape[1]), dtype=np.int64), frame.zones.ranks
-    task = Task(demand, held, free, ranks, frame.node, frame.bonds, rules, shaking)
+    task = Task(demand, held, free, ranks, frame.node, frame.constraints, rules, perturbation)
     improve(task, problem.budget.num_threads)
 
 
 def packed_by_time(problem: Problem) -> IntArray:
-    """[L, S] no replica but those that bonds ask for, packed by the time that each one takes."""
+    """[L, S] no replicas but those that constraints require, packed by the time of each."""
     frame, demand = frame_of(problem), demand_of(problem)
     work = np.ascontiguousarray(
         (time_of(demand.tokens, demand) * demand.rate[:, None]).mean(axis=2)
     )
-    count = least_replicas(problem, frame.zones, frame.bonds)
+    count = least_replicas(problem, frame.zones, frame.constraints)
     held = pack(work, count, frame.zones.of_expert, frame.zones.ranks)
     return enforced(problem, frame, held, demand) if problem.constraints.binds_experts else held
 
 
 def enforced(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> IntArray:
-    """``held`` mended in place where it does not keep its bonds.
+    """``held`` repaired in place where it violates constraints.
 
     Raises:
-        PlacementError: constraints that cannot be kept all at once, as far as was found.
+        PlacementError: no placement was found that meets all constraints.
     """
-    bonds = full_bonds(problem, frame.zones)
-    failed = enforce(demand, held, frame.zones.ranks, bonds)
+    constraints = full_constraint_arrays(problem, frame.zones)
+    failed = enforce(demand, held, frame.zones.ranks, constraints)
     for layer in np.flatnonzero(failed >= 0)[:1]:
         raise PlacementError(
-            f"layer {layer}: no slot was found for expert {failed[layer]} that keeps all "
-            "constraints, expected fewer constraints or more slots"
+            f"layer {layer}: no slot for expert {failed[layer]} meets all constraints, "
+            "expected fewer constraints or more slots"
         )
     return held
 
@@ -167,11 +174,11 @@ def enforced(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> 
 def in_place(
     held: IntArray, base: NDArray[np.int32], topology: Topology, room: IntArray | None = None
 ) -> IntArray:
-    """[L, S] the same plan, with every expert that stays on a rank in the slot it has there.
+    """[L, S] the same plan, with every expert that stays on a rank in its current slot.
 
     Args:
         held: experts by slot.
-        base: what serves now.
+        base: the serving placement.
         topology: where slots are.
         room: [L, R] slots that a layer may use; default: all of live ranks.
     """
@@ -191,7 +198,7 @@ def _packed(problem: Problem, frame: Frame) -> IntArray:
     """Replicas, heaviest first, without swaps."""
     zones, demand = frame.zones, demand_of_sum(problem)
     work = np.ascontiguousarray(demand.tokens[:, :, 0])
-    least = least_replicas(problem, zones, frame.bonds)
+    least = least_replicas(problem, zones, frame.constraints)
     count = replicate(work, zones.of_expert, zones.num_slots, zones.num_ranks, least)
     held = pack(work, count, zones.of_expert, zones.ranks)
     if problem.constraints.binds_experts:

@@ -1,8 +1,8 @@
-"""From the placement that serves to a better one, with few moves.
+"""The incremental policy: improves the serving placement with few moves.
 
-First what must be: experts leave dead ranks, doubles go, every expert gets a slot, constraints are
-kept. Then the local search of ``eplb/search/local_search.py`` from there, each layer on its own; at
-last the steps of all layers are bought in order of gain per move, so that any budget buys the most.
+First it repairs: it clears dead ranks and duplicates, gives every expert a slot and meets the
+constraints. Then the local search of ``eplb/search/local_search.py`` runs from there, each layer on
+its own. Last it selects steps of all layers by gain per move, up to the budget.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
@@ -18,7 +18,7 @@ from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.packing.zones import nodes_of_groups, zones_for
-from eplb.policies.frontier import Curve, buy, curve_of, frontier_of, worth_their_price
+from eplb.policies.frontier import Curve, curve_of, frontier_of, select_steps, worth_price
 from eplb.policies.greedy import (
     WINDOWS_GAIN,
     Frame,
@@ -31,15 +31,15 @@ from eplb.policies.greedy import (
 )
 from eplb.search.demand import demand_of, demand_of_sum, summed
 from eplb.search.descent import COPIES_ALWAYS
-from eplb.search.enforce import clean
+from eplb.search.enforce import clear_illegal_slots
 from eplb.search.local_search import Steps, Task, improve
-from eplb.search.perturbation import NO_SHAKING
+from eplb.search.perturbation import NO_PERTURBATION
 
-EXPLORED = 0.25  # of its price, what a step must gain for the search to go on from it
+EXPLORED = 0.25  # part of its price that a step must gain for the search to continue from it
 
 
 class Improved(NamedTuple):
-    """What the search from a placement found within the budget."""
+    """Result of the search from a placement, within the budget."""
 
     held: IntArray  # [L, S]
     curve: Curve
@@ -48,29 +48,29 @@ class Improved(NamedTuple):
 def incremental(problem: Problem, current: Placement, only: BoolArray | None = None) -> Improved:
     """``current`` improved within the budget.
 
-    A layer is planned afresh where its expert groups are not on nodes yet, and without a budget of
-    moves also where a fresh plan gains enough for each of the many moves that it takes.
+    A layer gets a fresh plan where its expert groups are not on nodes yet, and where a fresh plan
+    gains enough for each of its many moves.
     """
     base = current.slot_to_expert.astype(np.int64)
-    frame, lost = _frame_from(problem, current)
+    frame, ungrouped = _frame_from(problem, current)
     demand = demand_of(problem)
     start = repaired(problem, frame, base)
     steps = _searched(problem, frame, demand, start, base, only)
-    kept = np.flatnonzero(~lost)
+    kept = np.flatnonzero(~ungrouped)
     spent = int(steps.moves[kept, 0].sum())
     left = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
-    frontier = worth_their_price(frontier_of(steps, kept), steps, problem.price)
-    taken, bought = buy(frontier, len(base), left)
-    held = followed(start, steps, taken)
-    curve = curve_of(bought, steps.start, spent)
+    frontier = worth_price(frontier_of(steps, kept), steps, problem.price)
+    taken, selected = select_steps(frontier, len(base), left)
+    held = after_steps(start, steps, taken)
+    curve = curve_of(selected, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
-    hopeful = _may_gain_afresh(problem, reached) & ~lost
+    may_gain = _may_gain_by_fresh_plan(problem, reached) & ~ungrouped
     if only is not None:
-        hopeful &= only
-        lost &= only
-    if not (lost | hopeful).any():
+        may_gain &= only
+        ungrouped &= only
+    if not (ungrouped | may_gain).any():
         return Improved(held, curve)
-    return _with_fresh(problem, Improved(held, curve), reached, lost, hopeful)
+    return _with_fresh(problem, Improved(held, curve), reached, ungrouped, may_gain)
 
 
 def _searched(
@@ -84,31 +84,35 @@ def _searched(
     target = _good_enough(problem)
     if only is not None:
         target = np.where(only, target, np.inf)
-    # A step that gains too little may open one that gains more: steps are bought together.
+    # A step that gains too little may enable one that gains more: both are selected together.
     least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
     rules = rules_for(problem, demand, target, least, COPIES_ALWAYS)
-    ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    task = Task(demand, start.copy(), base, ranks, node, bonds, rules, NO_SHAKING)
+    ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
+    task = Task(demand, start.copy(), base, ranks, node, constraints, rules, NO_PERTURBATION)
     return improve(task, problem.budget.num_threads)
 
 
-def _may_gain_afresh(problem: Problem, reached: FloatArray) -> BoolArray:
-    """[L] whether perfect balance would be worth moving half of the slots, where more is wanted."""
+def _may_gain_by_fresh_plan(problem: Problem, reached: FloatArray) -> BoolArray:
+    """[L] layers above target in which perfect balance would be worth moving half of the slots."""
     is_worth = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
-    hopeful: BoolArray = is_worth & (reached > _good_enough(problem))
-    return hopeful
+    may_gain: BoolArray = is_worth & (reached > _good_enough(problem))
+    return may_gain
 
 
 def _good_enough(problem: Problem) -> FloatArray:
-    """[L] imbalance at which a layer is not searched: below the noise it would fit noise."""
+    """[L] imbalance up to which a layer is not searched: at least the noise of the windows."""
     enough: FloatArray = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
     return enough
 
 
 def _with_fresh(
-    problem: Problem, found: Improved, reached: FloatArray, lost: BoolArray, hopeful: BoolArray
+    problem: Problem,
+    found: Improved,
+    reached: FloatArray,
+    ungrouped: BoolArray,
+    may_gain: BoolArray,
 ) -> Improved:
-    """Layers planned afresh where that is needed, or pays for its moves and is within budget."""
+    """Fresh plans for layers that need them, or where they pay for their moves within budget."""
     assert problem.current is not None, "there is a placement that was improved"
     base = problem.current.slot_to_expert
     fresh = in_place(refined(problem), base, problem.topology, problem.room)
@@ -116,13 +120,13 @@ def _with_fresh(
     moves = _moves(base, found.held)
     extra = np.maximum(_moves(base, fresh) - moves, 0)
     gain = reached - score
-    worth = hopeful & (gain > 0) & (gain > np.where(extra > 0, problem.price, 0.0) * extra)
+    worth = may_gain & (gain > 0) & (gain > np.where(extra > 0, problem.price, 0.0) * extra)
     if problem.max_moves is not None:
-        left = problem.max_moves - int(moves[~lost].sum())
+        left = problem.max_moves - int(moves[~ungrouped].sum())
         best_first = np.argsort(-gain / np.maximum(extra, 1), kind="stable")
         best_first = best_first[worth[best_first]]
         worth[best_first] = extra[best_first].cumsum() <= left
-    chosen = lost | worth
+    chosen = ungrouped | worth
     held = np.where(chosen[:, None], fresh, found.held)
     last = int(_moves(base, in_place(held, base, problem.topology, problem.room)).sum())
     balance = float(np.where(chosen, score, reached).mean())
@@ -141,9 +145,9 @@ def score_of(problem: Problem, held: IntArray) -> FloatArray:
         free,
         frame.zones.ranks,
         frame.node,
-        frame.bonds,
+        frame.constraints,
         rules._replace(max_steps=0, all_steps=0),
-        NO_SHAKING,
+        NO_PERTURBATION,
     )
     return improve(task).start
 
@@ -154,24 +158,24 @@ def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:
 
 
 def _frame_from(problem: Problem, current: Placement) -> tuple[Frame, BoolArray]:
-    """Zones as ``current`` has them, and [L] which layers do not keep groups on nodes at all."""
+    """Zones as in ``current``, and [L] the layers whose groups are not on single nodes."""
     topology, num_groups = problem.topology, problem.num_groups
     zones = zones_for(summed(problem), topology, num_groups, problem.room)
-    lost = np.zeros(current.num_layers, dtype=np.bool_)
+    ungrouped = np.zeros(current.num_layers, dtype=np.bool_)
     if problem.groups_stay:
         for layer, held in enumerate(current.slot_to_expert):
             node_of_group = nodes_of_groups(held, topology, num_groups, problem.num_experts)
-            lost[layer] = node_of_group is None
+            ungrouped[layer] = node_of_group is None
             if node_of_group is not None:
                 size = problem.num_experts // num_groups
                 zones.of_expert[layer] = np.repeat(node_of_group, size)
-    return frame_of(problem, zones), lost
+    return frame_of(problem, zones), ungrouped
 
 
 def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
-    """[L, S] ``base`` made legal: cleaned, every expert somewhere, and constraints kept."""
+    """[L, S] ``base`` made legal: every expert has a slot, and constraints are met."""
     held = base.copy()
-    clean(held, frame.zones.of_expert, frame.zones.ranks)
+    clear_illegal_slots(held, frame.zones.of_expert, frame.zones.ranks)
     present = np.zeros((len(held), problem.num_experts + 1), dtype=np.bool_)
     np.put_along_axis(present, held + 1, True, axis=1)
     if problem.constraints.binds_experts or not present[:, 1:].all():
@@ -179,7 +183,7 @@ def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
     return held
 
 
-def followed(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
+def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
     """[L, S] ``start`` after the first ``taken`` [L] steps of each layer."""
     held = start.copy()
     for layer, count in enumerate(taken.tolist()):

@@ -1,7 +1,7 @@
-"""The two objectives side by side: what placements take in time, and the better of two plans.
+"""The two objectives: the time of a placement by the cost model, and the better of two plans.
 
-A plan for ``objective="time"`` is never slower than the plan for tokens, by its own cost model:
-both are made, and each layer takes what is faster.
+A plan for ``objective="time"`` is never slower than the plan for tokens by its own cost model:
+both are made, and the faster one is used for each layer.
 
 Shapes:  T windows, L MoE layers, S slots, R ranks.
 """
@@ -23,11 +23,11 @@ from eplb.search.demand import demand_of, time_of
 from eplb.search.descent import COPIES_ALWAYS
 
 FINEST_GAIN = 1e-4
-MOST_IMBALANCE = 64.0  # that a dead zone is looked for up to
+MOST_IMBALANCE = 64.0  # upper end of the search for the dead zone
 
 
 def best_fresh(problem: Problem) -> IntArray:
-    """[L, S] the best fresh plan that is known, by the problem's objective."""
+    """[L, S] the best fresh plan by the problem's objective."""
     by_tokens = refined(replace(problem, objective="tokens"))
     if problem.objective == "tokens":
         return by_tokens
@@ -67,7 +67,7 @@ def part_in_time(problem: Problem, old: Placement, new: Placement) -> float:
 def dead_zone(problem: Problem) -> float:
     """Imbalance up to which removing all of it saves less than a rebalance costs, at this batch.
 
-    A busiest rank whose replicas have r times the mean tokens takes what the curve says of those.
+    The time of a busiest rank whose replicas have r times the mean tokens is read from the curve.
     """
     demand = demand_of(replace(problem, objective="time"), raw=True)
     slots = int(problem.topology.slots_of_rank[problem.topology.alive].sum())
@@ -80,10 +80,10 @@ def dead_zone(problem: Problem) -> float:
 
 
 def measured(problem: Problem, placement: Placement) -> FloatArray:
-    """[L] what the placement would have been in the past: the mean over windows of the imbalance.
+    """[L] mean over past windows of the imbalance that the placement would have had.
 
-    For ``objective="time"``: of the slowest rank's time, over that of a rank if all experts could
-    be split evenly at no cost. Shares count as the engine's dispatch rule makes them.
+    For ``objective="time"``: of the slowest rank's time, over the time of a rank if all experts
+    were split evenly at no cost. Shares are the effective ones of the engine's dispatch rule.
     """
     placement = as_dispatched(problem, placement)
     if problem.objective == "tokens":

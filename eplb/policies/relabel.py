@@ -1,7 +1,7 @@
-"""Ranks with one slot: which of them holds what does not matter, so most need not change, compiled.
+"""Exchanges experts between equal ranks with one slot to save moves, compiled.
 
-A plan says which experts share a rank. Where a rank holds one expert only, ranks of one kind may
-trade what they hold and nothing changes but the number of moves.
+A plan decides which experts share a rank. Where ranks hold one expert each, exchanging experts
+between equal ranks changes only the number of moves.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
@@ -17,12 +17,12 @@ from eplb.core.problem import Problem
 
 
 def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) -> IntArray:
-    """[L, S] the same plan, in which ranks with one slot keep what they have where they can."""
+    """[L, S] the same plan, in which ranks with one slot keep their expert where possible."""
     topology = problem.topology
     single = topology.alive & (topology.slots_of_rank == 1)
     if problem.constraints.binds_experts or single.sum() < 2:
         return held
-    # Alike are ranks of one speed, and of one node where expert groups stay on theirs.
+    # Equal are ranks of one speed, and of one node where expert groups stay on theirs.
     node = topology.node_of_rank if problem.groups_stay else np.zeros(topology.num_ranks)
     keys = np.stack([node, topology.rank_speed], axis=1)
     kind = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
@@ -34,12 +34,12 @@ def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32])
 
 @jit
 def _keep_singles(held: IntArray, base: IntArray, first_slot: IntArray, kinds: IntArray) -> None:
-    """Trade in place; ``kinds`` [L, R] says which ranks are alike, -1 for those that stay."""
+    """Exchange in place; ``kinds`` [L, R] numbers sets of equal ranks, -1: not exchanged."""
     num_ranks, num_experts = kinds.shape[1], 1 + max(held.max(), base.max())
     head, following = np.empty(num_experts, dtype=np.int64), np.empty(num_ranks, dtype=np.int64)
     for layer in range(len(held)):
         for kind in range(kinds[layer].max() + 1):
-            head.fill(-1)  # of each expert the ranks to which it would have to move
+            head.fill(-1)  # of each expert's list of ranks to which it would move
             for rank in range(num_ranks):
                 slot = first_slot[rank]
                 expert = held[layer, slot] if kinds[layer, rank] == kind else -1
@@ -53,7 +53,7 @@ def _keep_singles(held: IntArray, base: IntArray, first_slot: IntArray, kinds: I
                     continue
                 other = head[expert]
                 while other >= 0 and held[layer, first_slot[other]] != expert:
-                    other = following[other]  # it has got what it had since
+                    other = following[other]  # it got its own expert back meanwhile
                 if other < 0:
                     continue
                 head[expert] = following[other]

@@ -1,8 +1,8 @@
 """The policy table: every way to place experts, by name.
 
-A policy is a function: ``Problem -> Placement``, or ``Proposal`` where it knows what fewer moves
-would have brought. A policy of a user's own is an entry like any other: added by
-``register_policy``, or by an installed package under the entry point group ``eplb.policies``.
+A policy is a function: ``Problem -> Placement``, or ``Proposal`` with the result of fewer moves.
+A user's own policy is an entry too, added by ``register_policy`` or by an installed package under
+the entry point group ``eplb.policies``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eplb.policies.baselines import round_robin, topk_everywhere
 from eplb.policies.frontier import Curve
 from eplb.policies.greedy import frame_of, greedy, in_place
 from eplb.policies.incremental import repaired
-from eplb.policies.legality import why_it_cannot_serve
+from eplb.policies.legality import first_violation
 from eplb.policies.objectives import best_fresh, best_improved
 from eplb.policies.relabel import with_singles_kept
 
@@ -32,10 +32,10 @@ ENTRY_POINTS = "eplb.policies"
 
 
 class Proposal(NamedTuple):
-    """What a policy aims at, and what fewer moves would have brought."""
+    """The placement of a policy, and the balance that fewer moves would give."""
 
     placement: Placement
-    curve: Curve | None = None  # None: the policy knows only the whole of it
+    curve: Curve | None = None  # None: not known
 
 
 Policy = Callable[[Problem], Placement | Proposal]
@@ -43,13 +43,13 @@ Policy = Callable[[Problem], Placement | Proposal]
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """A policy, and what the planner may do with its placements.
+    """A policy, and how the planner uses its placements.
 
     Args:
         policy: places experts.
-        keeps_constraints: it keeps to constraints itself, so its placements are not checked.
-        resplits: token shares of replicas, node traffic and the engine's dispatch rule are
-            optimised on top of its placements.
+        keeps_constraints: its placements meet the constraints, and are not checked.
+        resplits: the planner then also optimises token shares of replicas, node traffic and the
+            engine's dispatch rule.
     """
 
     policy: Policy
@@ -64,14 +64,14 @@ class PolicyEntry:
         """Place experts; a placement that violates constraints is repaired."""
         found = self.policy(problem)
         proposal = found if isinstance(found, Proposal) else Proposal(found)
-        if self.keeps_constraints or why_it_cannot_serve(problem, proposal.placement) is None:
+        if self.keeps_constraints or first_violation(problem, proposal.placement) is None:
             return proposal
         held = proposal.placement.slot_to_expert.astype(np.int64)
         return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
 
 
 def contiguous_policy(problem: Problem) -> Placement:
-    """Consecutive experts on each rank, evenly spread, further slots empty: no balancing at all.
+    """Consecutive experts on each rank, evenly spread, redundant slots empty: no balancing.
 
     With as many slots as experts it is the identity.
     """
@@ -103,7 +103,7 @@ def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.i
 
 
 def greedy_policy(problem: Problem) -> Placement:
-    """Replicate the hottest, pack heaviest first, swap; looks at the summed load only."""
+    """Replicate the hottest, pack heaviest first, swap; uses the summed load only."""
     return _placed(problem, greedy(problem))
 
 
@@ -112,12 +112,12 @@ def auto_policy(problem: Problem) -> Proposal:
     if problem.current is None:
         return Proposal(_placed(problem, best_fresh(problem)))
     improved = best_improved(problem, problem.current)
-    # A chain of changes may bring an expert back to its rank in another slot: that is no move.
+    # A chain of changes may return an expert to its rank in another slot: that is not a move.
     return Proposal(_placed(problem, improved.held), improved.curve)
 
 
 def random_policy(problem: Problem) -> Placement:
-    """Greedy on load drawn from the seed: legal, as even in slots, and blind to the real load."""
+    """Greedy on random load drawn from the seed: legal, and independent of the real load."""
     drawn = np.random.default_rng(problem.seed).integers(
         1, 1000, size=problem.history.tokens.shape[1:]
     )
@@ -125,8 +125,8 @@ def random_policy(problem: Problem) -> Placement:
 
 
 def exact_policy(problem: Problem) -> Placement:
-    """Proved, or with its gap; for small or offline problems (``solve_exact``)."""
-    from eplb.policies.exact import exact  # late: it brings OR-tools
+    """Optimal, or with its gap; for small or offline problems (``solve_exact``)."""
+    from eplb.policies.exact import exact  # late: it imports OR-tools
 
     return exact(problem)
 
@@ -143,14 +143,14 @@ POLICIES: dict[str, PolicyEntry] = {
 
 
 def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
-    """Add a policy of a user's own to the table; the same again changes nothing.
+    """Add a user's own policy to the table; adding the same one again changes nothing.
 
     Raises:
         ConfigError: another policy has that name.
     """
     entry = policy if isinstance(policy, PolicyEntry) else PolicyEntry(policy)
     if POLICIES.setdefault(name, entry) != entry:
-        raise ConfigError(f"policy {name!r} is registered already, expected a name of its own")
+        raise ConfigError(f"policy {name!r} is registered already, expected an unused name")
 
 
 def policy_named(name: str) -> PolicyEntry:
@@ -178,6 +178,6 @@ def _placed(problem: Problem, held: IntArray) -> Placement:
     current = problem.current
     base = current.slot_to_expert if current is not None else contiguous_slots(problem)
     kept = in_place(with_singles_kept(problem, held, base), base, problem.topology, problem.room)
-    # The number that it gets if it is taken: a placement is costly to make twice.
+    # The generation that it gets if it is chosen: a second Placement would cost time.
     generation = current.generation + 1 if current is not None else 1
     return Placement(kept.astype(np.int32), problem.num_experts, generation)

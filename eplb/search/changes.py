@@ -1,8 +1,8 @@
-"""The kinds of change that the local search tries, compiled, and what each would bring.
+"""The kinds of change that the local search tries, compiled, and the gain of each.
 
-What a change brings is summed over windows. Where the hot rank is the busiest, only ranks that
-get busier by the change are looked at: when several ranks are equally busy, relieving one of them
-is progress, although the maximum stays for now. In all other windows the maximum counts.
+The gain of a change is summed over windows. Where the hot rank is the busiest, only ranks whose
+load the change increases are compared: when several ranks are equally busy, relieving one of them
+is progress although the maximum stays. In all other windows the maximum counts.
 
 Shapes:  T windows, E experts, S slots, R ranks.
 """
@@ -15,17 +15,17 @@ import numpy as np
 
 from eplb.core.jit import by_reference, jit
 from eplb.core.kernels import FloatArray, IntArray
-from eplb.search.constrained import Search, may_leave, moves_for
+from eplb.search.constrained import Search, may_move, move_cost
 from eplb.search.layer import replica_time
 
 # slot, the expert it gets, another slot, the expert that one gets; -1 for no slot and for empty
 Change = tuple[int, int, int, int]
 
-FREE = 0.25  # moves that an undone move counts as, so that free changes are still ranked
+FREE = 0.25  # moves that undoing a move counts as, so that changes without moves are still ranked
 
 
 class Windows(NamedTuple):
-    """The part of a layer that differs by window: passed alone, since a call copies arguments."""
+    """The arrays of a layer that differ by window: passed alone, since a call copies arguments."""
 
     each: FloatArray  # [E, T]
     time: FloatArray  # [R, T]
@@ -38,16 +38,16 @@ class Windows(NamedTuple):
 class Outline:
     """Sums over the windows in which one rank, the hot one, is the busiest.
 
-    They bound what a change can gain, cheaply; with one window they are the gain itself.
+    They are a cheap upper bound of a change's gain; with one window they are the gain itself.
     """
 
     hot: int
     windows: IntArray  # [T] those windows first
     num_hot: int
     each: FloatArray  # [E] time of a replica
-    relief: FloatArray  # [E] what one replica more takes off each of the others
-    gap: FloatArray  # [R] how much less busy the others are
-    least: FloatArray  # [R] moves that any arrival there counts as at least
+    relief: FloatArray  # [E] load that one more replica removes from each of the others
+    gap: FloatArray  # [R] time of the hot rank minus that of each rank
+    least: FloatArray  # [R] moves that any new expert on a rank counts as at least
 
 
 new_outline = by_reference(Outline)
@@ -89,41 +89,46 @@ def outline(search: Search, hot: int) -> Outline:
 
 @jit
 def _least_moves(search: Search) -> FloatArray:
-    """[R] FREE where an expert may come back to, else 1."""
-    home = search.home
+    """[R] FREE on a rank that can get back an expert which it held before, else 1."""
+    resident = search.resident
     least = np.ones(len(search.layer.zone))
-    if search.thrifty:
+    if search.counts_moves:
         for rank in range(len(least)):
-            if home.kept[rank] < home.number[rank]:
+            if resident.kept[rank] < resident.count[rank]:
                 least[rank] = FREE
     return least
 
 
 @jit
 def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
-    """The best trade between a slot of the hot rank and a slot of any other, above ``score``."""
-    layer, hot, home, thrifty = search.layer, bound.hot, search.home, search.thrifty
+    """The best swap between a slot of the hot rank and a slot of any other, above ``score``."""
+    layer, hot, resident, counts_moves = (
+        search.layer,
+        bound.hot,
+        search.resident,
+        search.counts_moves,
+    )
     held, holds, zone_of_expert, zone = layer.held, layer.holds, layer.zone_of_expert, layer.zone
     each, gaps, leasts = bound.each, bound.gap, bound.least
     first_slot, slowness, room = layer.first_slot, layer.slowness, layer.room
     best = (-1, -1, -1, -1)
-    slow, least = slowness[hot], FREE if thrifty else 1.0
+    slow, least = slowness[hot], FREE if counts_moves else 1.0
     windows = Windows(layer.each, layer.time, layer.top, layer.counts, bound.windows, bound.num_hot)
-    nearest = 0  # the least busy rank first: its gain lets most of the others be passed over
+    nearest = 0  # the least busy rank first: with its gain as the limit most others are skipped
     for rank in range(1, len(zone)):
         if gaps[rank] > gaps[nearest]:
             nearest = rank
     for turn in range(-1, len(zone)):
         rank = nearest if turn < 0 else turn
         slow_there, gap = slowness[rank], gaps[rank]
-        # Of a gap between two ranks, a trade can close that much at best.
+        # Upper bound of what a swap can gain from the gap between two ranks.
         if rank == hot or gap * slow <= score * leasts[rank] * (slow + slow_there):
             continue
         for slot in range(first_slot[hot], first_slot[hot] + room[hot]):
             mine = held[slot]
             if mine < 0 or zone[rank] != zone_of_expert[mine]:
                 continue
-            there = moves_for(home, rank, mine) if thrifty else 0.0
+            there = move_cost(resident, rank, mine) if counts_moves else 0.0
             needed = score * max(there, least)
             if holds[mine, rank] or each[mine] * slow <= needed:
                 continue
@@ -139,7 +144,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 if theirs >= 0:
                     if holds[theirs, hot] or zone_of_expert[theirs] != zone[hot]:
                         continue
-                    moves += moves_for(home, hot, theirs) if thrifty else 0.0
+                    moves += move_cost(resident, hot, theirs) if counts_moves else 0.0
                 weight = max(moves, least)
                 if gain <= score * weight:
                     continue
@@ -156,10 +161,10 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
 
 @jit
 def _may_swap(search: Search, mine: int, hot: int, theirs: int, rank: int) -> bool:
-    """Whether two experts, or one and an empty slot, may trade their ranks."""
-    if not may_leave(search, mine, hot, rank):
+    """Whether two experts, or one and an empty slot, may swap their ranks."""
+    if not may_move(search, mine, hot, rank):
         return False
-    return theirs < 0 or may_leave(search, theirs, rank, hot)
+    return theirs < 0 or may_move(search, theirs, rank, hot)
 
 
 @jit

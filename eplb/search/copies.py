@@ -1,8 +1,8 @@
-"""The change that alters how many replicas an expert has, compiled: a slot takes another expert.
+"""The changes that alter replica counts, compiled: a slot takes another expert, or is emptied.
 
-The replica that the slot held goes, so its other replicas get busier; the replicas of the new
-expert get less busy. Where a replica costs time of its own (small batches), a slot may also be
-emptied.
+The replica in the slot is removed, so the other replicas of its expert get busier; the replicas of
+the new expert get less busy. Emptying a slot helps where a replica costs time of its own, which it
+does in small batches.
 
 Shapes:  T windows, E experts, S slots, R ranks.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from eplb.core.jit import jit
 from eplb.core.kernels import NONE, IntArray
 from eplb.search.changes import FREE, Change, Outline
-from eplb.search.constrained import Search, may_leave, moves_for
+from eplb.search.constrained import Search, may_move, move_cost
 from eplb.search.layer import Layer, replica_time
 
 
@@ -40,7 +40,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     for expert in on_hot:
         most_relief = max(most_relief, relief[expert] * slow)
         least_kept = min(least_kept, each[expert] - relief[expert])
-    coolest = int(np.argmax(gaps))  # first: its gain lets most of the others be passed over
+    coolest = int(np.argmax(gaps))  # first: with its gain as the limit most others are skipped
     for turn in range(-1, len(first_slot) - 1):
         rank = coolest if turn < 0 else turn
         if rank != hot and len(on_hot) == 0:
@@ -48,17 +48,17 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
         least, slow_there = bound.least[rank], slowness[rank]
         if rank != hot:
             cheapest = 1.0
-            if search.thrifty:
+            if search.counts_moves:
                 cheapest = np.inf
                 for expert in on_hot:
-                    cheapest = min(cheapest, moves_for(search.home, rank, expert))
+                    cheapest = min(cheapest, move_cost(search.resident, rank, expert))
             if most_relief <= score * max(cheapest, least):
                 continue
         for slot in range(first_slot[rank], first_slot[rank] + room[rank]):
             leaves = held[slot]
             if (leaves < 0 and rank == hot) or (leaves >= 0 and replicas[leaves] < 2):
                 continue
-            # The hot rank must get lighter, and this one, if it gets busier, stay below that one.
+            # The hot rank's load must fall; this rank's, where it rises, must stay below it.
             goes = each[leaves] if leaves >= 0 else 0.0
             slack = gaps[rank] + goes * slow_there
             most_gain = most_relief
@@ -66,7 +66,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 most_gain = min(slack - least_kept * slow_there, most_relief)
             if rank != hot and most_gain <= score * least:
                 continue
-            if leaves >= 0 and not may_leave(search, leaves, rank, NONE):
+            if leaves >= 0 and not may_move(search, leaves, rank, NONE):
                 continue
             # Written out here: a call would take longer than what it does.
             heavier, nearest, most = 0.0, -1, np.inf
@@ -74,7 +74,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 if is_linear:
                     heavier = each[leaves] / (replicas[leaves] - 1)
                 else:
-                    heavier = _heavier(layer, bound, leaves)
+                    heavier = _added_load(layer, bound, leaves)
                 at = head[leaves]
                 while at >= 0:
                     other = rank_of_slot[at]
@@ -84,7 +84,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                     at = following[at]
             on_both = leaves >= 0 and rank != hot and holds[leaves, hot]
             added = heavier * slow if on_both else 0.0
-            # Nothing helps but what relieves that holder as well?
+            # True where only an expert that also relieves that rank can gain.
             must_relieve = nearest >= 0 and most <= score * least
             number = num_experts if rank == hot else len(on_hot)
             if must_relieve:
@@ -101,14 +101,14 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
                 if rank != hot:
                     relieved = relief[expert] * slow - added
                     gain = min(gain, relieved) if goes < comes else relieved
-                # One that the new replica relieves too gets less heavy than that.
+                # Where the new replica relieves that rank too, its load rises by less.
                 if gain > score * least and nearest >= 0 and not holds[expert, nearest]:
                     gain = min(gain, most)
                 if gain <= score * least or holds[expert, rank]:
                     continue
                 weight = least
-                if search.thrifty:
-                    weight = max(moves_for(search.home, rank, expert), least)
+                if search.counts_moves:
+                    weight = max(move_cost(search.resident, rank, expert), least)
                 if gain <= score * weight or zone_of_expert[expert] != layer.zone[rank]:
                     continue
                 # With one window the bound is the gain, unless the nearest holder is relieved too.
@@ -122,7 +122,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
 
 @jit
 def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
-    """Experts of the hot rank that one replica more would relieve by more than needed."""
+    """Experts of the hot rank of which one more replica reduces its load by more than needed."""
     first, end = layer.first_slot[bound.hot], layer.first_slot[bound.hot + 1]
     chosen = np.empty(end - first, dtype=np.int64)
     number = 0
@@ -134,8 +134,8 @@ def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
 
 
 @jit
-def _heavier(layer: Layer, bound: Outline, leaves: int) -> float:
-    """What each other replica of ``leaves`` takes on when one goes."""
+def _added_load(layer: Layer, bound: Outline, leaves: int) -> float:
+    """Load that each other replica of ``leaves`` takes over when one is removed."""
     heavier = 0.0
     for place in range(bound.num_hot):
         window = bound.windows[place]
@@ -146,12 +146,12 @@ def _heavier(layer: Layer, bound: Outline, leaves: int) -> float:
 
 @jit
 def best_drop(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
-    """The best slot of the hot rank to empty, above ``score``: that moves nothing."""
+    """The best slot of the hot rank to empty, above ``score``: this needs no move."""
     layer, hot = search.layer, bound.hot
     best = (-1, -1, -1, -1)
     for slot in range(layer.first_slot[hot], layer.first_slot[hot + 1]):
         leaves = layer.held[slot]
-        if leaves < 0 or layer.replicas[leaves] < 2 or not may_leave(search, leaves, hot, NONE):
+        if leaves < 0 or layer.replicas[leaves] < 2 or not may_move(search, leaves, hot, NONE):
             continue
         gain = _copy_gain(layer, bound, hot, leaves, NONE, score)
         if gain > score:
@@ -199,7 +199,7 @@ def _copy_gain(
                     if heavier > less or step >= num_hot:
                         worst = max(worst, time[other, window] + (heavier - less) * slowness[other])
         if step >= num_hot:
-            # Here another rank is the busiest: it stays so unless it is relieved too.
+            # In these windows another rank is the busiest, and stays so unless its load falls too.
             for place in range(3):
                 other = top[window, place]
                 if other < 0 or other in (hot, rank):

@@ -1,8 +1,9 @@
-"""What the search is given: the load of a problem as it balances it, and the bonds it keeps to.
+"""Input of the search: the load of a problem by its objective, and its constraints as arrays.
 
-Two objectives. ``tokens``: a rank takes as long as it has tokens. ``time``: each replica takes what
-a measured curve says for its tokens of a step, and the shared experts come on top on every rank;
-a replica with few tokens then costs as much as one with many, so fewer replicas may be faster.
+Two objectives. ``tokens``: the time of a rank is proportional to its tokens. ``time``: the time of
+a replica is that of a measured curve at its tokens per step, and every rank also computes the
+shared experts; there a replica with few tokens costs as much as one with many, so fewer replicas
+may be faster.
 
 Shapes:  T windows, K scenarios, L MoE layers, E experts, R ranks.
 """
@@ -12,14 +13,14 @@ from __future__ import annotations
 import numpy as np
 
 from eplb.core.constraints import pins_of, ready_ranks, spread_of
-from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray
+from eplb.core.kernels import ConstraintArrays, Demand, FloatArray, IntArray
 from eplb.core.problem import Problem
 from eplb.core.scenarios import without_noise
 from eplb.errors import ConfigError, PlacementError
 from eplb.packing.zones import Zones
 
-TAIL = 0.05  # of the score is the mean over the worst windows; more made held-out windows worse
-TAIL_SIZE = 0.125  # which are so many of all
+TAIL = 0.05  # weight of the worst windows in the score; more made held-out windows worse
+TAIL_SIZE = 0.125  # part of all windows that counts as the worst
 
 
 def summed(problem: Problem) -> FloatArray:
@@ -29,8 +30,8 @@ def summed(problem: Problem) -> FloatArray:
     if scenarios is None:
         return total
     weight = scenarios.weight / (1 - scenarios.weight.sum())
-    # A scenario's size says nothing of how likely it is: all are scaled to the past's.
-    extra = _costed(problem, scenarios.windows)
+    # The size of a scenario is unrelated to its probability: all are scaled to the past's.
+    extra = _times_cost(problem, scenarios.windows)
     size = total.sum(axis=1) / np.maximum(extra.sum(axis=2), 1e-300)  # [K, L]
     added: FloatArray = total + (extra * (weight[:, None] * size)[:, :, None]).sum(axis=0)
     return added
@@ -46,7 +47,7 @@ def demand_of(problem: Problem, *, raw: bool = False) -> Demand:
 
     Args:
         problem: the windows and scenarios.
-        raw: the windows as they were, their noise left in, and no scenarios.
+        raw: the windows as recorded, without noise reduction and without scenarios.
     """
     drawn = problem.history.tokens[problem.complete].sum(axis=2).astype(np.float64)
     windows = problem.work if raw else without_noise(problem.work, drawn)
@@ -54,7 +55,7 @@ def demand_of(problem: Problem, *, raw: bool = False) -> Demand:
     weight = np.full(len(windows), 1.0 / len(windows))
     if problem.scenarios is not None and not raw:
         likely = problem.scenarios.weight
-        windows = np.concatenate([windows, _costed(problem, problem.scenarios.windows)])
+        windows = np.concatenate([windows, _times_cost(problem, problem.scenarios.windows)])
         weight = np.concatenate([weight * (1 - likely.sum()), likely])
         steps = np.concatenate([steps, np.full(len(likely), steps.mean())])
     return _demand(problem, windows, steps, weight, by_time=problem.objective == "time")
@@ -92,12 +93,12 @@ def _demand(
     )
 
 
-def _costed(problem: Problem, windows: FloatArray) -> FloatArray:
+def _times_cost(problem: Problem, windows: FloatArray) -> FloatArray:
     return windows if problem.model is None else windows * problem.model.expert_cost
 
 
 def _shared_time(problem: Problem, tokens: FloatArray, points: FloatArray) -> FloatArray:
-    """[L, T] time of a rank's shared experts, which see its own part of a step's tokens."""
+    """[L, T] time of a rank's shared experts, which process the rank's own tokens of a step."""
     if problem.model is None:
         return np.zeros((len(tokens), tokens.shape[2]))
     own = tokens.sum(axis=1) / problem.model.top_k / problem.topology.alive.sum()
@@ -118,47 +119,49 @@ def _times(tokens: FloatArray, points: FloatArray) -> FloatArray:
     return times
 
 
-def bonds_of(problem: Problem, zones: Zones) -> Bonds:
-    """What each layer must keep to.
+def constraint_arrays(problem: Problem, zones: Zones) -> ConstraintArrays:
+    """Constraints of each layer; arrays without layers where single experts are not constrained.
 
     Raises:
-        ConfigError: constraints that name what is not there, or contradict each other.
+        ConfigError: constraints on unknown experts or ranks, or that contradict each other.
     """
     topology, constraints = problem.topology, problem.constraints
     domain = topology.failure_domain.astype(np.int64)
     ready = ready_ranks(constraints, topology)
     if not constraints.binds_experts:
-        nobody = np.zeros((0, 0), dtype=np.int64)
-        return Bonds(zones.of_expert, nobody, np.zeros((0, 0, 0), dtype=np.bool_), domain, ready)
-    return full_bonds(problem, zones)
+        none = np.zeros((0, 0), dtype=np.int64)
+        return ConstraintArrays(
+            zones.of_expert, none, np.zeros((0, 0, 0), dtype=np.bool_), domain, ready
+        )
+    return full_constraint_arrays(problem, zones)
 
 
-def full_bonds(problem: Problem, zones: Zones) -> Bonds:
-    """The same written out for every layer and expert, also where nothing is asked.
+def full_constraint_arrays(problem: Problem, zones: Zones) -> ConstraintArrays:
+    """Constraints of every layer and expert, also of those without any.
 
     Raises:
-        ConfigError: constraints that name what is not there, or contradict each other.
+        ConfigError: constraints on unknown experts or ranks, or that contradict each other.
     """
     topology, constraints = problem.topology, problem.constraints
     load = summed(problem)
-    bonds = Bonds(
+    arrays = ConstraintArrays(
         zones.of_expert,
         spread_of(constraints, load),
         pins_of(constraints, topology, load.shape),
         topology.failure_domain.astype(np.int64),
         ready_ranks(constraints, topology),
     )
-    _refuse_contradictions(problem, zones, bonds)
-    return bonds
+    _check_contradictions(problem, zones, arrays)
+    return arrays
 
 
-def least_replicas(problem: Problem, zones: Zones, bonds: Bonds) -> IntArray:
-    """[L, E] replicas that bonds need of each expert."""
-    if not len(bonds.spread):
+def least_replicas(problem: Problem, zones: Zones, arrays: ConstraintArrays) -> IntArray:
+    """[L, E] fewest replicas of each expert that meet the constraints."""
+    if not len(arrays.spread):
         return np.ones(zones.of_expert.shape, dtype=np.int64)
-    pins = bonds.pinned.sum(axis=1)
-    on_ready = (bonds.pinned & bonds.ready[None, :, None]).sum(axis=1)
-    least: IntArray = np.maximum(bonds.spread, pins + ((pins > 0) & (on_ready == 0)))
+    pins = arrays.pinned.sum(axis=1)
+    on_ready = (arrays.pinned & arrays.ready[None, :, None]).sum(axis=1)
+    least: IntArray = np.maximum(arrays.spread, pins + ((pins > 0) & (on_ready == 0)))
     short = np.flatnonzero(least.sum(axis=1) > zones.num_slots.sum(axis=1))
     if short.size:
         layer = int(short[0])
@@ -169,16 +172,16 @@ def least_replicas(problem: Problem, zones: Zones, bonds: Bonds) -> IntArray:
     return np.ascontiguousarray(least, dtype=np.int64)
 
 
-def _refuse_contradictions(problem: Problem, zones: Zones, bonds: Bonds) -> None:
+def _check_contradictions(problem: Problem, zones: Zones, arrays: ConstraintArrays) -> None:
     room, topology = problem.room, problem.topology
-    over = np.argwhere(bonds.pinned.sum(axis=2) > room)
+    over = np.argwhere(arrays.pinned.sum(axis=2) > room)
     if over.size:
         layer, rank = over[0]
         raise ConfigError(
-            f"constraints: layer {layer} pins {bonds.pinned[layer, rank].sum()} experts to rank "
+            f"constraints: layer {layer} pins {arrays.pinned[layer, rank].sum()} experts to rank "
             f"{rank}, expected at most {room[layer, rank]}, the slots that may be used there"
         )
-    ready_room = room[:, bonds.ready].sum(axis=1)
+    ready_room = room[:, arrays.ready].sum(axis=1)
     for layer in np.flatnonzero(ready_room < problem.num_experts)[:1]:
         raise PlacementError(
             f"layer {layer}: {ready_room[layer]} slots on ranks that are ready for "
@@ -186,9 +189,9 @@ def _refuse_contradictions(problem: Problem, zones: Zones, bonds: Bonds) -> None
             "sole copy"
         )
     zone = zones.ranks.zone
-    strays = np.argwhere(bonds.pinned & (zones.of_expert[:, None] != zone[:, None]))
-    if strays.size:
-        layer, rank, expert = strays[0]
+    outside_zone = np.argwhere(arrays.pinned & (zones.of_expert[:, None] != zone[:, None]))
+    if outside_zone.size:
+        layer, rank, expert = outside_zone[0]
         raise ConfigError(
             f"constraints: layer {layer} pins expert {expert} to rank {rank}, but its expert "
             f"group is kept on node {zones.of_expert[layer, expert]}"
@@ -196,11 +199,11 @@ def _refuse_contradictions(problem: Problem, zones: Zones, bonds: Bonds) -> None
     for number in range(int(zone.max()) + 1):
         usable = (zone == number) & (room > 0)  # [L, R]
         domains = np.array([len(set(topology.failure_domain[row].tolist())) for row in usable])
-        wrong = np.argwhere((bonds.spread > domains[:, None]) & (zones.of_expert == number))
+        wrong = np.argwhere((arrays.spread > domains[:, None]) & (zones.of_expert == number))
         if wrong.size:
             layer, expert = wrong[0]
             raise ConfigError(
                 f"constraints: layer {layer} expert {expert} must be in "
-                f"{bonds.spread[layer, expert]} failure domains, expected at most "
-                f"{domains[layer]}, which is where it may live"
+                f"{arrays.spread[layer, expert]} failure domains, expected at most "
+                f"{domains[layer]}, the domains with slots that it may use"
             )

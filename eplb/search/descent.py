@@ -1,8 +1,8 @@
-"""The way down for one layer, compiled: the change that gains most per move, again and again.
+"""Steepest descent of one layer, compiled: each step makes the change that gains most per move.
 
-A change is a swap (two slots of two ranks trade experts; one move when one of them is empty), a
-copy (a slot takes another expert and the replica it held, if any, goes) or a drop (a slot is
-emptied). Each relieves a rank that is busiest in some window.
+A change is a swap (two slots of two ranks exchange experts; one move when one of them is empty), a
+copy (a slot takes another expert, which replaces the one that it held) or a drop (a slot is
+emptied). Each reduces the load of a rank that is busiest in some window.
 
 Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, M most steps of a layer.
 """
@@ -18,12 +18,12 @@ from eplb.core.kernels import FloatArray, IntArray
 from eplb.search.changes import Change, best_swap, outline
 from eplb.search.constrained import Search
 from eplb.search.copies import best_copy, best_drop
-from eplb.search.layer import Layer, put, restore, trade
+from eplb.search.layer import Layer, restore, set_expert, swap_slots
 from eplb.search.score import measure
 
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
 PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck
-QUICK = cast(int, np.int64(8))  # the same while a layer is shaken
+PATIENCE_PERTURBED = cast(int, np.int64(8))  # the same after a perturbation
 COPIES_NEVER, COPIES_LAST, COPIES_ALWAYS = 0, 1, 2
 
 
@@ -35,7 +35,7 @@ class Rules(NamedTuple):
     copies: int  # COPIES_NEVER, COPIES_LAST or COPIES_ALWAYS
     max_steps: int  # M, of one layer
     all_steps: int  # of all layers together
-    far: float  # moves that one from another node counts as
+    far_move_cost: float  # moves that one move from another node counts as
 
 
 # Of one layer's steps: slots [M, 2], experts [M, 2], score [M + 1] and moves [M + 1] as in Steps.
@@ -45,24 +45,24 @@ Made = tuple[int, int]
 
 @jit
 def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Record) -> Made:
-    """Change a layer step by step, write each down, and leave it in the best state.
+    """Change a layer step by step, record each step, and restore the best state.
 
     Args:
         search: the layer.
-        rules: its target, and what is tried.
-        limits: steps in all, and steps without a better score.
-        record: as long as the first limit.
+        rules: its target, and the kinds of change to try.
+        limits: most steps in all, and most steps without a better score.
+        record: arrays as long as the first limit.
 
     Returns:
-        How many steps there were, and how many lead to the best state: those after it only
-        shuffled equally busy ranks, and are not worth a move.
+        The number of steps, and the number of those that lead to the best state: later steps only
+        exchange load between equally busy ranks.
     """
     (most, patience), (slots, experts, score, moves) = limits, record
     target, held = rules.target[search.number], search.layer.held
     best_held = held.copy()
     score[0] = measure(search.layer)
     best = made = 0
-    if search.thrifty:
+    if search.counts_moves:
         _count_kept(search)
     while made < most and score[best] > target and made - best < patience:
         change = best_change(search, rules.copies, rules.min_gain)
@@ -70,7 +70,7 @@ def descend(search: Search, rules: Rules, limits: tuple[int, int], record: Recor
             break
         slots[made, 0], experts[made, 0], slots[made, 1], experts[made, 1] = change
         moves[made + 1] = moves[made]
-        if search.thrifty:
+        if search.counts_moves:
             moves[made + 1] += _count_moves(search, change)
         make_change(search.layer, change)
         made += 1
@@ -92,46 +92,46 @@ def copy_into(target: IntArray, source: IntArray) -> None:
 
 @jit
 def make_change(layer: Layer, change: Change) -> None:
-    """Carry a change out."""
+    """Apply a change to a layer."""
     if change[2] >= 0:
-        trade(layer, change[0], change[2])
+        swap_slots(layer, change[0], change[2])
     else:
-        put(layer, change[0], change[1])
+        set_expert(layer, change[0], change[1])
 
 
 @jit
 def _count_kept(search: Search) -> None:
-    """Count the experts that each rank has kept of those that it had."""
-    layer, home = search.layer, search.home
-    home.kept.fill(0)
+    """Count the resident experts that each rank still has."""
+    layer, resident = search.layer, search.resident
+    resident.kept.fill(0)
     for slot in range(len(layer.held)):
         rank, expert = layer.rank_of_slot[slot], layer.held[slot]
-        home.kept[rank] += expert >= 0 and home.is_there[expert, rank]
+        resident.kept[rank] += expert >= 0 and resident.on_rank[expert, rank]
 
 
 @jit
 def _count_moves(search: Search, change: Change) -> int:
-    """How many more experts a change leaves where the base does not have them."""
-    layer, home, moves = search.layer, search.home, 0
+    """How many moves from the base a change adds; negative where it undoes some."""
+    layer, resident, moves = search.layer, search.resident, 0
     for part in range(2):
         slot, expert = (change[0], change[1]) if part == 0 else (change[2], change[3])
         if slot < 0:
             continue
         rank, leaves = layer.rank_of_slot[slot], layer.held[slot]
         if expert >= 0:
-            was_there = home.is_there[expert, rank]
+            was_there = resident.on_rank[expert, rank]
             moves += not was_there
-            home.kept[rank] += was_there
+            resident.kept[rank] += was_there
         if leaves >= 0:
-            was_there = home.is_there[leaves, rank]
+            was_there = resident.on_rank[leaves, rank]
             moves -= not was_there
-            home.kept[rank] -= was_there
+            resident.kept[rank] -= was_there
     return moves
 
 
 @jit
 def best_change(search: Search, copies: int, min_gain: float) -> Change:
-    """What gains most per move for the busiest rank, else for the next; slot -1 when stuck."""
+    """The change with the most gain per move for the busiest rank, else the next; slot -1: none."""
     layer = search.layer
     busiest = np.full(len(layer.zone), -1.0)  # over the windows in which a rank is busiest
     for window in range(len(layer.rate)):

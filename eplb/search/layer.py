@@ -1,4 +1,4 @@
-"""One layer while it is searched, compiled: what the slots hold, and what that makes of each rank.
+"""One layer under search, compiled: experts by slot, and the time of each rank that follows.
 
 A rank's time is its load in units of a fair rank's, so the busiest rank's time is the imbalance.
 
@@ -14,15 +14,13 @@ from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray, Ranks
 
 
 class Layer:
-    """One layer while it is searched."""
+    """One layer under search."""
 
     tokens: FloatArray  # [E, T] busy windows only
     rate: FloatArray  # [T]
     extra: FloatArray  # [T]
     weight: FloatArray  # [T]
-    counts: (
-        FloatArray  # [T] weight with the worst windows counted more: see ``eplb/search/score.py``
-    )
+    counts: FloatArray  # [T] weight in the score, see ``eplb/search/score.py``
     tail: float
     tail_size: float
     curve_tokens: FloatArray  # [P]
@@ -50,10 +48,10 @@ new_layer = by_reference(Layer)
 def open_layer(
     demand: Demand, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, number: int
 ) -> Layer:
-    """One layer of ``held`` [L, S], ready to be changed in place.
+    """One layer of ``held`` [L, S], to be changed in place.
 
     Args:
-        demand: only its busy windows are taken over, which there must be.
+        demand: only its busy windows are copied; there must be at least one.
         held: experts by slot.
         zone_of_expert: [L, E].
         ranks: where slots are.
@@ -105,16 +103,16 @@ def open_layer(
         np.zeros((num_ranks, num_windows)),
         np.full((num_windows, 3), -1, dtype=np.int64),
     )
-    take_stock(layer)
+    recount(layer)
     return layer
 
 
 @jit
 def curve_at(layer: Layer, tokens: float) -> float:
-    """Time of a replica that gets so many tokens a step: the curve, straight between its points.
+    """Time of a replica that gets so many tokens a step, interpolated on the curve.
 
-    Fewer than one token a step means steps without any: those cost nothing, and tokens that come
-    by chance leave a share of exp(-tokens) of the steps without one. Without a curve: the tokens.
+    Fewer than one token a step means that some steps have none and cost nothing: with Poisson
+    arrivals a share of exp(-tokens) of the steps. Without a curve the time is the tokens.
     """
     points, times = layer.curve_tokens, layer.curve_time
     if len(points) == 0:
@@ -139,22 +137,22 @@ def replica_time(layer: Layer, expert: int, window: int, replicas: int) -> float
 
 
 @jit
-def take_stock(layer: Layer) -> None:
-    """Derive counts, holders and times from ``held``, when nothing is derived yet."""
+def recount(layer: Layer) -> None:
+    """Compute counts, holders and times from ``held`` for the first time."""
     layer.head.fill(-1)
     for slot in range(len(layer.held)):
         if layer.held[slot] >= 0:
-            _join(layer, slot, layer.held[slot])
+            _add_replica(layer, slot, layer.held[slot])
     for expert in range(len(layer.replicas)):
-        _time_expert(layer, expert)
+        _update_expert_time(layer, expert)
     for rank in range(len(layer.zone)):
-        time_rank(layer, rank)
+        update_rank_time(layer, rank)
 
 
 @jit
-def _time_expert(layer: Layer, expert: int) -> None:
+def _update_expert_time(layer: Layer, expert: int) -> None:
     each, tokens, rate = layer.each, layer.tokens, layer.rate
-    # While it is put elsewhere an expert may have no slot for a moment.
+    # In the middle of a swap an expert may have no slot.
     replicas = max(layer.replicas[expert], 1)
     is_linear = len(layer.curve_tokens) == 0
     for window in range(len(rate)):
@@ -165,8 +163,8 @@ def _time_expert(layer: Layer, expert: int) -> None:
 
 
 @jit
-def time_rank(layer: Layer, rank: int) -> None:
-    """Sum a rank up afresh, so that no rounding errors pile up over many changes."""
+def update_rank_time(layer: Layer, rank: int) -> None:
+    """Sum the time of a rank from its slots, so that rounding errors do not accumulate."""
     if layer.zone[rank] < 0:
         return
     held, each, times, extra = layer.held, layer.each, layer.time, layer.extra
@@ -180,8 +178,8 @@ def time_rank(layer: Layer, rank: int) -> None:
 
 
 @jit
-def _join(layer: Layer, slot: int, expert: int) -> None:
-    """Let a slot hold an expert, and keep counts and holders true, but no times."""
+def _add_replica(layer: Layer, slot: int, expert: int) -> None:
+    """Put an expert into an empty slot and update counts and holders, but not times."""
     layer.following[slot] = layer.head[expert]
     layer.head[expert] = slot
     layer.replicas[expert] += 1
@@ -190,8 +188,8 @@ def _join(layer: Layer, slot: int, expert: int) -> None:
 
 
 @jit
-def _leave(layer: Layer, slot: int) -> None:
-    """Empty a slot in the same way."""
+def _remove_replica(layer: Layer, slot: int) -> None:
+    """Empty a slot and update counts and holders, but not times."""
     following, expert = layer.following, layer.held[slot]
     layer.held[slot] = -1
     layer.replicas[expert] -= 1
@@ -206,62 +204,62 @@ def _leave(layer: Layer, slot: int) -> None:
 
 
 @jit
-def _time_again(layer: Layer, expert: int) -> None:
-    """Bring the times of an expert's replicas up to date, and of the ranks that hold them."""
-    _time_expert(layer, expert)
+def _update_times(layer: Layer, expert: int) -> None:
+    """Update the times of an expert's replicas and of the ranks that hold them."""
+    _update_expert_time(layer, expert)
     slot = layer.head[expert]
     while slot >= 0:
-        time_rank(layer, layer.rank_of_slot[slot])
+        update_rank_time(layer, layer.rank_of_slot[slot])
         slot = layer.following[slot]
 
 
 @jit
-def put(layer: Layer, slot: int, expert: int) -> None:
-    """Let a slot hold another expert, and keep counts, holders and times true."""
+def set_expert(layer: Layer, slot: int, expert: int) -> None:
+    """Put another expert into a slot, or none, and update counts, holders and times."""
     leaves = layer.held[slot]
     if leaves >= 0:
-        _leave(layer, slot)
+        _remove_replica(layer, slot)
     if expert >= 0:
-        _join(layer, slot, expert)
-        _time_again(layer, expert)
+        _add_replica(layer, slot, expert)
+        _update_times(layer, expert)
     if leaves >= 0:
-        _time_again(layer, leaves)
-    time_rank(layer, layer.rank_of_slot[slot])
+        _update_times(layer, leaves)
+    update_rank_time(layer, layer.rank_of_slot[slot])
 
 
 @jit
-def trade(layer: Layer, slot: int, other: int) -> None:
-    """Let two slots of two ranks trade what they hold: no count changes, so only two times do."""
+def swap_slots(layer: Layer, slot: int, other: int) -> None:
+    """Swap the experts of two slots of two ranks: no count changes, so only two rank times do."""
     mine, theirs = layer.held[slot], layer.held[other]
     if mine >= 0:
-        _leave(layer, slot)
+        _remove_replica(layer, slot)
     if theirs >= 0:
-        _leave(layer, other)
-        _join(layer, slot, theirs)
+        _remove_replica(layer, other)
+        _add_replica(layer, slot, theirs)
     if mine >= 0:
-        _join(layer, other, mine)
-    time_rank(layer, layer.rank_of_slot[slot])
-    time_rank(layer, layer.rank_of_slot[other])
+        _add_replica(layer, other, mine)
+    update_rank_time(layer, layer.rank_of_slot[slot])
+    update_rank_time(layer, layer.rank_of_slot[other])
 
 
 @jit
 def restore(layer: Layer, wanted: IntArray) -> None:
-    """Let the slots hold what they held once, [S], and keep counts, holders and times true.
+    """Restore the experts of an earlier state [S], with counts, holders and times.
 
-    Only what differs is touched: a layer may be large, and few of its slots have changed.
+    Only slots that differ are changed: a layer may be large, and few of its slots have changed.
     """
     held, rank_of_slot = layer.held, layer.rank_of_slot
     before = held.copy()
     for slot in range(len(held)):
         if before[slot] >= 0 and before[slot] != wanted[slot]:
-            _leave(layer, slot)
+            _remove_replica(layer, slot)
     for slot in range(len(held)):
         if wanted[slot] >= 0 and before[slot] != wanted[slot]:
-            _join(layer, slot, wanted[slot])
+            _add_replica(layer, slot, wanted[slot])
     for slot in range(len(held)):
         if before[slot] != wanted[slot]:
             if before[slot] >= 0:
-                _time_again(layer, before[slot])
+                _update_times(layer, before[slot])
             if wanted[slot] >= 0:
-                _time_again(layer, wanted[slot])
-            time_rank(layer, rank_of_slot[slot])
+                _update_times(layer, wanted[slot])
+            update_rank_time(layer, rank_of_slot[slot])

@@ -1,8 +1,8 @@
-"""Local search over all layers: each one goes down on its own, then is shaken if it is stuck.
+"""Local search over all layers: each descends on its own, then is perturbed if it is stuck.
 
-Effort is counted in steps. It is dealt out in rounds: first the same to every layer, then what is
-left by how far layers that could go on are from where they would stop. Within a round no layer
-depends on another, so threads may share its layers in any order and the result is the same.
+Effort is counted in steps and allotted in rounds: first equally to all layers, then the rest in
+proportion to the distance of each unfinished layer from its target. Within a round no layer
+depends on another, so threads may process the layers in any order with the same result.
 
 Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, N nodes, M most steps of a layer.
 """
@@ -16,66 +16,73 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb.core.jit import jit
-from eplb.core.kernels import Bonds, Demand, FloatArray, IntArray, Ranks
-from eplb.search.constrained import Home, Search, come_home, empty_home, leave_home, priced_search
+from eplb.core.kernels import ConstraintArrays, Demand, FloatArray, IntArray, Ranks
+from eplb.search.constrained import (
+    ResidentExperts,
+    Search,
+    clear_residents,
+    empty_residents,
+    fill_residents,
+    search_with_move_costs,
+)
 from eplb.search.descent import PATIENCE, Record, Rules, descend
 from eplb.search.layer import open_layer
-from eplb.search.perturbation import Shaking, shake_layer
+from eplb.search.perturbation import Perturbation, perturb_layer
 from eplb.search.score import measure
 
-ROUNDS = 4  # in which the steps are dealt out
+ROUNDS = 4  # in which the steps are allotted
 PARTS = 4  # of a round's layers, for each thread: some layers take longer than others
-# What a layer may do with more steps.
+# State of a layer: descends, stuck in a local minimum, or finished.
 DESCENDS, STUCK, ENDED = 0, 1, 2
 
 
 class Steps(NamedTuple):
-    """What the search did, in order, layer by layer; of free moves only what it came from."""
+    """Steps of the search in order, layer by layer; only ``start`` when moves are free."""
 
     start: FloatArray  # [L] score before the first step
     slots: IntArray  # [L, M, 2] slots changed; -1 where a step changes only one
     experts: IntArray  # [L, M, 2] what they hold after it
     score: FloatArray  # [L, M + 1] before the first step, and after each
-    moves: IntArray  # [L, M + 1] away from the base by then
+    moves: IntArray  # [L, M + 1] from the base up to then
     taken: IntArray  # [L] how many steps
 
 
 class Progress(NamedTuple):
-    """How far each layer is."""
+    """State of the search of each layer."""
 
     phase: IntArray  # [L] DESCENDS, STUCK or ENDED
     most: IntArray  # [L] steps of the next round
-    spent: IntArray  # [L] steps so far, those that led nowhere included
+    spent: IntArray  # [L] steps so far, those without gain included
     reached: FloatArray  # [L] score
-    shaken: IntArray  # [L, 3] state of the draws, rounds of shaking, the last that gained
+    perturbed: IntArray  # [L, 3] state of the draws, perturbations so far, the last that gained
 
 
 class Task(NamedTuple):
-    """What the search is given, see ``improve``."""
+    """Arguments of the search, see ``improve``."""
 
     demand: Demand
     held: IntArray
     base: IntArray
     ranks: Ranks
     node: IntArray
-    bonds: Bonds
+    constraints: ConstraintArrays
     rules: Rules
-    shaking: Shaking
+    perturbation: Perturbation
 
 
 def improve(task: Task, num_threads: int = 1) -> Steps:
     """Change ``task.held`` [L, S] in place until every layer is at its target or stuck.
 
     Args:
-        task: the windows, of which those without any work do not count; experts by slot, legal,
-            each with a slot; what serves now [L, S], from which moves are counted, [0, S] when
-            they are free; where slots are; the node of each rank; what layers keep to, and do at
-            the start; when to stop, and what to try; what to do for layers that are stuck then,
-            only for free moves.
-        num_threads: that share the layers.
+        task: ``demand``: windows; those without work do not count. ``held``: a legal placement,
+            each expert with a slot. ``base``: the serving placement [L, S], from which moves are
+            counted; [0, S] when they are free. ``ranks``: slots of each rank. ``node``: node of
+            each rank. ``constraints``: met by ``held``. ``rules``: limits and kinds of change.
+            ``perturbation``: of layers that are stuck; only when moves are free.
+        num_threads: threads that process the layers.
     """
     rules, num_layers = task.rules, len(task.held)
-    # Left empty, since most of it is never touched; free moves need no record.
+    # Uninitialised, since most of it is never written; free moves need no record.
     rows, most = (num_layers if len(task.base) else 0), rules.max_steps
     steps = Steps(
         np.ones(num_layers),
@@ -93,24 +100,24 @@ def improve(task: Task, num_threads: int = 1) -> Steps:
         np.zeros((num_layers, 3), dtype=np.int64),
     )
     for turn in range(ROUNDS):
-        open_to = _deal_out(task, progress, turn)
+        open_to = _allot_steps(task, progress, turn)
         if not open_to.size:
             break
         _on_threads(lambda layers: _work(task, steps, progress, layers), open_to, num_threads)
     return steps
 
 
-def _deal_out(task: Task, progress: Progress, turn: int) -> IntArray:
-    """Fill in the steps of the next round; the layers that get any."""
+def _allot_steps(task: Task, progress: Progress, turn: int) -> IntArray:
+    """Fill in the steps of the next round; return the layers that get any."""
     left = task.rules.all_steps - int(progress.spent.sum())
     if turn == 0:
         progress.most[:] = left // (2 * max(len(progress.most), 1))
         return np.arange(len(progress.most))
     aim = task.rules.target
-    if task.shaking.patience > 0:
-        aim = np.where(progress.phase == STUCK, task.shaking.target, aim)
+    if task.perturbation.patience > 0:
+        aim = np.where(progress.phase == STUCK, task.perturbation.target, aim)
     gap = np.zeros(len(aim))
-    goes_on = (progress.phase != ENDED) & np.isfinite(aim)  # without an end: not searched at all
+    goes_on = (progress.phase != ENDED) & np.isfinite(aim)  # infinite: the layer is not searched
     np.subtract(progress.reached, aim, out=gap, where=goes_on)
     gap = np.maximum(gap, 0.0)
     part = left if turn == ROUNDS - 1 else left // 2
@@ -122,7 +129,7 @@ def _deal_out(task: Task, progress: Progress, turn: int) -> IntArray:
 
 
 def _on_threads(work: Callable[[IntArray], object], layers: IntArray, num_threads: int) -> None:
-    """Let threads share layers; compiled code does not hold the interpreter's lock."""
+    """Process layers on several threads; compiled code does not hold the interpreter's lock."""
     if num_threads == 1 or len(layers) == 1:
         work(layers)
         return
@@ -135,17 +142,17 @@ def _on_threads(work: Callable[[IntArray], object], layers: IntArray, num_thread
 def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> None:
     """One round of some layers."""
     held, base, ranks, rules = task.held, task.base, task.ranks, task.rules
-    thrifty, moved = len(base) > 0, 0
-    num_ranks = len(ranks.zone) if thrifty else 0
-    num_experts, num_nodes = task.demand.tokens.shape[1], task.node.max() + 1 if thrifty else 0
-    home = empty_home(num_ranks, num_experts, num_nodes, rules.far)
-    rows = rules.max_steps if not thrifty else 0
+    counts_moves, moved = len(base) > 0, 0
+    num_ranks = len(ranks.zone) if counts_moves else 0
+    num_experts, num_nodes = task.demand.tokens.shape[1], task.node.max() + 1 if counts_moves else 0
+    resident = empty_residents(num_ranks, num_experts, num_nodes, rules.far_move_cost)
+    rows = rules.max_steps if not counts_moves else 0
     slots, experts = np.empty((rows, 2), dtype=np.int64), np.empty((rows, 2), dtype=np.int64)
     score, moves = np.empty(rows + 1), np.empty(rows + 1, dtype=np.int64)
     for number in layers:
         record = (slots, experts, score, moves)
-        if thrifty:
-            moved = come_home(home, held[number], base[number], ranks, task.node)
+        if counts_moves:
+            moved = fill_residents(resident, held[number], base[number], ranks, task.node)
             done = steps.taken[number]
             record = (
                 steps.slots[number, done:],
@@ -154,14 +161,19 @@ def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> Non
                 steps.moves[number, done:],
             )
         record[3][0] = moved
-        _work_on(task, steps, progress, number, home, record)
-        if thrifty:
-            leave_home(home, base[number], ranks, task.node)
+        _work_on(task, steps, progress, number, resident, record)
+        if counts_moves:
+            clear_residents(resident, base[number], ranks, task.node)
 
 
 @jit
 def _work_on(
-    task: Task, steps: Steps, progress: Progress, number: int, home: Home, record: Record
+    task: Task,
+    steps: Steps,
+    progress: Progress,
+    number: int,
+    resident: ResidentExperts,
+    record: Record,
 ) -> None:
     """One round of a layer."""
     demand, held, ranks, rules = task.demand, task.held, task.ranks, task.rules
@@ -172,18 +184,18 @@ def _work_on(
         if reached <= rules.target[number]:
             progress.phase[number] = ENDED
             return
-    layer = open_layer(demand, held, task.bonds.zone_of_expert, ranks, number)
-    search = priced_search(layer, task.bonds, number, home)
+    layer = open_layer(demand, held, task.constraints.zone_of_expert, ranks, number)
+    search = search_with_move_costs(layer, task.constraints, number, resident)
     if is_first:
         steps.start[number] = progress.reached[number] = measure(layer)
     if progress.phase[number] == DESCENDS:
-        _go_down(search, rules, progress, steps.taken, record)
-        is_over = progress.phase[number] == ENDED and task.shaking.patience > 0
-        if is_over and progress.reached[number] > task.shaking.target[number]:
+        _descend(search, rules, progress, steps.taken, record)
+        is_over = progress.phase[number] == ENDED and task.perturbation.patience > 0
+        if is_over and progress.reached[number] > task.perturbation.target[number]:
             progress.phase[number] = STUCK
     if progress.phase[number] == STUCK:
-        limit, shaken = progress.most[number], progress.shaken[number]
-        spent, is_over = shake_layer(search, task.shaking, limit, rules, shaken)
+        limit, perturbed = progress.most[number], progress.perturbed[number]
+        spent, is_over = perturb_layer(search, task.perturbation, limit, rules, perturbed)
         progress.spent[number] += spent
         progress.most[number] -= spent
         progress.reached[number] = measure(layer)
@@ -192,10 +204,10 @@ def _work_on(
 
 
 @jit
-def _go_down(
+def _descend(
     search: Search, rules: Rules, progress: Progress, taken: IntArray, record: Record
 ) -> None:
-    """Spend a layer's steps of this round on the way down, or until it ends."""
+    """Spend a layer's steps of this round on descent, or until it ends."""
     number = search.number
     most = min(progress.most[number], rules.max_steps - taken[number])
     made, best = descend(search, rules, (most, PATIENCE), record)
@@ -209,9 +221,9 @@ def _go_down(
 
 @jit
 def score_at_once(demand: Demand, held: IntArray, ranks: Ranks, number: int) -> float:
-    """A layer's score without opening it, where that is simple: one window, no curve. Else inf.
+    """A layer's score without ``open_layer``, for one window and no curve; else infinity.
 
-    A layer without work is even.
+    The score of a layer without work is 1.
     """
     if not is_busy(demand, number):
         return 1.0

@@ -1,8 +1,7 @@
-"""Out of the hollows that the local search ends in, compiled: change at random, search again.
+"""Perturbation: leaves local minima of the search by random changes and new descents, compiled.
 
-The best state is kept. With few slots a rank, how many replicas each expert has matters as much as
-where they are, and the way from one set of counts to a better one leads over worse ones. Draws
-come from a seed.
+The best state is kept. With few slots per rank, replica counts matter as much as positions, and
+the path from one set of counts to a better one leads through worse ones. Draws come from a seed.
 
 Shapes:  L MoE layers, T windows, E experts, S slots, R ranks.
 """
@@ -15,71 +14,78 @@ import numpy as np
 
 from eplb.core.jit import jit
 from eplb.core.kernels import NONE, FloatArray, IntArray
-from eplb.search.constrained import Search, may_leave
-from eplb.search.descent import QUICK, Rules, copy_into, descend
-from eplb.search.layer import put, restore, trade
+from eplb.search.constrained import Search, may_move
+from eplb.search.descent import PATIENCE_PERTURBED, Rules, copy_into, descend
+from eplb.search.layer import restore, set_expert, swap_slots
 from eplb.search.score import measure
 
 CHANGES = 2  # made at random before each search
 TRIES = 20  # draws for a change that is allowed
 
 
-class Shaking(NamedTuple):
-    """How long a layer is shaken, and which draws."""
+class Perturbation(NamedTuple):
+    """How often a layer is perturbed, and the seed of the draws."""
 
-    patience: int  # rounds without anything better; 0: layers are not shaken
+    patience: int  # perturbations in a row without gain after which a layer ends; 0: none at all
     seed: int
     target: FloatArray  # [L] score above which a layer is stuck
     copies: int  # as in Rules
 
 
-NO_SHAKING = Shaking(0, 0, np.zeros(0), 0)
+NO_PERTURBATION = Perturbation(0, 0, np.zeros(0), 0)
 
 
 @jit
-def shake_layer(
-    search: Search, shaking: Shaking, most: int, rules: Rules, shaken: IntArray
+def perturb_layer(
+    search: Search, perturbation: Perturbation, most: int, rules: Rules, perturbed: IntArray
 ) -> tuple[int, bool]:
-    """Shake a layer for about so many steps and leave the best state.
+    """Perturb a layer for about so many steps and restore the best state.
 
     Args:
         search: the layer.
-        shaking: how long, and which draws.
+        perturbation: how often, and the seed.
         most: steps.
-        rules: of the search before.
-        shaken: state of the draws, rounds so far, the last of them that gained; zero at first. A
-            later call goes on where this one ended.
+        rules: of the descent before.
+        perturbed: state of the draws, perturbations so far, the last of them that gained; zero at
+            first. A later call continues where this one ended.
 
     Returns:
-        Steps that were made, and whether more would be in vain.
+        Steps that were made, and whether the layer is finished.
     """
-    layer, target = search.layer, shaking.target[search.number]
-    if shaken[1] == 0:
-        shaken[0] = (shaking.seed + 1) * 7919 + search.number * 104729
+    layer, target = search.layer, perturbation.target[search.number]
+    if perturbed[1] == 0:
+        perturbed[0] = (perturbation.seed + 1) * 7919 + search.number * 104729
     best_held, best = layer.held.copy(), measure(layer)
     slots = np.empty((rules.max_steps, 2), dtype=np.int64)
     moves, score = np.zeros(rules.max_steps + 1, dtype=np.int64), np.empty(rules.max_steps + 1)
     record = (slots, slots.copy(), score, moves)
-    inner = Rules(shaking.target, rules.min_gain, shaking.copies, rules.max_steps, most, rules.far)
+    inner = Rules(
+        perturbation.target,
+        rules.min_gain,
+        perturbation.copies,
+        rules.max_steps,
+        most,
+        rules.far_move_cost,
+    )
     spent = 0
-    while best > target and spent < most and shaken[1] - shaken[2] < shaking.patience:
+    while best > target and spent < most and perturbed[1] - perturbed[2] < perturbation.patience:
         restore(layer, best_held)
         measure(layer)
-        window = _draw(shaken, len(layer.rate))
+        window = _draw(perturbed, len(layer.rate))
         first, end = 0, len(layer.held)
-        if shaken[1] % 2 == 1:
-            # Among many ranks a change anywhere rarely concerns the busiest one.
+        if perturbed[1] % 2 == 1:
+            # With many ranks a change at a random slot rarely concerns the busiest one.
             hot = layer.top[window, 0]
             first, end = layer.first_slot[hot], layer.first_slot[hot + 1]
-        _change_at_random(search, shaken, first, end)
+        _change_at_random(search, perturbed, first, end)
         for _ in range(CHANGES - 1):
-            _change_at_random(search, shaken, 0, len(layer.held))
-        made, taken = descend(search, inner, (rules.max_steps, QUICK), record)
-        spent += made + 1  # a round counts, whatever it finds
-        shaken[1] += 1
+            _change_at_random(search, perturbed, 0, len(layer.held))
+        made, taken = descend(search, inner, (rules.max_steps, PATIENCE_PERTURBED), record)
+        spent += made + 1  # a perturbation counts as a step even without a change
+        perturbed[1] += 1
         if score[taken] < best - 1e-12:
             copy_into(best_held, layer.held)
-            best, shaken[2] = score[taken], shaken[1]
+            best, perturbed[2] = score[taken], perturbed[1]
     restore(layer, best_held)
     return spent, spent < most
 
@@ -93,7 +99,7 @@ def _draw(state: IntArray, below: int) -> int:
 
 @jit
 def _change_at_random(search: Search, state: IntArray, first: int, end: int) -> None:
-    """Give one of these slots to another expert, or trade it with any other slot."""
+    """Put another expert into one of these slots, or swap it with any other slot."""
     layer = search.layer
     held, holds, rank_of_slot = layer.held, layer.holds, layer.rank_of_slot
     zone, zone_of_expert = layer.zone, layer.zone_of_expert
@@ -102,10 +108,10 @@ def _change_at_random(search: Search, state: IntArray, first: int, end: int) -> 
         rank, leaves = rank_of_slot[slot], held[slot]
         if slot - layer.first_slot[rank] >= layer.room[rank] or leaves < 0:
             continue
-        if layer.replicas[leaves] > 1 and may_leave(search, leaves, rank, NONE):
+        if layer.replicas[leaves] > 1 and may_move(search, leaves, rank, NONE):
             expert = _draw(state, len(layer.replicas))
             if zone_of_expert[expert] == zone[rank] and not holds[expert, rank]:
-                put(layer, slot, expert)
+                set_expert(layer, slot, expert)
                 return
         other = _draw(state, len(held))
         there, theirs = rank_of_slot[other], held[other]
@@ -115,6 +121,6 @@ def _change_at_random(search: Search, state: IntArray, first: int, end: int) -> 
             continue
         if zone_of_expert[theirs] != zone[rank] or zone_of_expert[leaves] != zone[there]:
             continue
-        if may_leave(search, leaves, rank, there) and may_leave(search, theirs, there, rank):
-            trade(layer, slot, other)
+        if may_move(search, leaves, rank, there) and may_move(search, theirs, there, rank):
+            swap_slots(layer, slot, other)
             return

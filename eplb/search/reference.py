@@ -1,4 +1,4 @@
-"""The compiled kernels said slowly and plainly, one layer at a time; tests compare the two.
+"""Plain Python versions of the compiled kernels, one layer at a time; tests compare the two.
 
 Shapes:  E experts, S slots, R ranks.
 """
@@ -46,7 +46,7 @@ def pack(
                 if len(held[rank]) < room and expert not in held[rank]
             ]
             if not open_ranks:
-                _trade(expert, each, held, load, slots_of_rank, slowness)
+                _swap_in(expert, each, held, load, slots_of_rank, slowness)
                 continue
             rank = min(open_ranks, key=lambda r: ((load[r] + each[expert]) * slowness[r], r))
             held[rank].append(expert)
@@ -54,7 +54,7 @@ def pack(
     return held
 
 
-def _trade(
+def _swap_in(
     expert: int,
     each: Sequence[float],
     held: list[list[int]],
@@ -62,8 +62,8 @@ def _trade(
     slots_of_rank: Sequence[int],
     slowness: Sequence[float],
 ) -> None:
-    """Another expert moves into a free slot, and ``expert`` takes its place."""
-    trades = []
+    """Another expert moves into a free slot, and ``expert`` takes its slot."""
+    swaps = []
     for free, rank in product(range(len(held)), repeat=2):
         if len(held[free]) == slots_of_rank[free] or expert in held[rank]:
             continue
@@ -74,10 +74,10 @@ def _trade(
                 (load[free] + each[other]) * slowness[free],
                 (load[rank] - each[other] + each[expert]) * slowness[rank],
             )
-            trades.append((time, free, rank, slot))
-    if not trades:
+            swaps.append((time, free, rank, slot))
+    if not swaps:
         return
-    _, free, rank, slot = min(trades)
+    _, free, rank, slot = min(swaps)
     other = held[rank][slot]
     held[free].append(other)
     held[rank][slot] = expert
@@ -113,7 +113,7 @@ def changes(held: Sequence[Sequence[int]], num_experts: int) -> Iterator[tuple[C
 
 
 def changed(held: Sequence[Sequence[int]], change: Change) -> list[list[int]]:
-    """Carry a change out."""
+    """The placement after a change."""
     after, first = [], 0
     for mine in held:
         row = list(mine)
@@ -126,7 +126,7 @@ def changed(held: Sequence[Sequence[int]], change: Change) -> list[list[int]]:
 
 
 def crossing(tokens: NDArray[np.int64], placement: Placement, topology: Topology) -> list[float]:
-    """Part of each layer's tokens [T, L, E] that another node serves than the one they start on.
+    """Part of each layer's tokens [T, L, E] that is served on another node than its source node.
 
     Every node sends tokens in proportion to its live ranks, to each replica by the shares for that
     source node, or by the shares of all where there are none of its own.

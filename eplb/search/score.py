@@ -1,7 +1,7 @@
-"""How good a layer is, compiled: a mix of the mean over its windows and of the worst of them.
+"""The score of a layer, compiled: the mean over its windows, and the mean over the worst of them.
 
-In each window the busiest rank's time counts, which is the imbalance. The mean over the worst
-windows is part of the score, so a plan neither averages peaks away nor lives for one of them.
+In each window the busiest rank's time counts, which is the imbalance. The worst windows have extra
+weight in the score, so that a plan neither ignores peaks nor is fitted to one of them.
 
 Shapes:  T windows, R ranks.
 """
@@ -16,7 +16,7 @@ from eplb.search.layer import Layer
 
 @jit
 def measure(layer: Layer) -> float:
-    """Find the busiest ranks, let the worst windows count more, and return the score."""
+    """Find the busiest ranks, weigh the windows, and return the score."""
     times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
     for window in range(len(weight)):
         first, second, third = -1.0, -1.0, -1.0
@@ -43,7 +43,7 @@ def measure(layer: Layer) -> float:
 
 @jit
 def _count_worst(layer: Layer) -> None:
-    """Let the worst windows count for the tail's part of the score as well."""
+    """Add the tail's part of the score to the weights of the worst windows."""
     times, top, weight = layer.time, layer.top, layer.weight
     left, share = layer.tail_size, layer.tail / max(layer.tail_size, 1e-12)
     counted = np.zeros(len(weight), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""One layer's replicas laid out for the search of shares: who shares what, and what it costs.
+"""One layer's replicas as arrays for the search of shares.
 
 Shapes:  T windows, E experts, S slots, R ranks, P live replicas.
 """
@@ -12,7 +12,7 @@ from eplb.core.kernels import FloatArray, IntArray, Ranks
 
 
 class Split:
-    """One layer while its shares are sought. Times are loads by the rank's slowness."""
+    """One layer during the search of its shares. Times are loads times the rank's slowness."""
 
     work: FloatArray  # [E, T]
     first: IntArray  # [E + 1] into ``slots``
@@ -22,10 +22,10 @@ class Split:
     share: FloatArray  # [S]
     fixed: FloatArray  # [R, T] time of experts with one live replica
     time: FloatArray  # [R, T]
-    near: FloatArray  # [R, T] how near each rank is to the top, 1 at it
+    near: FloatArray  # [R, T] closeness of each rank's time to the busiest, 1 at it
     total: FloatArray  # [T] sum of ``near`` over ranks
     worst: FloatArray  # [T] busiest time
-    prior: FloatArray  # [T] how likely each window is, together 1
+    prior: FloatArray  # [T] probability of each window, sums to 1
     weight: FloatArray  # [T] of each window in the objective
     pull: FloatArray  # [T] weight / total
 
@@ -35,7 +35,7 @@ new_split = by_reference(Split)
 
 @jit
 def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
-    """Lay a layer out, with equal shares over live replicas; idle windows are left out."""
+    """A layer's arrays, with equal shares over live replicas and without idle windows."""
     num_experts, num_ranks, num_slots = work.shape[1], len(ranks.zone), len(held)
     rank = np.empty(num_slots, dtype=np.int64)
     first = np.zeros(num_experts + 1, dtype=np.int64)
@@ -91,7 +91,7 @@ def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: R
 
 @jit
 def _busy_windows(work: FloatArray) -> IntArray:
-    """The windows of work [T, E] that have any."""
+    """The windows of work [T, E] that are not idle."""
     num_windows, num_experts = work.shape
     chosen = np.empty(num_windows, dtype=np.int64)
     number = 0
@@ -106,10 +106,10 @@ def _busy_windows(work: FloatArray) -> IntArray:
 
 @jit
 def floors(work: FloatArray, held: IntArray, ranks: Ranks, node: IntArray) -> FloatArray:
-    """[L] mean imbalance over windows that no shares get below.
+    """[L] lower bound of the mean imbalance over windows, for any shares.
 
-    An expert with one live replica has no choice of rank, and one whose replicas are all on one
-    node none of node: the busiest rank or node with those alone is a floor, and 1 is another.
+    The load of an expert with one live replica is fixed to a rank, and that of an expert with all
+    replicas on one node to a node: the busiest rank or node by fixed loads is a bound, and so is 1.
 
     Args:
         work: [L, T, E] as ``Problem.scaled``.
@@ -144,10 +144,10 @@ def _fixed_on_nodes(split: Split, node: IntArray, num_nodes: int) -> FloatArray:
     fixed = np.zeros((num_nodes, split.work.shape[1]))
     for expert in range(len(split.first) - 1):
         first, end = split.first[expert], split.first[expert + 1]
-        home = node[split.rank[split.slots[first]]]
+        node_of_first = node[split.rank[split.slots[first]]]
         stays = True
         for place in range(first + 1, end):
-            stays &= node[split.rank[split.slots[place]]] == home
+            stays &= node[split.rank[split.slots[place]]] == node_of_first
         if stays:
-            fixed[home] += split.work[expert]
+            fixed[node_of_first] += split.work[expert]
     return fixed

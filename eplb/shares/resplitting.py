@@ -1,11 +1,11 @@
-"""New shares for the replicas that are there: tokens move between ranks, and no weight does.
+"""Re-split: new shares for the replicas of a placement; no weight moves.
 
-Every expert's tokens are dealt out over its live replicas so that the busiest rank has as little
-to do as the placement allows, on average over the windows and in the worst of them. Shares fitted
-to the past fit its noise too, so they are drawn back towards an equal split as far as the windows
-cannot vouch for them.
+Every expert's tokens are divided over its live replicas so that the busiest rank has the least load
+that the placement allows, on average over the windows and in the worst of them. Shares fitted to
+the past fit its noise too, so they are shrunk towards an equal split as far as the windows do not
+support them.
 
-    loads -> best shares on these windows -> how far they are warranted -> shares
+    loads -> best shares on these windows -> part of the way that windows support -> shares
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -29,9 +29,10 @@ from eplb.packing.zones import zones_for
 from eplb.shares.layout import floors
 from eplb.shares.solver import split_layers
 
-# Shares fitted to so many windows are trusted half, at most. Measured on recorded routing: shares
-# fitted to 2 to 8 windows and trusted whole made the next window worse by up to 0.04.
-HALF_TRUSTED = 16
+# Number of windows at which fitted shares are applied half of the way. Measured on recorded
+# routing: shares fitted to 2 to 8 windows and applied in full made the next window worse by up to
+# 0.04.
+HALF_TRUST_WINDOWS = 16
 
 
 def resplit(
@@ -42,16 +43,16 @@ def resplit(
     scenarios: Scenarios | ArrayLike | None = None,
     trust: float | None = None,
 ) -> Placement:
-    """Give every live replica the share that makes the ranks most even; no weight moves.
+    """Give every live replica the share that balances the ranks best; no weight moves.
 
     Args:
         history: LoadHistory, or tokens [L, E] or [T, L, E]. Windows that some rank did not report
-            are left out. A single window is a load to meet, but for its sampling noise.
-        placement: where the experts are. Replicas on dead ranks get nothing.
+            are not used. Shares are fitted fully to a single window, apart from its sampling noise.
+        placement: experts by slot. Replicas on dead ranks get no share.
         topology: slots, speeds, and which ranks are alive.
-        scenarios: loads that may come; arrays [L, E] or [C, L, E] weigh as much as a window each.
-        trust: 1.0 for the best shares on these windows, 0.0 for an equal split; by default what
-            the number of windows and their noise warrant, layer by layer.
+        scenarios: possible future loads; in arrays [L, E] or [C, L, E] each weighs as one window.
+        trust: 1.0 for the best shares on these windows, 0.0 for an equal split; by default set by
+            the number of windows and their noise, layer by layer.
 
     Returns:
         The same experts and generation with new shares, the same from every source node.
@@ -90,7 +91,7 @@ def best_shares(
     Args:
         problem: windows and scenarios, and the ranks that are alive.
         placement: where the experts are; its own shares do not matter.
-        layers: for which shares are sought.
+        layers: those that get new shares.
         trust: as in ``resplit``.
 
     Raises:
@@ -109,14 +110,14 @@ def best_shares(
         gain = objective[:, 0] - objective[:, 1]
         chance = _chance(problem, layers)
         noise = np.maximum(chance, _fluctuation(problem, placement, equal, layers))
-        trusted = warranted(gain, chance, noise, len(prior))
-    # A sum of shares may end a rounding error above 1.
+        trusted = supported_part(gain, chance, noise, len(prior))
+    # A sum of shares may exceed 1 by a rounding error.
     share[layers] = np.clip(equal + trusted[..., None] * (fitted - equal), 0.0, 1.0)
     return share
 
 
 def share_floor(problem: Problem, placement: Placement, layers: NDArray[np.intp]) -> FloatArray:
-    """[n] mean imbalance over the windows that no shares of these replicas get below."""
+    """[n] lower bound of the mean imbalance over the windows for any shares of these replicas."""
     topology, held = problem.topology, placement.slot_to_expert[layers].astype(np.int64)
     work = np.ascontiguousarray(problem.scaled[layers])
     return floors(work, held, ranks_of(topology), topology.node_of_rank.astype(np.int64))
@@ -149,15 +150,15 @@ def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64
     return share
 
 
-def warranted(
+def supported_part(
     gain: FloatArray, chance: FloatArray, noise: FloatArray, num_windows: int
 ) -> FloatArray:
-    """[L] how much of the way from an equal split to the fitted shares is worth going.
+    """[L] the part of the way from an equal split to the fitted shares that windows support, 0..1.
 
-    A gain that a perfectly even placement would show too, by one window's draw, is none at all;
-    of the rest, what stands out of the noise of the windows' mean is real. Maxima of a few windows
-    promise more than they hold, whatever their noise, so their number limits trust too. One window
-    is one load to meet, with no maxima to choose between.
+    A gain within the sampling noise of one window does not count. The rest counts as real as far as
+    it exceeds the noise of the windows' mean. Shares fitted to the maxima of a few windows are
+    too optimistic whatever the noise, so the number of windows limits the part too; a single
+    window has no such limit.
 
     Measured on recorded routing with 16 windows: with the first rule new shares never made the
     mean of the next windows worse, without it by up to 0.0006 where requests are mixed
@@ -165,25 +166,25 @@ def warranted(
 
     Args:
         gain: [L] by how much the fitted shares improve the objective on these windows.
-        chance: [L] imbalance above 1 that one window shows if tokens are independent draws.
-        noise: [L] the same as the windows' differences show it, at least ``chance``.
+        chance: [L] imbalance above 1 of one window if tokens are independent samples.
+        noise: [L] the same estimated from the windows' differences, at least ``chance``.
         num_windows: scenarios included.
     """
     real = np.maximum(gain - chance, 0.0)
     noise_of_mean = noise / num_windows**0.5
     signal: FloatArray = np.zeros(len(gain))
     np.divide(real, gain + noise_of_mean, out=signal, where=real > 0)
-    most = 1.0 if num_windows == 1 else num_windows / (num_windows + HALF_TRUSTED)
+    most = 1.0 if num_windows == 1 else num_windows / (num_windows + HALF_TRUST_WINDOWS)
     return np.minimum(signal, most)
 
 
 def ranks_of(topology: Topology) -> Ranks:
-    """All live ranks in one zone, as the kernels read a topology."""
+    """A topology as kernels read it, with all live ranks in one zone."""
     return zones_for(np.zeros((1, 1)), topology, 1).ranks
 
 
 def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
-    """Windows and scenarios [n, T + C, E] in units of a fair rank's load; how likely each is."""
+    """Windows and scenarios [n, T + C, E] in units of the mean rank load; and their weights."""
     work, scenarios = problem.scaled[layers], problem.scenarios
     prior = np.full(work.shape[1], 1.0 / work.shape[1])
     if scenarios is None:
@@ -197,7 +198,7 @@ def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, Flo
 
 
 def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
-    """[n] imbalance above 1 that one window shows by the draw of its tokens."""
+    """[n] imbalance above 1 of one window by the sampling noise of its tokens."""
     routed = problem.history.tokens[problem.complete].sum(axis=2).mean(axis=0)[layers]
     num_ranks = int(problem.topology.serving.sum())
     chance: FloatArray = np.array([sampling_noise(float(each), num_ranks) for each in routed])
@@ -207,7 +208,7 @@ def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
 def _fluctuation(
     problem: Problem, placement: Placement, equal: FloatArray, layers: NDArray[np.intp]
 ) -> FloatArray:
-    """[n] imbalance above 1 that the windows show by fluctuating, under an equal split [n, S]."""
+    """[n] imbalance above 1 by fluctuation between windows, under an equal split [n, S]."""
     if len(problem.work) < FEWEST_WINDOWS:
         return np.zeros(len(layers))
     split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, equal)

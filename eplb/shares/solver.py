@@ -1,10 +1,10 @@
 """The best shares for the replicas of one layer, compiled.
 
-The busiest rank of a window is a maximum, which has no slope to follow where ranks tie. So each
-window's maximum is softened: ranks count by how near the top they are, ever more sharply from
-stage to stage. Sweeps over the replicated experts then take tokens from the replica where they
-hurt most to the one where they hurt least, as far as a Newton step goes. The same weights give a
-lower bound, and a layer is done when its shares meet it.
+The time of the busiest rank is a maximum, which has no gradient where ranks tie. So each window's
+maximum is softened: ranks count by their closeness to the busiest one, more sharply from stage to
+stage. Sweeps over the replicated experts then shift tokens from the replica with the largest slope
+to the one with the smallest, by a Newton step. The same weights give a lower bound, and a layer is
+finished when its shares reach it.
 
 Shapes:  L MoE layers, T windows, E experts, S slots.
 """
@@ -17,20 +17,20 @@ from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray, Ranks
 from eplb.shares.layout import Split, equal_split_of
 
-# The objective: so much of it is the mean of the worst part of the windows, the rest that of all.
+# The objective: weight of the mean over the worst windows (the rest: over all), and their part.
 TAIL_WEIGHT = 0.25
 TAIL_PART = 0.25
 
-# How sharply the busiest rank stands out: times count by their 2**n-th power. The first stage
-# soon finds the neighbourhood; the last errs by less than 0.1 %, but alone would take small steps.
+# Sharpness of the softened maximum: times count by their 2**n-th power. The first stage is fast but
+# approximate; the last has an error below 0.1 %, but alone would need many small steps.
 DOUBLINGS = (4, 6, 9)
 MOST_SWEEPS = 96  # of a stage
 MOST_TURNS = 3
-STALLED = 1e-3  # a sweep that brings less brings nothing
-SHIFTS = 600  # what it may take to see that a stage has stalled
+STALLED = 1e-3  # a sweep with a smaller relative gain counts as without gain
+SHIFTS = 600  # of tokens without gain after which a stage has stalled
 CLOSE_ENOUGH = 5e-3  # to the lower bound
-SETTLED = 0.1  # a sweep's change of exponents: less is for a sharper stage to refine
-FARTHEST = 2.0  # a step's change of an exponent: beyond it the slope says little
+SETTLED = 0.1  # change of the exponents in a sweep below which the next stage starts
+FARTHEST = 2.0  # largest change of an exponent in a step: beyond it the slope is not valid
 FLAT = 1e-9  # slopes that differ by less are equal
 
 
@@ -42,7 +42,7 @@ def split_layers(
 
     Args:
         work: [L, T, E] as ``Problem.scaled``; idle windows (all zero) do not count.
-        prior: [T] how likely each window is, beside the others.
+        prior: [T] probability of each window.
         held: [L, S] experts by slot, -1 for empty; each with a replica on a live rank.
         ranks: a rank of zone -1 is dead, and its slots get 0.
     """
@@ -69,7 +69,7 @@ def split_layer(
     for stage in range(len(stages)):
         doublings = stages[stage]
         if stage == len(stages) - 1 and len(split.weight) == 1:
-            patience *= 8  # a long chain of ranks passes load on in many small sweeps
+            patience *= 8  # along a long chain of ranks load moves in many small sweeps
         stalled, last = 0, np.inf
         for _ in range(MOST_SWEEPS):
             now = _soften(split, doublings)
@@ -100,7 +100,7 @@ def copy_shares(target: FloatArray, source: FloatArray) -> None:
 
 @jit
 def _patience(split: Split) -> int:
-    """Sweeps without progress after which a stage ends: more where they are cheap."""
+    """Sweeps without gain after which a stage ends: more where sweeps are cheap."""
     num_shared = 0
     for expert in range(len(split.first) - 1):
         num_replicas = split.first[expert + 1] - split.first[expert]
@@ -110,7 +110,7 @@ def _patience(split: Split) -> int:
 
 @jit
 def _soften(split: Split, doublings: int) -> float:
-    """Fill in what follows from the times, and return the objective."""
+    """Compute the softened maximum from the times, and return the objective."""
     num_ranks, num_windows = split.time.shape
     for window in range(num_windows):
         split.worst[window] = 0.0
@@ -135,7 +135,7 @@ def _sharpened(part: float, doublings: int) -> float:
 
 @jit
 def _weigh(split: Split) -> float:
-    """Every window counts, and the worst ones again; return the objective."""
+    """Weigh the windows, the worst ones more; return the objective."""
     worst, weights, prior = split.worst, split.weight, split.prior
     num_windows = len(worst)
     if num_windows == 0:
@@ -154,7 +154,7 @@ def _weigh(split: Split) -> float:
         left -= taken
         weight = (1.0 - TAIL_WEIGHT) * prior[window] + TAIL_WEIGHT * taken / tail
         objective += weight * worst[window]
-        # Half the old weight: windows that take turns as the worst end up sharing the tail.
+        # Half the old weight: windows that alternate as the worst converge to shared tail weight.
         is_first = weights[window] == 0.0
         weights[window] = weight if is_first else (weights[window] + weight) / 2.0
         split.pull[window] = weights[window] / split.total[window]
@@ -163,7 +163,7 @@ def _weigh(split: Split) -> float:
 
 @jit
 def _bound(split: Split) -> float:
-    """No shares do better: under these weights each expert's cheapest replica takes all of it."""
+    """Lower bound for any shares: with these weights, each expert on its cheapest replica."""
     bound = 0.0
     for rank in range(len(split.time)):
         for window in range(len(split.pull)):
@@ -176,7 +176,7 @@ def _bound(split: Split) -> float:
 
 @jit
 def _sweep(split: Split, doublings: int) -> float:
-    """Relieve every replicated expert's worst replicas; return the load that moved."""
+    """Shift tokens of every replicated expert by its slopes; return the load that moved."""
     moved = 0.0
     for expert in range(len(split.first) - 1):
         for _ in range(min(MOST_TURNS, split.first[expert + 1] - split.first[expert] - 1)):
@@ -189,9 +189,9 @@ def _sweep(split: Split, doublings: int) -> float:
 
 @jit
 def _steepest(split: Split, expert: int) -> tuple[int, int, float, float]:
-    """The slots where the expert's tokens hurt most and least, and by how much per share.
+    """Slots with the largest and the smallest slope of an expert's share, and these slopes.
 
-    The first one is a slot that has tokens to give.
+    The first one is a slot with a share above 0.
     """
     pull, near, work = split.pull, split.near, split.work
     high, low = -1, -1

@@ -1,13 +1,12 @@
-"""Tokens that cross nodes: how many do, how shares keep them near, and moves that leave fewer.
+"""Tokens that cross nodes: their part, shares that prefer local replicas, and moves that reduce it.
 
-A replica on the node where a token starts can serve it without the network. For every expert the
-nodes send what starts on them, and the replicas take what their shares say; sending near first
-changes who serves whose tokens and not how many each replica serves, so the ranks' loads stay
-exactly as they are. What still crosses depends on where the replicas are:
+A replica on a token's source node can serve it without the network. Preferring local replicas
+changes which tokens a replica serves and not how many, so the loads of ranks do not change. The
+part that still crosses depends on the placement:
 
     crossing of an expert = 1 - sum over nodes of min(part that starts there, part served there)
 
-Experts are taken to be chosen alike on all nodes: a history does not say where its tokens started.
+All nodes are assumed to choose experts alike, because a history has no source nodes.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks, N nodes.
 """
@@ -22,8 +21,8 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.greedy import frame_of, in_place
-from eplb.search.demand import full_bonds
-from eplb.shares.traffic_search import Ground, Toll, settle_near
+from eplb.search.demand import full_constraint_arrays
+from eplb.shares.traffic_search import CrossingCosts, SlotMap, reduce_crossing
 
 
 def tokens_of_node(problem: Problem) -> FloatArray:
@@ -46,10 +45,9 @@ def tokens_of_node(problem: Problem) -> FloatArray:
 
 
 def crossing(problem: Problem, placement: Placement) -> FloatArray:
-    """[L] part of a layer's tokens that another node serves than the one they start on.
+    """[L] part of a layer's tokens that is served on another node than their source node.
 
-    By the placement's shares for each source node; without such, by shares that are the same from
-    every node, which pay no heed to where a token is.
+    By the placement's shares for each source node; without those, by its shares for all nodes.
     """
     starts, heat = tokens_of_node(problem), _heat(problem)
     shares = placement.source_share
@@ -63,12 +61,12 @@ def crossing(problem: Problem, placement: Placement) -> FloatArray:
     return np.clip(crosses, 0.0, 1.0)
 
 
-def near_first(problem: Problem, placement: Placement) -> Placement:
-    """The same placement and load on every rank, with as few tokens crossing nodes as there can be.
+def with_local_shares(problem: Problem, placement: Placement) -> Placement:
+    """The same placement and loads of ranks, with the fewest tokens that cross nodes.
 
     Returns:
-        A placement with ``source_share``: replicas on the source's own node take as much of its
-        tokens as their share of all allows, and the rest goes where share is left.
+        A placement with ``source_share``: replicas on the source node take as much of its tokens as
+        their share allows, and the rest goes to replicas with share left.
     """
     topology, starts = problem.topology, tokens_of_node(problem)
     share, held = placement.slot_share, np.maximum(placement.slot_to_expert, 0)
@@ -96,15 +94,15 @@ def near_first(problem: Problem, placement: Placement) -> Placement:
     )
 
 
-def nearer(problem: Problem, placement: Placement) -> Placement:
-    """``placement`` with replicas moved while balance and crossing together gain by it.
+def with_less_crossing(problem: Problem, placement: Placement) -> Placement:
+    """``placement`` with replicas moved while balance and crossing together gain.
 
-    Keeps the budget of moves, and to what bonds experts: pinned ones and those that must be in
-    several failure domains stay, and expert groups that are kept on nodes leave nothing to do.
+    Respects the budget of moves and the constraints: experts that are pinned or must be in several
+    failure domains do not move. With expert groups that stay on nodes it changes nothing.
     """
     most = problem.max_moves if problem.current is not None else None
     held = placement.slot_to_expert.astype(np.int64)
-    toll = Toll(
+    costs = CrossingCosts(
         tokens_of_node(problem),
         _heat(problem),
         problem.cost.node_traffic,
@@ -112,23 +110,23 @@ def nearer(problem: Problem, placement: Placement) -> Placement:
         -1 if most is None else most,
     )
     base = held if problem.current is None else problem.current.slot_to_expert.astype(np.int64)
-    settle_near(np.ascontiguousarray(problem.scaled), held, base, ground_of(problem), toll)
+    reduce_crossing(np.ascontiguousarray(problem.scaled), held, base, slot_map_of(problem), costs)
     if problem.current is not None:
         held = in_place(held, problem.current.slot_to_expert, problem.topology, problem.room)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
 
 
-def ground_of(problem: Problem) -> Ground:
-    """Where experts may go, and which ones stay because constraints bind them."""
+def slot_map_of(problem: Problem) -> SlotMap:
+    """Ranks and nodes of slots, ready ranks, and experts that constraints keep in place."""
     topology = problem.topology
     frame = frame_of(problem)
     stays: BoolArray = np.zeros((problem.history.num_layers, problem.num_experts), dtype=np.bool_)
     ready = np.ones(topology.num_ranks, dtype=np.bool_)
     if problem.constraints.binds_experts:
-        bonds = full_bonds(problem, frame.zones)
-        stays = (bonds.spread > 1) | bonds.pinned.any(axis=1)
-        ready = bonds.ready
-    return Ground(frame.zones.ranks, topology.node_of_rank.astype(np.int64), ready, stays)
+        constraints = full_constraint_arrays(problem, frame.zones)
+        stays = (constraints.spread > 1) | constraints.pinned.any(axis=1)
+        ready = constraints.ready
+    return SlotMap(frame.zones.ranks, topology.node_of_rank.astype(np.int64), ready, stays)
 
 
 def _heat(problem: Problem) -> FloatArray:
@@ -142,7 +140,7 @@ def _heat(problem: Problem) -> FloatArray:
 
 
 def _by_node(share: FloatArray, placement: Placement, topology: Topology) -> FloatArray:
-    """[L, E, N] what the slots of each node take of each expert, for shares [L, S]."""
+    """[L, E, N] part of each expert's tokens that each node serves, for shares [L, S]."""
     num_layers, num_experts, num_nodes = len(share), placement.num_experts, topology.num_nodes
     layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
     expert = placement.slot_to_expert[layer, slot]

@@ -1,8 +1,8 @@
 """The configuration of a rank: plain values, alike on every rank of a deployment.
 
-Nothing here reads a file or the environment; what does can fill these classes field by field. Host
-weight caches are configured by ``rebalance.preload.cache.settings.HostCacheSettings``, controllers
-by ``rebalance.controller.loop.ControllerSettings``.
+Nothing here reads a file or the environment; code that does can fill these classes field by field.
+Host weight caches are configured by ``rebalance.preload.cache.cache_settings.HostCacheSettings``,
+controllers by ``rebalance.controller.loop.ControllerSettings``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from eplb.core.load import Phase
 from eplb.errors import ConfigError
-from rebalance.stage.settings import StageSettings
-from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.stage.stage_settings import StageSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.reporter.drain import AT_ONCE, Tempo
 from telemetry.reporter.spool import DEFAULT_BYTES, Spool

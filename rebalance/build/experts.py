@@ -20,15 +20,15 @@ from eplb.errors import ConfigError
 from rebalance.build.config import RankConfig
 from rebalance.build.group import RankGroups
 from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.wire import HostCacheAddress
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.transport.choice import KnownRecords, choose_transport
 from rebalance.transport.interface import WeightTransport
-from rebalance.transport.processes import Peers, RankMemory, SharedPeers, ranks_beside
+from rebalance.transport.processes import MappedPeers, Peers, RankMemory, ranks_beside
 from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.wire import GroupName
+from rebalance.transport.ranks.messages import GroupName
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
@@ -161,8 +161,7 @@ def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -
     if memory.unmapped:
         raise ConfigError(memory.unmapped)
     if bank.device.type != "cuda":
-        return SharedPeers(place.rank, place.topology, bank, handles)
-    from rebalance.transport.gpus import SymmetricPeers
+        return MappedPeers(place.rank, place.topology, bank, handles.__getitem__)
     from runtime.memory.symmetric import SymmetricArena
 
     if not isinstance(bank.arena, SymmetricArena):
@@ -170,4 +169,4 @@ def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -
             f"rank {place.rank}: other ranks cannot map the memory of its experts, "
             f"expected a SymmetricArena, found {type(bank.arena).__name__}"
         )
-    return SymmetricPeers(place.rank, place.topology, bank, bank.arena)
+    return MappedPeers(place.rank, place.topology, bank, bank.arena.peer)

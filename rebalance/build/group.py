@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +16,10 @@ from torch._C._distributed_c10d import Store
 
 from eplb.errors import RankError
 from rebalance.build.config import NetworkConfig
+from rebalance.protocol.liveness import is_loopback
 from runtime.group.listeners import gloo_listeners_closed
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @dataclass(frozen=True)
@@ -92,3 +98,19 @@ def _new_votes(network: NetworkConfig) -> dist.ProcessGroup:
     votes = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(votes, dist.ProcessGroup), "every rank is a member"
     return votes
+
+
+def interface_of(address: str) -> str | None:
+    """Name the interface that has an address; None: it is not known, or of IPv6."""
+    if is_loopback(address):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, request)[20:24]
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found) == address:
+                return name
+    return None

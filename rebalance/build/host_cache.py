@@ -7,10 +7,10 @@ from pathlib import Path
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
 

@@ -28,6 +28,7 @@ from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery.survivors import membership_of_start
+from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
@@ -69,6 +70,7 @@ def build_rank(
     model: ModelShape,
     experts: ExpertSchema | ExpertBank,
     store: LoadStore | Path | str,
+    passes: StepCounter | None = None,
 ) -> BuiltRank:
     """Build a rank up to the point where its agent can start; collective.
 
@@ -80,6 +82,8 @@ def build_rank(
             the rank's host. Or the engine's own memory, which it has filled by the placement of the
             store; see ``committed_placement``.
         store: of the deployment, open or by its URL.
+        passes: counts the forward passes of this process (``runtime.passes.PassCounter``). ``step``
+            may then be called without a number, and refuses a number that differs from the count.
 
     Raises:
         ConfigError: configuration, model, placement and place do not fit together.
@@ -104,6 +108,7 @@ def build_rank(
         agent_settings(config, place.run, place.topology, place.device.type, membership),
         HeldExperts(place.rank, first.bank, first.digests, placement),
         Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
+        passes,
     )
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
 

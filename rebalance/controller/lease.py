@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
+from eplb.clock import Clock
 from eplb.errors import FencedOut, StoreError
 from telemetry.store import ElectionStore, Lease, LeaseOf
 from telemetry.stores.holder import new_holder
@@ -46,7 +46,7 @@ class ControllerLease:
         ttl_s: float,
         *,
         of: LeaseOf = "controller",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._store, self.holder, self._ttl_s, self._clock = store, holder, ttl_s, clock
         self._of = of

@@ -7,17 +7,17 @@ the store: the first at once, later ones at most once a minute.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from eplb.clock import Clock
 from eplb.core.load import Phase
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.store import LoadStore, RunInfo
+from telemetry.windows.folder import Window, WindowFolder
 from telemetry.windows.intake import Intake, Outcome
-from telemetry.windows.run_windows import Folder, folder_of
-from telemetry.windows.step_windows import Window
+from telemetry.windows.run_windows import folder_of
 
 REPORT_EVERY_S = 60.0
 # What should not happen; repeated and late samples are what an outage of the store leaves.
@@ -34,7 +34,7 @@ class Group:
     run: RunInfo
     model: ModelShape
     topology: Topology
-    folder: Folder
+    folder: WindowFolder
     intake: Intake
     phase: Phase | None = None  # planned on alone; None: all phases together
 
@@ -51,7 +51,7 @@ class Arrivals:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, store: LoadStore, phase: Phase | None, clock: Callable[[], float]) -> None:
+    def __init__(self, store: LoadStore, phase: Phase | None, clock: Clock) -> None:
         self._store, self._phase, self._clock = store, phase, clock
         self._group: Group | None = None
 

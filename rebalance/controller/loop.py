@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from eplb.core.load import LoadHistory, Phase
+from eplb.clock import Clock
+from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
-from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel, Decision
-from eplb.errors import EplbError, FencedOut, StaleGeneration, StoreError
+from eplb.decision.gate import Decision
+from eplb.errors import ConfigError, EplbError, FencedOut, StaleGeneration, StoreError
 from eplb.explanation.figures import finite
-from eplb.migration.build import Migration, Pace, build_migration
+from eplb.migration.build import Migration, build_migration
 from eplb.migration.candidates import Candidates, candidates_for
 from eplb.migration.spares import compact, expand
 from eplb.planner import Plan, plan
@@ -30,40 +29,18 @@ from eplb.policies.table import policy_named
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
+from rebalance.controller.settings import ControllerSettings as ControllerSettings
+from rebalance.controller.settings import LiveReader
 from rebalance.controller.track_record import TrackRecord
 from telemetry.drift.detector import LOOK_BACK, planning_history
 from telemetry.log_context import set_log_fields
-from telemetry.retention.pruning import Keeper, Retention
-from telemetry.store import LoadStore, Task
-from telemetry.windows.step_windows import Window, history
+from telemetry.retention.pruning import Keeper
+from telemetry.store import LoadStore, Task, TaskResult
+from telemetry.windows.folder import Window, history
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ControllerSettings:
-    """Settings of the controller."""
-
-    policy: str = "auto"
-    plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
-    cost: CostModel = field(default_factory=CostModel)
-    budget: Budget = field(default_factory=Budget)
-    pace: Pace = field(default_factory=Pace)
-    seed: int = 0
-    migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
-    phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
-    retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
-    lease_ttl_s: float = (
-        10.0  # longer than a plan takes; no controller leads for so long after a death
-    )
-    keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
-
-    @property
-    def spare_slots(self) -> int:
-        """EMPTY slots that every rank keeps in each layer; no policy plans on them."""
-        return self.pace.spare_slots
 
 
 class Controller:
@@ -74,6 +51,7 @@ class Controller:
             its death may reuse the name; the new process then need not wait for the lease to
             expire.
         clock: seconds since the epoch.
+        monotonic: of the lease, and of how long a plan takes.
 
     Raises:
         ConfigError: the settings name a policy that is not there.
@@ -85,18 +63,22 @@ class Controller:
         settings: ControllerSettings,
         *,
         holder: str | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
+        monotonic: Clock = time.monotonic,
     ) -> None:
         policy_named(settings.policy)
         self._store, self._settings, self._clock = store, settings, clock
-        self._lease = ControllerLease(store, holder or new_holder(), settings.lease_ttl_s)
+        self._monotonic, self._live = monotonic, LiveReader(store, settings)
+        self._lease = ControllerLease(
+            store, holder or new_holder(), settings.lease_ttl_s, clock=monotonic
+        )
         self._arrivals = Arrivals(store, settings.phase, clock)
         self._group: Group | None = None
         self._planned_window = -1  # newest window that was planned on
         self._noted_window = -1  # newest window whose KEEP was recorded
         self._noted_decision = ""
         self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
-        self._open = OpenPlan(store, settings.migration_deadline_s, clock)
+        self._open = OpenPlan(store, clock)
         self._noted_errors: set[str] = set()
         self._track: TrackRecord | None = None  # read once this one leads
         self._keeper, self._kept_at = Keeper(store, settings.retention), clock()
@@ -134,16 +116,25 @@ class Controller:
     def _lead(self, group: Group) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
+        self._follow_live_settings()
         open_migration = self._store.published()
         if open_migration is not None:
             states = self._store.rank_states(group.run.run)
             served = self._served_weights()
-            self._open.watch(open_migration, states, served, fence=self._lease.token)
+            deadline_s, fence = self._settings.migration_deadline_s, self._lease.token
+            self._open.watch(open_migration, states, served, deadline_s=deadline_s, fence=fence)
         self._work_off_tasks(group)
         # Asked again: a task may have published meanwhile, and a second MOVE would be noted.
         if open_migration is None and self._store.published() is None:
             self._plan_if_due(group)
         self._keep_if_due()
+
+    def _follow_live_settings(self) -> None:
+        """Take over live settings; values that cannot be used leave the settings as they are."""
+        try:
+            self._settings = self._live.read()
+        except ConfigError as exc:
+            self._note_error("settings", exc)
 
     def _keep_if_due(self) -> None:
         """Roll up and forget old load."""
@@ -163,10 +154,10 @@ class Controller:
             self._store.add_event("error", {"where": where, "message": str(exc)})
 
     def _served_weights(self) -> int | None:
-        """Version of the weights that every rank reports; None while they differ."""
+        """Version of the weights that every rank reports; None while they differ or none has."""
         assert self._group is not None, "asked about ranks that serve"
         states = self._store.rank_states(self._group.run.run)
-        versions = {int(state.detail.get("weights_version", 0)) for state in states} or {0}
+        versions = {state.weights_version for state in states}
         return versions.pop() if len(versions) == 1 else None
 
     # -- plans
@@ -211,7 +202,7 @@ class Controller:
             unseen = min(unseen, past.num_windows)  # a change of load restarts the count
         if spare_slots:
             current, topology = compact(current, topology, spare_slots)
-        begun = time.perf_counter()
+        begun = self._monotonic()
         proposal = plan(
             past,
             topology,
@@ -224,7 +215,7 @@ class Controller:
             unseen=unseen,
             record=track.record,
         )
-        took_s = round(time.perf_counter() - begun, 4)
+        took_s = round(self._monotonic() - begun, 4)
         self._how = {"plan_seconds": took_s, "windows": past.num_windows}
         self._lease.check()  # a plan may take long, and what comes next is written down
         return proposal
@@ -249,7 +240,8 @@ class Controller:
         served = self._served_weights()
         if served is None:
             log.info(
-                "generation=%d not published: ranks serve different weights", target.generation
+                "generation=%d not published: no weights version that all ranks report",
+                target.generation,
             )
             return None
         migration = build_migration(
@@ -302,7 +294,7 @@ class Controller:
             except FencedOut:
                 raise  # the new leader ends the task
             except EplbError as exc:
-                self._store.finish(task.id, "failed", {"error": str(exc)}, fence=fence)
+                self._store.finish(task.id, "failed", TaskResult(error=str(exc)), fence=fence)
                 log.info("task=%d kind=%s failed: %s", task.id, task.kind, exc)
             else:
                 self._store.finish(task.id, "done", result, fence=fence)
@@ -317,9 +309,10 @@ class Controller:
         """
         for task in self._store.tasks("running"):
             reason = "the controller exited during this task, expected it to be submitted again"
-            self._store.finish(task.id, "failed", {"error": reason}, fence=self._lease.token)
+            result = TaskResult(error=reason)
+            self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
-    def _work_off(self, group: Group, task: Task) -> Mapping[str, Any]:
+    def _work_off(self, group: Group, task: Task) -> TaskResult:
         if task.kind not in ("rebalance", "explain"):
             raise EplbError(
                 f"task {task.id} is of kind {task.kind!r}, expected 'rebalance' or 'explain'"
@@ -332,17 +325,15 @@ class Controller:
         proposal = self._plan(group, past, committed.placement, policy)
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
-            return proposal.explain(layer, expert).to_dict()
-        result = proposal.to_dict() | {"dry_run": bool(task.request.get("dry_run", True))}
-        if result["dry_run"] or proposal.decision is Decision.KEEP:
-            return result | {"published": False}
+            return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+        is_dry = bool(task.request.get("dry_run", True))
+        detail = proposal.to_dict() | {"dry_run": is_dry}
+        if is_dry or proposal.decision is Decision.KEEP:
+            return TaskResult(detail=detail)
         self._refuse_if_held_back()
         self._note(proposal, self._planned_window, trigger="request")
         migration = self._publish(group, proposal, committed.placement)
-        return result | {
-            "published": migration is not None,
-            "plan_id": migration.plan_id if migration else None,
-        }
+        return TaskResult(plan_id=migration.plan_id if migration else 0, detail=detail)
 
     def _refuse_if_held_back(self) -> None:
         control = self._store.control()

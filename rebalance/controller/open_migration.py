@@ -7,8 +7,9 @@ that no rank has adopted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from eplb.clock import Clock
 from eplb.migration.build import Migration
 from telemetry.store import LoadStore, Outcome, RankState
 
@@ -22,12 +23,11 @@ class OpenPlan:
 
     Args:
         store: where it is open.
-        deadline_s: for a migration, from when it was first seen.
         clock: of seconds.
     """
 
-    def __init__(self, store: LoadStore, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._store, self._deadline_s, self._clock = store, deadline_s, clock
+    def __init__(self, store: LoadStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
 
     def watch(
@@ -36,6 +36,7 @@ class OpenPlan:
         states: Sequence[RankState],
         served_weights: int | None,
         *,
+        deadline_s: float,
         fence: int,
     ) -> None:
         """Withdraw the migration if that is due.
@@ -44,12 +45,13 @@ class OpenPlan:
             migration: the open migration of the store.
             states: latest reports of the ranks that serve now.
             served_weights: version of the weights on all of them; None while they differ.
+            deadline_s: for a migration, from when it was first seen.
             fence: the token of the controller's lease.
 
         Raises:
             FencedOut: another controller holds the lease now.
         """
-        objection = self._objection(migration, states, served_weights)
+        objection = self._objection(migration, states, served_weights, deadline_s)
         if objection is None:
             return
         outcome, reason = objection
@@ -59,7 +61,11 @@ class OpenPlan:
             log.log(level, "plan_id=%d withdrawn: %s", migration.plan_id, reason)
 
     def _objection(
-        self, migration: Migration, states: Sequence[RankState], served_weights: int | None
+        self,
+        migration: Migration,
+        states: Sequence[RankState],
+        served_weights: int | None,
+        deadline_s: float,
     ) -> tuple[Outcome, str] | None:
         plan_id, version = migration.plan_id, migration.weights_version
         committed = self._store.committed()
@@ -76,6 +82,6 @@ class OpenPlan:
             return "aborted", SWITCHED_OFF
         if self._open_since[0] != plan_id:
             self._open_since = (plan_id, self._clock())
-        if self._clock() - self._open_since[1] > self._deadline_s:
-            return "aborted", f"not finished in {self._deadline_s:.0f} s"
+        if self._clock() - self._open_since[1] > deadline_s:
+            return "aborted", f"not finished in {deadline_s:.0f} s"
         return None

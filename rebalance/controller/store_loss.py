@@ -12,7 +12,8 @@ import logging
 from typing import Protocol
 
 from eplb.core.placement import Placement
-from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.live import LiveState
+from telemetry.store import LoadStore, RankState, RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -33,28 +34,28 @@ class StoreLoss:
     def __init__(self, store: LoadStore, serving: Serving) -> None:
         self._store, self._serving = store, serving
         self._run: RunInfo | None = None
-        self._control: Control | None = None
+        self._live: LiveState | None = None
 
-    def is_restored(self, control: Control) -> bool:
+    def is_restored(self, live: LiveState) -> bool:
         """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
-            control: the switches as they were read last.
+            live: the live settings as they were read last.
 
         Raises:
             StoreError: the store failed.
         """
         if self._store.committed() is not None:
-            self._control = control
+            self._live = live
             if self._run is None:
                 self._run = self._own_run()
             return False
-        if self._run is None or self._control is None:
+        if self._run is None or self._live is None:
             return False  # nothing was committed yet that could be lost
         state, (placement, plan_id) = self._serving.describe(), self._serving.settled()
         reason = f"rank {state.rank} found no placement in the store: the store lost its contents"
         if self._store.restore(
-            self._run, placement, self._control, last_plan_id=plan_id, reason=reason
+            self._run, placement, self._live, last_plan_id=plan_id, reason=reason
         ):
             log.error("generation=%d %s; state restored", placement.generation, reason)
         return True

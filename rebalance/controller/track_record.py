@@ -7,6 +7,7 @@ stored as an event, so that a restarted controller continues from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,10 +16,21 @@ from eplb.core.topology import Topology
 from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 from eplb.decision.promises import ENOUGH, Promise, Record
+from telemetry.events import read_event
 from telemetry.store import EventStore, events_backwards
-from telemetry.windows.step_windows import Window
+from telemetry.windows.folder import Window
 
 KIND = "promise"  # of the event
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Detail of the event: what a plan promised and gave, and the sums with it."""
+
+    generation: int
+    promised: float
+    given: float
+    record: list[float]  # promised, given
 
 
 class TrackRecord:
@@ -62,20 +74,18 @@ class TrackRecord:
         given = promise.given(np.stack([window.tokens for window in windows[-count:]]), topology)
         self.record = self.record.with_plan(promise.gain, given)
         self._open = None
-        self._store.add_event(
-            KIND,
-            {
-                "generation": promise.target.generation,
-                "promised": round(promise.gain, 6),
-                "given": round(given, 6),
-                "record": [self.record.promised, self.record.given],
-            },
+        judgement = Judgement(
+            promise.target.generation,
+            round(promise.gain, 6),
+            round(given, 6),
+            [self.record.promised, self.record.given],
         )
+        self._store.add_event(KIND, vars(judgement))
 
 
 def _latest(store: EventStore) -> Record:
     newest = next(events_backwards(store, (KIND,)), None)
     if newest is None:
         return Record()
-    promised, given = newest.detail["record"]
+    promised, given = read_event(newest, Judgement).record
     return Record(float(promised), float(given))

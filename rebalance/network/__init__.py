@@ -1,1 +1,1 @@
-"""Framed messages between hosts: listener, handshake, back-off, throttle."""
+"""Framed messages between hosts and local processes: listener, handshake, back-off, throttle."""

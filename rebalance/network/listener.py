@@ -1,4 +1,4 @@
-"""TCP listener: one thread accepts, and each client is served by its own thread.
+"""Listener: one thread accepts, and each client is served by its own thread.
 
 A client must prove that it has the deployment's secret; before that it receives only a nonce. The
 owner (host cache or rank) serves the connection after the handshake.
@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from eplb.errors import MigrationError
-from rebalance.network.wire import Message, Wire, server_handshake
+from rebalance.network.frames import Message, Wire, break_off
+from rebalance.network.handshake import server_handshake
 
 MAX_CLIENTS = 64  # open connections of one listener; further clients are refused
 HANDSHAKE_DEADLINE_S = 5.0
@@ -27,49 +29,94 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ListenerSettings:
-    """Address, protocol and limits of a listener."""
+    """Protocol and limits of a listener."""
 
-    peer_kind: str  # "host" or "rank", for messages and for the names of threads
-    address: tuple[str, int]
+    peer_kind: str  # "host", "rank" or "local rank", for messages and for the names of threads
     protocol: str
     secret: bytes = field(repr=False)
     silence_s: float  # without a byte, after which the connection is closed
+    handshake_s: float = HANDSHAKE_DEADLINE_S  # for all of it, however slowly bytes come
+
+
+class Admission(Protocol):
+    """Which clients are served. ``admit`` belongs to one thread; the rest is thread-safe."""
+
+    def admit(self, client: socket.socket) -> bool:
+        """Return whether a client gets a thread; ``leave`` ends it. A refusal is logged or sent."""
+
+    def authenticated(self, client: socket.socket) -> None:
+        """Note that a client has proved the secret."""
+
+    def leave(self, client: socket.socket, failure: str) -> None:
+        """Note that a client is served no more; ``failure`` says why it was never authenticated."""
+
+
+class ClientLimit:
+    """Admits ``MAX_CLIENTS`` clients; further ones receive the reason."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_clients = threading.Lock(), 0
+
+    def admit(self, client: socket.socket) -> bool:
+        """Return whether there is room for a client."""
+        with self._lock:
+            has_room = self._num_clients < MAX_CLIENTS
+            self._num_clients += has_room
+        if not has_room:
+            try:
+                # Nothing was sent before, so there is room for this: it never waits.
+                wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
+                wire.send({"refused": f"connection limit reached: {MAX_CLIENTS} clients connected"})
+            except (MigrationError, OSError) as exc:
+                log.warning("connection limit reached, refusal not sent: %s", exc)
+        return has_room
+
+    def authenticated(self, client: socket.socket) -> None:
+        """Ignored: the limit counts all clients."""
+
+    def leave(self, client: socket.socket, failure: str) -> None:
+        """Make room."""
+        with self._lock:
+            self._num_clients -= 1
+        if failure:
+            log.warning("%s", failure)
 
 
 class ConnectionListener:
-    """Listens until ``close``.
+    """Accepts on ``listening``, which it closes, until ``close``.
 
     Args:
-        settings: address, protocol and limits.
+        listening: a socket of ``listen``, or a Unix socket.
+        settings: protocol and limits.
         hello: what an authenticated client receives about the owner.
         serve: serves one client, on that client's thread; it sets its own deadline.
         is_closing: set on close, so that waits in ``serve`` can end.
-
-    Raises:
-        MigrationError: the address cannot be listened on.
+        admission: which clients are served; by default ``ClientLimit``.
     """
 
     def __init__(
         self,
+        listening: socket.socket,
         settings: ListenerSettings,
         hello: Callable[[], Message],
         serve: Callable[[Wire], None],
         is_closing: threading.Event,
+        admission: Admission | None = None,
     ) -> None:
         self._settings, self._hello, self._serve = settings, hello, serve
-        self._is_closing = is_closing
+        self._is_closing, self._admission = is_closing, admission or ClientLimit()
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, threading.Thread] = {}
-        self._listening = _listen(settings)
+        self._listening = listening
         name = f"{settings.peer_kind}-accept"
         self._accepting = threading.Thread(target=self._accept, name=name, daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
-        name = f"{self._settings.peer_kind}-client"
         while not self._is_closing.is_set():
             try:
-                client, (host, *_) = self._listening.accept()
+                client, address = self._listening.accept()
+                is_admitted = self._admission.admit(client)
             except OSError as exc:
                 if not self._is_closing.is_set():
                     log.warning(
@@ -77,54 +124,53 @@ class ConnectionListener:
                     )
                     self._is_closing.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
                 continue
-            args = client, str(host)
-            thread = threading.Thread(target=self._serve_client, args=args, name=name, daemon=True)
-            with self._lock:
-                has_room = len(self._clients) < MAX_CLIENTS
-                if has_room:
-                    self._clients[client] = thread
-            if has_room:
-                thread.start()
+            if is_admitted:
+                kind = self._settings.peer_kind
+                self._start(client, f"{kind} {address[0]}" if address else kind)  # Unix has none
             else:
-                self._refuse_client(client)
+                client.close()
 
-    def _refuse_client(self, client: socket.socket) -> None:
-        with client:
+    def _start(self, client: socket.socket, name: str) -> None:
+        def run() -> None:
             try:
-                # Nothing was sent before, so there is room for this: it never waits.
-                wire = Wire(client, time.monotonic() + self._settings.silence_s, REFUSAL_TIMEOUT_S)
-                wire.send({"refused": f"connection limit reached: {MAX_CLIENTS} clients connected"})
-            except (MigrationError, OSError) as exc:
-                log.warning("connection limit reached, refusal not sent: %s", exc)
+                with client:
+                    self._serve_client(client, name)
+            finally:
+                with self._lock:
+                    self._clients.pop(client, None)
+
+        thread_name = f"{self._settings.peer_kind}-client"
+        thread = threading.Thread(target=run, name=thread_name, daemon=True)
+        with self._lock:
+            self._clients[client] = thread
+        thread.start()
 
     def _serve_client(self, client: socket.socket, name: str) -> None:
         """Serve one client, on its own thread."""
-        settings = self._settings
+        settings, failure, is_authenticated = self._settings, "", False
         try:
-            with client:
-                wire = Wire(client, time.monotonic() + HANDSHAKE_DEADLINE_S, settings.silence_s)
-                server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
-                self._serve(wire)
+            wire = Wire(client, time.monotonic() + settings.handshake_s, settings.silence_s)
+            server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
+            is_authenticated = True
+            self._admission.authenticated(client)
+            self._serve(wire)
         except (MigrationError, OSError) as exc:
-            if not self._is_closing.is_set():
-                log.warning("%s %s: connection failed: %s", settings.peer_kind, name, exc)
+            failure = f"{name}: connection failed: {exc}"
         except (KeyError, TypeError, ValueError) as exc:
-            log.error(
-                "%s %s: malformed request; closing the connection: %r",
-                settings.peer_kind,
-                name,
-                exc,
-            )
+            log.error("%s: malformed request; closing the connection: %r", name, exc)
         finally:
-            with self._lock:
-                self._clients.pop(client, None)
+            if self._is_closing.is_set():
+                failure = ""
+            elif failure and is_authenticated:
+                log.warning("%s", failure)
+            self._admission.leave(client, "" if is_authenticated else failure)
 
     def stop(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections; the address is free then."""
         self._is_closing.set()
-        self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
-        self._listening.close()
+        break_off(self._listening)  # ends the accept, which close alone does not
         self._accepting.join(CLOSE_DEADLINE_S)
+        self._listening.close()
 
     def close(self) -> None:
         """Stop accepting connections and close those that are open."""
@@ -133,19 +179,21 @@ class ConnectionListener:
         with self._lock:
             clients = dict(self._clients)
         for client, thread in clients.items():
-            try:
-                client.shutdown(socket.SHUT_RDWR)
-            except OSError as exc:
-                log.debug("client connection already closed: %s", exc)
+            break_off(client)
             thread.join(CLOSE_DEADLINE_S)
 
 
-def _listen(settings: ListenerSettings) -> socket.socket:
-    host, port = settings.address
+def listen(address: tuple[str, int], peer_kind: str) -> socket.socket:
+    """Listen at a TCP address.
+
+    Raises:
+        MigrationError: the address is taken, or none of this machine.
+    """
+    host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
+        return socket.create_server(address, family=family, backlog=MAX_CLIENTS)
     except OSError as exc:
         raise MigrationError(
-            f"cannot listen for other {settings.peer_kind}s on {host} port {port}: {exc}"
+            f"cannot listen for other {peer_kind}s on {host} port {port}: {exc}"
         ) from exc

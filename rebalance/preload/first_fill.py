@@ -28,12 +28,11 @@ def fill_bank(
     Raises:
         MigrationError: a record cannot be read, or a slot does not hold what was read.
     """
-    places = {
-        (layer, expert): slot
-        for layer, slots in enumerate(held)
-        for slot, expert in enumerate(slots)
-        if expert >= 0
-    }
+    places: dict[Record, list[int]] = {}  # a rank may hold an expert in two slots
+    for layer, slots in enumerate(held):
+        for slot, expert in enumerate(slots):
+            if expert >= 0:
+                places.setdefault((layer, expert), []).append(slot)
     deadline = time.monotonic() + deadline_s
     # Not all at once: a small host cache has no room for them, and reading goes on while one is
     # copied.
@@ -44,17 +43,31 @@ def fill_bank(
         found, _ = host_cache.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
         host_cache.hint(following)
         for record, expected in zip(batch, found, strict=True):
-            layer, slot = record[0], places[record]
-            host_cache.read(record, bank.live(layer, slot))
-            if bank.digest(layer, slot) != expected:
-                # The host's memory may have been damaged since: its disk is a second try.
-                left_s = max(0.0, deadline - time.monotonic())
-                expected = host_cache.reload(record, deadline_s=left_s)
-                host_cache.read(record, bank.live(layer, slot))
-            if bank.digest(layer, slot) != expected:
-                raise MigrationError(
-                    f"layer {layer} slot {slot}: digest mismatch after loading expert {record[1]}"
-                )
+            for slot in places[record]:
+                expected = _fill_slot(bank, record, slot, expected, host_cache, deadline)
             digests[record] = expected
         host_cache.release(batch)
     return digests
+
+
+def _fill_slot(
+    bank: ExpertBank,
+    record: Record,
+    slot: int,
+    expected: Digest,
+    host_cache: HostCacheClient,
+    deadline: float,
+) -> Digest:
+    """Copy a leased record into a slot and prove it there; return its digest."""
+    layer, expert = record
+    host_cache.read(record, bank.live(layer, slot))
+    if bank.digest(layer, slot) != expected:
+        # The host's memory may have been damaged since: its disk is a second try.
+        left_s = max(0.0, deadline - time.monotonic())
+        expected = host_cache.reload(record, deadline_s=left_s)
+        host_cache.read(record, bank.live(layer, slot))
+    if bank.digest(layer, slot) != expected:
+        raise MigrationError(
+            f"layer {layer} slot {slot}: digest mismatch after loading expert {expert}"
+        )
+    return expected

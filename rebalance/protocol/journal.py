@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from eplb.clock import Clock
 from eplb.core.bounded_json import decode_json
 from rebalance.protocol.ballot import Ballot, Verdict
 from rebalance.protocol.phases import Phase, RankPhase
@@ -69,6 +70,8 @@ class Journal:
         rank: the rank of this journal.
         max_bytes: a larger file is renamed to ``.1``, which replaces the previous one.
         capacity: maximum number of queued entries.
+        clock: seconds since the epoch.
+        monotonic: of the entries' second time, which never jumps.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Journal:
         *,
         max_bytes: int = 4_000_000,
         capacity: int = 4096,
+        clock: Clock = time.time,
+        monotonic: Clock = time.monotonic,
     ) -> None:
         self.path = folder / f"rank-{rank:04d}.jsonl"
         self._run, self._rank, self._max_bytes = run, rank, max_bytes
@@ -86,6 +91,7 @@ class Journal:
         self._num_noted = 0
         self._waiting: deque[Entry] = deque()
         self._capacity = capacity
+        self._clock, self._monotonic = clock, monotonic
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._write, name="eplb-journal", daemon=True)
@@ -95,7 +101,7 @@ class Journal:
         """Queue an entry; drop the oldest one if the queue is full."""
         with self._changed:
             self._num_noted += 1
-            place = (self._run, self._rank, self._num_noted, time.time(), time.monotonic())
+            place = (self._run, self._rank, self._num_noted, self._clock(), self._monotonic())
             if len(self._waiting) == self._capacity:
                 self._waiting.popleft()
                 self.num_dropped += 1

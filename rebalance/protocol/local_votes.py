@@ -31,10 +31,21 @@ class LocalVotes:
             self._dead.add(rank)
             self._changed.notify_all()
 
+    def revive(self, rank: int) -> None:
+        """Mark a rank as alive again."""
+        with self._changed:
+            self._dead.discard(rank)
+
     def dead(self) -> frozenset[int]:
         """Ranks that were killed."""
         with self._changed:
             return frozenset(self._dead)
+
+    @property
+    def num_votes(self) -> int:
+        """Votes that at least one rank has cast."""
+        with self._changed:
+            return len(self._ballots)
 
     def add(self, rank: int, number: int, ballot: list[int]) -> None:
         """Add one rank's ballot to a vote."""

@@ -103,14 +103,14 @@ def see_plan(state: RankPhase, plan: PlanRef) -> RankPhase:
         return state
     if plan.base_generation != state.generation or plan.weights_version != state.weights_version:
         return state
-    return _move(replace(state, plan=plan), Phase.PRELOAD)
+    return transition(replace(state, plan=plan), Phase.PRELOAD)
 
 
 def preloaded(state: RankPhase, plan_id: int) -> RankPhase:
     """Note that the host holds every record that this rank takes from it."""
     if not _works_on(state, plan_id):
         return state
-    return _settle(replace(state, is_preloaded=True))
+    return advance(replace(state, is_preloaded=True))
 
 
 def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
@@ -118,7 +118,7 @@ def staged(state: RankPhase, plan_id: int, num_transactions: int) -> RankPhase:
     if not _works_on(state, plan_id):
         return state
     assert num_transactions > state.prepared, "transactions are staged in order, once"
-    return _settle(replace(state, prepared=num_transactions))
+    return advance(replace(state, prepared=num_transactions))
 
 
 def may_stage(state: RankPhase, reads_after: int) -> bool:
@@ -167,7 +167,7 @@ def serve_weights(state: RankPhase, version: int) -> RankPhase:
 def aborted(state: RankPhase) -> RankPhase:
     """Note that nothing writes to the staging ring any more: it may be used again."""
     assert state.phase is Phase.ABORTED, f"nothing was aborted in phase {state.phase.value}"
-    return _move(_forget(state), Phase.IDLE)
+    return transition(_forget(state), Phase.IDLE)
 
 
 def ballot(state: RankPhase, *, step: int, membership: int, halt: bool) -> Ballot:
@@ -211,16 +211,16 @@ def read_verdict(state: RankPhase, cast: Ballot, verdict: Verdict) -> tuple[Rank
     disagreement = _disagreement(verdict)
     if disagreement:
         frozen = freeze(state, disagreement)
-        return _drop(frozen, verdict.newest_plan_id, disagreement), None
+        return drop(frozen, verdict.newest_plan_id, disagreement), None
     if verdict.unwanted_up_to != NO_PLAN:
         reason = state.abort_reason or ELSEWHERE
-        return _drop(state, verdict.unwanted_up_to, reason), None
+        return drop(state, verdict.unwanted_up_to, reason), None
     if not verdict.plan_hash or not _voted_on_current(state, cast):
         return state, None
     assert state.plan is not None, "a plan that was voted on is dropped only by a verdict"
     most = state.swapped + state.plan.transactions_per_commit
     everywhere = max(state.applied_everywhere, verdict.applied)
-    state = _settle(replace(state, is_adopted=True, applied_everywhere=everywhere))
+    state = advance(replace(state, is_adopted=True, applied_everywhere=everywhere))
     last = min(verdict.prepared, most)
     if last <= state.swapped:
         return state, None
@@ -232,16 +232,16 @@ def finish_swap(state: RankPhase) -> RankPhase:
     """Move on after ordered transactions were copied: to the next bytes, or to the end."""
     assert state.plan is not None, "a swap belongs to a plan"
     if state.swapped < state.plan.num_transactions:
-        return _settle(state)
+        return advance(state)
     committed = replace(
         _forget(state),
         generation=state.plan.base_generation + 1,
         refused_up_to=max(state.refused_up_to, state.plan.plan_id),
     )
-    return _move(committed, Phase.IDLE)
+    return transition(committed, Phase.IDLE)
 
 
-def _drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
+def drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
     """Drop plans with ids up to one. Applied transactions stay, as a new generation."""
     state = replace(state, refused_up_to=max(state.refused_up_to, up_to))
     if state.plan is None or state.phase is Phase.ABORTED:
@@ -249,7 +249,7 @@ def _drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
     if state.plan.plan_id > up_to:
         return state  # the verdict is about a plan before it
     generation = state.generation + (1 if state.swapped else 0)
-    return _move(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
+    return transition(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
 
 
 def _forget(state: RankPhase) -> RankPhase:
@@ -266,16 +266,17 @@ def _forget(state: RankPhase) -> RankPhase:
     )
 
 
-def _settle(state: RankPhase) -> RankPhase:
+def advance(state: RankPhase) -> RankPhase:
     """Move between PRELOAD, STAGE and SWAP as the facts allow."""
     assert state.plan is not None, "only a plan has facts to settle"
     if not (state.is_adopted and state.is_preloaded):
         return state
     is_waiting_for_vote = state.prepared > state.swapped
-    return _move(state, Phase.SWAP if is_waiting_for_vote else Phase.STAGE)
+    return transition(state, Phase.SWAP if is_waiting_for_vote else Phase.STAGE)
 
 
-def _move(state: RankPhase, phase: Phase) -> RankPhase:
+def transition(state: RankPhase, phase: Phase) -> RankPhase:
+    """Enter a phase; an assertion fails if ``NEXT`` does not allow it."""
     if phase is state.phase:
         return state
     assert phase in NEXT[state.phase], f"{state.phase.value} cannot become {phase.value}"

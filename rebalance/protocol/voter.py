@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Protocol
 
+from eplb.clock import Clock, Deadline
 from eplb.errors import BrokenGroup
 from rebalance.protocol.ballot import Ballot, Verdict
 from rebalance.types import Outcome, PendingVote, VoteGroup
@@ -26,16 +27,26 @@ class Exchange(Protocol):
 
 
 class Voter:
-    """One vote at a time, in the order in which they are cast."""
+    """One vote at a time, in the order in which they are cast.
 
-    def __init__(self, rank: int, votes: VoteGroup, deadline_s: float) -> None:
+    Args:
+        rank: which casts them.
+        votes: the group.
+        deadline_s: for a vote, and for the device.
+        clock: of the deadline.
+    """
+
+    def __init__(
+        self, rank: int, votes: VoteGroup, deadline_s: float, clock: Clock = time.monotonic
+    ) -> None:
         self._rank, self._votes, self._deadline_s = rank, votes, deadline_s
-        self._pending: tuple[Ballot, PendingVote] | None = None
+        self._clock = clock
+        self.pending: tuple[Ballot, PendingVote] | None = None
 
     def cast(self, ballot: Ballot) -> None:
         """Start a vote."""
-        assert self._pending is None, "the vote before was read"
-        self._pending = (ballot, self._votes.cast(ballot.encode()))
+        assert self.pending is None, "the vote before was read"
+        self.pending = (ballot, self._votes.cast(ballot.encode()))
 
     def read(self, step: int, *, swapped: int, must_finish: bool) -> tuple[Ballot, Verdict] | None:
         """Read the vote under way, if there is one; None if it may be read later.
@@ -52,9 +63,9 @@ class Voter:
         Raises:
             BrokenGroup: a rank is dead, or too late.
         """
-        if self._pending is None:
+        if self.pending is None:
             return None
-        cast, vote = self._pending
+        cast, vote = self.pending
         may_skip = cast.prepared <= swapped and not must_finish
         outcome, reduced = vote.poll(0.0) if may_skip else self._wait_for(vote)
         if outcome is Outcome.LATE and may_skip:
@@ -64,13 +75,13 @@ class Voter:
                 f"rank {self._rank}: the vote of step {cast.step} is {outcome.value} at step "
                 f"{step}; a peer is dead or more than {self._deadline_s:.0f} s late"
             )
-        self._pending = None
+        self.pending = None
         return cast, Verdict.decode(reduced)
 
     def _wait_for(self, vote: PendingVote) -> tuple[Outcome, list[int]]:
-        deadline = time.monotonic() + self._deadline_s
+        deadline = Deadline.after(self._deadline_s, self._clock)
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = deadline.left_s
             outcome, reduced = vote.poll(min(left_s, VOTE_POLL_S))
             if outcome is not Outcome.LATE or left_s <= VOTE_POLL_S:
                 return outcome, reduced
@@ -115,15 +126,16 @@ class Voter:
         Raises:
             BrokenGroup: a rank is dead, or the device is not done before the votes' deadline.
         """
-        deadline = time.monotonic() + self._deadline_s
-        while not completion.is_complete():
+
+        def watch_peers() -> None:
             if not is_halting:
                 self.raise_if_peer_dead(f"while the device was in step {step} or the last")
-            if time.monotonic() >= deadline:
-                raise BrokenGroup(
-                    f"rank {self._rank}: the device is not done with step {step} after "
-                    f"{self._deadline_s:.0f} s; a peer is dead or late"
-                )
-            # A device's event can be asked or waited for without end, nothing between: a wait with
-            # a deadline that also watches the liveness connections has to poll.
-            time.sleep(DEVICE_POLL_S)
+
+        deadline = self._clock() + self._deadline_s
+        if not completion.wait_until(
+            deadline, poll_s=DEVICE_POLL_S, between=watch_peers, clock=self._clock
+        ):
+            raise BrokenGroup(
+                f"rank {self._rank}: the device is not done with step {step} after "
+                f"{self._deadline_s:.0f} s; a peer is dead or late"
+            )

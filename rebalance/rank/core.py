@@ -15,7 +15,7 @@ from rebalance.rank.sampling import SampleLabel, Sampler
 from rebalance.rank.watcher import WatchedAgent, Watcher
 from rebalance.recovery.rank import Member, RankRecovery
 from rebalance.stage.mover import Mover, RankSlots
-from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
@@ -23,8 +23,8 @@ from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
+from rebalance.transport.ranks.messages import GroupName
 from rebalance.transport.ranks.server import RankLinkServer, Served
-from rebalance.transport.ranks.wire import GroupName
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RankCore:
     swapper: Swapper
     voting: Voting
     scrubber: Scrubber
-    scrub_turns: ScrubTurns
+    scrub_schedule: ScrubSchedule
     update: WeightUpdate
     recovery: RankRecovery
     read_ahead: ReadAhead
@@ -102,7 +102,7 @@ def make_core(
     slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
     recorder = JournalRecorder(links.journal, steps)
     shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
-    fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s)
+    fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s, links.monotonic)
     mover = Mover(
         slots,
         links.transport,
@@ -113,7 +113,16 @@ def make_core(
     )
     watcher = links.threads(links.store, listener, mover, shared, links.reporter, watchdog)
     sampler = _sampler(settings, parts, links)
-    swapper = Swapper(placement, slots, shared, fence, mover, orders=watcher, cut=sampler.cut)
+    swapper = Swapper(
+        placement,
+        slots,
+        shared,
+        fence,
+        mover,
+        orders=watcher,
+        cut=sampler.cut,
+        clock=links.monotonic,
+    )
     voting = Voting(
         voter,
         swapper,
@@ -124,7 +133,7 @@ def make_core(
         vote_every=settings.vote_every,
     )
     scrubber = Scrubber(rank, settings.topology, parts.bank, parts.digests)
-    scrub_turns = ScrubTurns(
+    scrub_schedule = ScrubSchedule(
         scrubber,
         swapper,
         mover,
@@ -132,13 +141,14 @@ def make_core(
         watcher,
         recorder=recorder,
         every_steps=settings.scrub_every_steps,
+        clock=links.monotonic,
     )
     update = WeightUpdate(
         slots,
         swapper,
         voting,
-        scrub_turns,
-        UpdateLinks(links.votes, voter, links.transport, settings.vote_deadline_s),
+        scrub_schedule,
+        UpdateLinks(links.votes, voter, links.transport, settings.vote_deadline_s, links.monotonic),
         shared=shared,
         fence=fence,
         beat=watchdog.step,
@@ -146,7 +156,13 @@ def make_core(
     )
     member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
     recovery = RankRecovery(
-        member, swapper, voting, scrub_turns, shared=shared, recorder=recorder, beat=watchdog.step
+        member,
+        swapper,
+        voting,
+        scrub_schedule,
+        shared=shared,
+        recorder=recorder,
+        beat=watchdog.step,
     )
     read_ahead = ReadAhead(
         rank,
@@ -170,7 +186,7 @@ def make_core(
         swapper,
         voting,
         scrubber,
-        scrub_turns,
+        scrub_schedule,
         update,
         recovery,
         read_ahead,

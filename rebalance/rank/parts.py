@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from eplb.clock import Clock
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.topology import Topology
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
-from rebalance.stage.settings import StageSettings
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.interface import WeightTransport
-from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.types import StepCounter, VoteGroup
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
@@ -67,7 +68,7 @@ class Links:
     transport: WeightTransport
     store: LoadStore
     reporter: SampleSink
-    clock: Callable[[], float] = time.time
+    clock: Clock = time.time
     journal: JournalSink = field(default_factory=NoJournal)
-    monotonic: Callable[[], float] = time.monotonic  # of the mover's and the watchdog's deadlines
+    monotonic: Clock = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rebalance.rank.core import RankCore
+from rebalance.stage.figures import StageFigures
 from telemetry.store import RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps
@@ -18,12 +19,8 @@ def rank_state(core: RankCore, notes: Mapping[str, Any]) -> RankState:
         state = core.shared.state
         migration = swapper.migration if state.plan is not None else None
     transactions = migration.transactions if migration is not None else ()
-    detail = {
-        "prepared": state.prepared,
-        "to_stage": sum(len(core.mover.own_moves(one)) for one in transactions),
-        "frozen": state.frozen_reason,
-        "weights_version": core.fence.version,
-    }
+    to_stage = sum(len(core.mover.own_moves(one)) for one in transactions)
+    stage, oldest = core.mover.figures(), core.watchdog.oldest()
     return RankState(
         run=core.settings.run,
         rank=core.slots.rank,
@@ -34,13 +31,19 @@ def rank_state(core: RankCore, notes: Mapping[str, Any]) -> RankState:
         plan_id=state.plan.plan_id if state.plan else 0,
         applied=state.applied,
         sequence=core.sampler.num_cut,
-        detail=detail | _measured(core) | dict(notes),
+        weights_version=core.fence.version,
+        prepared=state.prepared,
+        frozen=state.frozen_reason,
+        digest_failures=stage.num_wrong_digests + core.scrubber.num_digest_failures,
+        mover_failures=core.watcher.num_mover_failures,
+        progress_age_s=round(oldest.age_s, 3),
+        progress_of=str(oldest),
+        detail={"to_stage": to_stage} | _measured(core, stage) | dict(notes),
     )
 
 
-def _measured(core: RankCore) -> dict[str, Any]:
+def _measured(core: RankCore, stage: StageFigures) -> dict[str, Any]:
     swapper, scrubber = core.swapper, core.scrubber
-    stage, oldest = core.mover.figures(), core.watchdog.oldest()
     return {
         "bytes_by_source": dict(stage.bytes_by_source),
         "experts_moved": swapper.figures.experts_moved,
@@ -48,10 +51,6 @@ def _measured(core: RankCore) -> dict[str, Any]:
         "staged": stage.num_staged,
         "stage": stage.as_detail(),
         "swap_pauses_ms": swapper.figures.swap_pauses_ms[-REPORTED_PAUSES:],
-        "progress_age_s": round(oldest.age_s, 3),
-        "progress_of": str(oldest),
-        "mover_failures": core.watcher.num_mover_failures,
-        "digest_failures": stage.num_wrong_digests + scrubber.num_digest_failures,
         "scrubbed": dict(scrubber.counts),
         "sweeps": scrubber.num_sweeps,
     }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from eplb.clock import Clock
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -37,7 +37,7 @@ class Sampler:
         counter: SlotCounter,
         strays: torch.Tensor,
         sink: SampleSink,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._label, self._slots = label, topology.slots_on(label.rank)
         self._counter, self._sink, self._clock = counter, sink, clock

@@ -192,10 +192,10 @@ class Watcher:
         self._watchdog.watcher.busy("polling the load store")
         try:
             version = self._store.wait(version, patience_s)
-            control, published = self._store.control(), self._store.published()
-            if self._loss.is_restored(control):
+            live, published = self._store.live(), self._store.published()
+            if self._loss.is_restored(live):
                 return version, SOON_S  # what was read is of a store without its contents
-            is_settled = self._agent.on_store_update(control, published)
+            is_settled = self._agent.on_store_update(live.control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
             log.warning("load store failed, retrying: %s", exc)

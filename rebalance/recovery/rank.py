@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from eplb.clock import Clock
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase, RankPhase
 from rebalance.recovery.survivors import missed_verdicts
-from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
 from rebalance.threads.waiting import SharedPhase
@@ -29,7 +30,7 @@ class Member:
     rank: int
     membership: int
     dead: Callable[[], frozenset[int]]  # ranks that are known to be gone
-    clock: Callable[[], float]  # seconds since the epoch
+    clock: Clock  # seconds since the epoch
     last_step: Callable[[], int]
 
 
@@ -40,7 +41,7 @@ class RankRecovery:
         member: which rank this is.
         swapper: says what serves.
         voting: obeys the verdicts that this rank has missed.
-        scrub_turns: stopped for the recovery.
+        scrub_schedule: stopped for the recovery.
         shared: the rank's phase.
         recorder: notes what is done.
         beat: of the step's thread.
@@ -51,15 +52,15 @@ class RankRecovery:
         member: Member,
         swapper: Swapper,
         voting: Voting,
-        scrub_turns: ScrubTurns,
+        scrub_schedule: ScrubSchedule,
         *,
         shared: SharedPhase,
         recorder: JournalRecorder,
         beat: Heartbeat,
     ) -> None:
         self._member, self._swapper, self._voting = member, swapper, voting
-        self._scrub_turns, self._shared, self._recorder, self._beat = (
-            scrub_turns,
+        self._scrub_schedule, self._shared, self._recorder, self._beat = (
+            scrub_schedule,
             shared,
             recorder,
             beat,
@@ -78,7 +79,7 @@ class RankRecovery:
         self._shared.update(phases.freeze, "a rank died")
         # What was found corrupted is not repaired, and slots that are rolled forward are not looked
         # at.
-        has_ended = self._scrub_turns.end_look(deadline_s)
+        has_ended = self._scrub_schedule.end_look(deadline_s)
         with self._shared.changed:
             state = self._shared.state
             report = self._report(state)

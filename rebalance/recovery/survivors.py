@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from eplb.clock import Clock, Deadline
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
@@ -74,11 +75,23 @@ def membership_of_start(store: LoadStore) -> int:
 
 
 def recover(
-    survivor: Survivor, store: LoadStore, *, num_ranks: int, deadlines: Deadlines | None = None
+    survivor: Survivor,
+    store: LoadStore,
+    *,
+    num_ranks: int,
+    deadlines: Deadlines | None = None,
+    clock: Clock = time.monotonic,
 ) -> Recovery:
     """Agree with the other survivors. Each of them calls it once, after a BrokenGroup.
 
     Afterwards every survivor holds one placement, and the store has it as committed.
+
+    Args:
+        survivor: this rank's agent.
+        store: in which they agree.
+        num_ranks: of the group that broke.
+        deadlines: of its steps.
+        clock: of the deadlines.
 
     Raises:
         RankError: there was no agreement in time, or this rank counts as dead. The committed
@@ -87,9 +100,10 @@ def recover(
     deadlines = deadlines or Deadlines()
     # The others wait for them no longer than reports_s, and may have begun to a little earlier.
     report = survivor.survivor_report(min(REPORT_DEADLINE_S, deadlines.reports_s / 2))
-    retries = _Retries(report.rank, time.monotonic() + deadlines.store_s + deadlines.reports_s)
+    limit = Deadline.after(deadlines.store_s + deadlines.reports_s, clock)
+    retries = _Retries(report.rank, limit)
     retries.until_done("write its survivor report", lambda: store.add_survivor_report(report))
-    deadline = time.monotonic() + deadlines.reports_s
+    deadline = Deadline.after(deadlines.reports_s, clock)
     record = retries.until_done(
         "agree with the other survivors",
         lambda: _agree(survivor, store, report, num_ranks, deadline),
@@ -115,7 +129,7 @@ def recover(
 
 
 def _agree(
-    survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: float
+    survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: Deadline
 ) -> Recovery:
     """Return another survivor's record, or write one once all live ranks have reported."""
     overtaken_by: int | None = None
@@ -125,8 +139,7 @@ def _agree(
             return _own_run(standing, report)
         reports = store.survivor_reports(report.run, report.membership)
         silent = set(range(num_ranks)) - {one.rank for one in reports} - survivor.dead()
-        left_s = deadline - time.monotonic()
-        if not silent or left_s <= 0:
+        if not silent or deadline.has_passed:
             record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
             written = store.recover(record, expected_membership=report.membership)
             if written is not None:
@@ -142,7 +155,7 @@ def _agree(
             overtaken_by = found.placement.generation
             continue
         # A moment at most: a death is detected by its liveness connection, not by the store.
-        store.wait(version, min(left_s, RETRY_S))
+        store.wait(version, min(deadline.left_s, RETRY_S))
 
 
 def _written_end(survivor: Survivor, store: LoadStore, report: SurvivorReport) -> WrittenEnd | None:
@@ -188,14 +201,13 @@ def _await_commit(
 class _Retries:
     """Tries a store again until one deadline for all that a recovery asks of it."""
 
-    def __init__(self, rank: int, deadline: float) -> None:
+    def __init__(self, rank: int, deadline: Deadline) -> None:
         self._rank, self._deadline = rank, deadline
 
     def left_s(self, what: str) -> float:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        if self._deadline.has_passed:
             raise RankError(f"rank {self._rank}: timed out while waiting {what}")
-        return left_s
+        return self._deadline.left_s
 
     def until_done(self, what: str, ask: Callable[[], Result]) -> Result:
         while True:
@@ -204,7 +216,7 @@ class _Retries:
             except StaleGeneration as exc:
                 raise RankError(f"rank {self._rank} cannot {what}: {exc}") from exc
             except StoreError as exc:
-                if time.monotonic() + RETRY_S >= self._deadline:
+                if self._deadline.left_s <= RETRY_S:
                     raise RankError(
                         f"rank {self._rank} cannot {what}: the store failed until the deadline: "
                         f"{exc}"

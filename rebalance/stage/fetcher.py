@@ -7,8 +7,9 @@ it is never used again, and migrations stay disabled on this rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
+from eplb.clock import Clock
 from eplb.errors import MigrationError
 from rebalance.protocol import phases
 from rebalance.stage.lanes import Pull
@@ -23,9 +24,7 @@ log = logging.getLogger(__name__)
 class Fetcher:
     """Used by the mover's thread alone."""
 
-    def __init__(
-        self, rank: int, stager: Stager, beat: Heartbeat, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, rank: int, stager: Stager, beat: Heartbeat, clock: Clock) -> None:
         self._rank, self._stager, self._beat, self._clock = rank, stager, beat, clock
         self.is_drained = True  # False once copies could not be ended: they may still be writing
 

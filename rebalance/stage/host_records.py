@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from eplb.errors import MigrationError
 from rebalance.stage.figures import StageMeter
-from rebalance.stage.settings import StageSettings
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import WeightTransport

@@ -15,7 +15,7 @@ from eplb.errors import MigrationError
 from eplb.migration.build import Move
 from rebalance.network.throttle import Hold, TokenBucket
 from rebalance.stage.figures import Link, StageMeter
-from rebalance.stage.settings import BURST_CHUNKS, LinkSettings, StageSettings
+from rebalance.stage.stage_settings import BURST_CHUNKS, LinkSettings, StageSettings
 from rebalance.transport.interface import Place
 from rebalance.types import Record
 from runtime.streams import Completion

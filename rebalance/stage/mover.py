@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.clock import Clock
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError
@@ -25,11 +26,16 @@ from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase
 from rebalance.stage.fetcher import Fetcher
 from rebalance.stage.figures import StageFigures
+from rebalance.stage.intermediate_placements import (
+    Serving,
+    check_places,
+    readable,
+    serving_after_each,
+)
 from rebalance.stage.lanes import Pull
 from rebalance.stage.ring import StagingRing
-from rebalance.stage.serving import Serving, check_places, readable, serving_after_each
-from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff
 from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
@@ -86,7 +92,7 @@ class Mover:
         settings: StageSettings,
         *,
         dead: Callable[[], frozenset[int]] = no_ranks,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         beat: Heartbeat | None = None,
     ) -> None:
         self._slots, self._transport = slots, transport

@@ -7,11 +7,11 @@ takes the host as long as a fast link takes for 44 MB.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from eplb.clock import Clock
 from eplb.errors import MigrationError
 from rebalance.stage.lanes import Pull
 from runtime.memory.digests import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
@@ -36,9 +36,7 @@ class Proofs:
         clock: of seconds.
     """
 
-    def __init__(
-        self, digests: torch.Tensor, deadline_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, digests: torch.Tensor, deadline_s: float, clock: Clock) -> None:
         self._expected = digests.numpy()  # the same memory: reading a tensor takes ten times longer
         self._deadline_s, self._clock = deadline_s, clock
         self._records = RecordDigests()

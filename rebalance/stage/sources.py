@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.clock import Clock
 from eplb.core.topology import Topology
 from eplb.migration.build import Move, Source
 from rebalance.transport.interface import HOST, Place
@@ -46,7 +47,7 @@ class Sources:
         topology: Topology,
         readable: frozenset[int],
         dead: Callable[[], frozenset[int]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         *,
         reachable: frozenset[int] = frozenset(),
     ) -> None:

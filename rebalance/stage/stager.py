@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.clock import Clock
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
 from rebalance.network.throttle import Hold
@@ -27,8 +28,8 @@ from rebalance.stage.figures import Link, StageMeter
 from rebalance.stage.host_records import HostRecords
 from rebalance.stage.lanes import Lane, Pull
 from rebalance.stage.proofs import Proofs
-from rebalance.stage.settings import StageSettings
 from rebalance.stage.sources import Sources
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
 from rebalance.threads.watchdog import Heartbeat
@@ -48,7 +49,7 @@ class Stager:
         sources: Sources,
         digests: torch.Tensor,
         settings: StageSettings,
-        clock: Callable[[], float],
+        clock: Clock,
         *,
         beat: Heartbeat | None = None,
     ) -> None:

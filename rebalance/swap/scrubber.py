@@ -1,6 +1,6 @@
 """Finds corrupted bytes in a rank's live slots, and the right ones to put there.
 
-It decides nothing about when: ``rebalance/swap/scrub_turns.py`` calls it while nothing moves.
+It decides nothing about when: ``rebalance/swap/scrub_schedule.py`` calls it while nothing moves.
 
 Shapes:  L MoE layers, E experts, S slots, C slots of this rank.
 """

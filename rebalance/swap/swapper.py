@@ -6,11 +6,11 @@ Everything here happens with the phase machine's shared state held, on the step'
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from eplb.clock import Clock
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
@@ -68,10 +68,11 @@ class Swapper:
         *,
         orders: Orders,
         cut: Callable[[int, Placement], None],
+        clock: Clock,
     ) -> None:
         self.placement = placement  # a legal mix in mid-migration
         self._slots, self._shared, self._fence = slots, shared, fence
-        self._mover, self._orders, self._cut = mover, orders, cut
+        self._mover, self._orders, self._cut, self._clock = mover, orders, cut, clock
         self.figures = StepFigures()
         self.migration: Migration | None = None  # the newest that was adopted
         self.last_swap = slots.bank.mark()
@@ -107,7 +108,7 @@ class Swapper:
 
         In flip mode the bytes are where they will serve, and only the table is copied.
         """
-        started = time.perf_counter()
+        started = self._clock()
         migration = self.migration
         assert migration is not None, "a verdict orders only what this rank works on"
         self._cut(step, self.placement)  # a sample never spans a swap
@@ -127,7 +128,7 @@ class Swapper:
         self._shared.state = phases.finish_swap(self._shared.state)
         if self._shared.state.plan is None:
             self._commit(migration)
-        self.figures.swapped(len(moved), pause_ms=(time.perf_counter() - started) * 1e3)
+        self.figures.swapped(len(moved), pause_ms=(self._clock() - started) * 1e3)
 
     def _commit(self, migration: Migration) -> None:
         self.placement = migration.target

@@ -6,12 +6,12 @@ The order of the calls, and what goes wrong without the fence, is in
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from eplb.clock import Clock, Deadline
 from eplb.core.placement import EMPTY
 from eplb.errors import RankError
 from rebalance.protocol import phases
@@ -20,11 +20,11 @@ from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
 from rebalance.stage.digest_table import agreed_digests, cast_digests
 from rebalance.stage.mover import RankSlots
-from rebalance.swap.scrub_turns import ScrubTurns
+from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import SharedPhase
+from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import WeightTransport
 from rebalance.types import VoteGroup
@@ -38,6 +38,7 @@ class UpdateLinks:
     voter: Voter
     transport: WeightTransport  # its host must forget the records of older weights
     deadline_s: float
+    clock: Clock  # of the deadline
 
 
 class WeightUpdate:
@@ -47,7 +48,7 @@ class WeightUpdate:
         slots: what the engine writes the new weights to.
         swapper: says what serves.
         voting: has a migration under way dropped.
-        scrub_turns: stopped for the update.
+        scrub_schedule: stopped for the update.
         links: by what ranks agree.
         shared: the rank's phase.
         fence: closed by the update.
@@ -60,7 +61,7 @@ class WeightUpdate:
         slots: RankSlots,
         swapper: Swapper,
         voting: Voting,
-        scrub_turns: ScrubTurns,
+        scrub_schedule: ScrubSchedule,
         links: UpdateLinks,
         *,
         shared: SharedPhase,
@@ -69,7 +70,7 @@ class WeightUpdate:
         last_step: Callable[[], int],
     ) -> None:
         self._slots, self._swapper, self._voting = slots, swapper, voting
-        self._scrub_turns, self._links = scrub_turns, links
+        self._scrub_schedule, self._links = scrub_schedule, links
         self._shared, self._fence, self._beat, self._last_step = shared, fence, beat, last_step
 
     def begin(self, version: int) -> None:
@@ -84,7 +85,7 @@ class WeightUpdate:
             self._fence.begin(version)
             plan = self._shared.state.plan
         self._beat.busy(f"updating the weights to version {version}")
-        self._scrub_turns.stop(self._links.deadline_s)
+        self._scrub_schedule.stop(self._links.deadline_s)
         if plan is not None:
             reason = f"the weights are updated to version {version}"
             self._shared.update(phases.want_abort, plan.plan_id, reason)
@@ -138,14 +139,13 @@ class WeightUpdate:
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        shared, deadline = self._shared, time.monotonic() + self._links.deadline_s
+        shared, deadline = self._shared, Deadline.after(self._links.deadline_s, self._links.clock)
         with shared.changed:
             while shared.state.phase is not Phase.IDLE:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                if deadline.has_passed:
                     raise RankError(
                         f"rank {self._slots.rank}: the mover still drains the dropped migration "
                         f"after {self._links.deadline_s:.0f} s"
                     )
-                shared.changed.wait(left_s)
+                shared.changed.wait(min(deadline.left_s, WAIT_S))
         self._links.voter.wait_for_device(self._swapper.last_swap, self._last_step())

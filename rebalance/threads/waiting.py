@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from eplb.clock import Clock
 from rebalance.protocol.phases import Phase, RankPhase
 from runtime.streams import Completion
 
@@ -89,7 +90,7 @@ class SharedPhase:
             return self.state
 
 
-def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float]) -> None:
+def drive(work: Iterator[Wait], shared: SharedPhase, clock: Clock) -> None:
     """Run a generator to its end on this thread, resting where it waits."""
     while True:
         seen = shared.version  # before it checks: later changes must end the wait
@@ -99,7 +100,7 @@ def drive(work: Iterator[Wait], shared: SharedPhase, clock: Callable[[], float])
         _rest(wait, shared, seen, clock)
 
 
-def _rest(wait: Wait, shared: SharedPhase, seen: int, clock: Callable[[], float]) -> None:
+def _rest(wait: Wait, shared: SharedPhase, seen: int, clock: Clock) -> None:
     # A device's event sends no notification: it is polled, ever less often, lest polling takes the
     # interpreter from the step.
     poll_s = FIRST_POLL_S if wait.completions else WAIT_S

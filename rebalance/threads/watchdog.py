@@ -16,9 +16,9 @@ plan detects nothing, so the others request the abort.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from eplb.clock import Clock
 from rebalance.protocol.phases import Phase, RankPhase
 
 
@@ -37,7 +37,7 @@ class Standing:
 class Heartbeat:
     """Activity of one thread, which writes it; any other thread reads it."""
 
-    def __init__(self, thread: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, thread: str, clock: Clock = time.monotonic) -> None:
         self._thread, self._clock = thread, clock
         # Replaced whole: a reader never sees the words of one beat with the time of another.
         self._beat: tuple[str, float | None] = ("at rest", None)
@@ -64,7 +64,7 @@ class Watchdog:
         plan_deadline_s: a migration without progress for so long is aborted.
     """
 
-    def __init__(self, plan_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, plan_deadline_s: float, clock: Clock = time.monotonic) -> None:
         self._deadline_s, self.clock = plan_deadline_s, clock
         self.step = Heartbeat("step", clock)
         self.watcher = Heartbeat("watcher", clock)

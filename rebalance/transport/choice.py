@@ -25,7 +25,6 @@ from runtime.memory.shared import digest
 from runtime.streams import Completion
 
 PROOF_DEADLINE_S = 60.0
-POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -120,19 +119,11 @@ def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemor
             Completion(is_cuda=into.is_cuda).wait()  # zeros on this stream, the pull on another
             half = size // 2  # an offset other than 0 is to be right too
             landed = [transport.pull(record, place, at, into[at:][:half]) for at in (0, half)]
-            if not all(_is_complete_in_time(completion) for completion in landed):
+            deadline = time.monotonic() + PROOF_DEADLINE_S
+            if not all(completion.wait_until(deadline) for completion in landed):
                 return f"{where} did not arrive within {PROOF_DEADLINE_S:.0f} s"
         except MigrationError as exc:
             return f"{where}: {exc}"
         if digest(into) != tuple(known.digests[record].tolist()):
             return f"{where}: digest mismatch"
     return ""
-
-
-def _is_complete_in_time(completion: Completion) -> bool:
-    deadline = time.monotonic() + PROOF_DEADLINE_S
-    while not completion.is_complete():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL_S)  # a device's event can be asked, or waited for without end
-    return True

@@ -5,7 +5,7 @@ Ranks that cannot be read may be asked, where they listen (``rebalance/transport
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from eplb.errors import MigrationError
 from rebalance.threads.cancellation import IsWanted, always
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.wire import Part
+from rebalance.transport.ranks.messages import Part
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
@@ -53,31 +53,40 @@ class NoPeers:
         raise MigrationError(f"layer {layer}: {place} cannot be read, expected the host cache")
 
 
-class SharedPeers:
-    """Peers' banks in shared memory: the CPU counterpart of mapped GPU memory.
+class MappedPeers:
+    """Peers' banks that this process has mapped: in shared memory, or in one symmetric allocation.
 
     Args:
         rank: the reading rank.
         topology: names the ranks on its host.
         bank: the reading rank's own.
-        handles: of every rank's bank.
+        arena_of: gives a peer's memory, as ``PeerBank`` takes it.
 
     Raises:
         MigrationError: a peer's memory cannot be attached.
     """
 
     def __init__(
-        self, rank: int, topology: Topology, bank: ExpertBank, handles: Mapping[int, str]
+        self,
+        rank: int,
+        topology: Topology,
+        bank: ExpertBank,
+        arena_of: Callable[[int], str | torch.Tensor],
     ) -> None:
         self._banks = {
-            peer: PeerBank(handles[peer], bank, int(topology.slots_of_rank[peer]))
+            peer: PeerBank(arena_of(peer), bank, int(topology.slots_of_rank[peer]))
             for peer in ranks_beside(rank, topology)
         }
         self.ranks = frozenset(self._banks)
 
     def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
-        """Copy a part of a peer's slot."""
-        self._banks[place.rank].read(layer, place.slot, into, offset)
+        """Order the copy of a part of a peer's slot; on a CPU it is complete on return."""
+        try:
+            self._banks[place.rank].read(layer, place.slot, into, offset)
+        except RuntimeError as exc:
+            raise MigrationError(
+                f"layer {layer} slot {place.slot} of rank {place.rank} cannot be read: {exc}"
+            ) from exc
 
 
 class HostMemory(Protocol):

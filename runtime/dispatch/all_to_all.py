@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup
 from runtime.counters import SlotCounter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,10 @@ class Received:
 
 
 class Dispatcher(Protocol):
-    """The interface of DeepEP and other transports."""
+    """The interface of DeepEP and other transports.
 
-    @property
-    def steps(self) -> int:
-        """Forward passes begun so far: the clock that all ranks share."""
-
-    def forget_steps(self) -> None:
-        """Reset the step count: earlier steps were a proof or a warm-up and served no request."""
+    One that can overlap its transfers with computation is an ``OverlappedDispatcher`` besides.
+    """
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -69,6 +68,68 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True)
+class Pending(Generic[T]):
+    """A transfer under way. ``finish`` makes the compute stream wait for it; call it once."""
+
+    finish: Callable[[], T]
+
+
+@runtime_checkable
+class OverlappedDispatcher(Dispatcher, Protocol):
+    """A dispatcher whose transfers may run while the caller computes something else.
+
+    At most one transfer is under way: finish it before the next one begins.
+    """
+
+    def begin_dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Pending[Received]:
+        """Start a ``dispatch``.
+
+        Raises:
+            ConfigError: the transfer before it was not finished.
+            BrokenGroup: a peer died or missed the group's deadline.
+        """
+
+    def begin_combine(
+        self, layer: int, results: torch.Tensor, received: Received
+    ) -> Pending[torch.Tensor]:
+        """Start a ``combine``; raises what ``begin_dispatch`` does."""
+
+
+@runtime_checkable
+class PhasedDispatcher(Dispatcher, Protocol):
+    """A dispatcher whose mode depends on what a forward pass is."""
+
+    def begin_pass(self, phase: Phase) -> None:
+        """Choose the mode of the pass that begins now; alike on every rank."""
+
+
+def begin_dispatch(
+    dispatcher: Dispatcher,
+    layer: int,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+) -> Pending[Received]:
+    """Start a dispatch where the dispatcher can overlap it; else the whole of it is done here."""
+    if isinstance(dispatcher, OverlappedDispatcher):
+        return dispatcher.begin_dispatch(layer, tokens, slots, weights)
+    received = dispatcher.dispatch(layer, tokens, slots, weights)
+    return Pending(lambda: received)
+
+
+def begin_combine(
+    dispatcher: Dispatcher, layer: int, results: torch.Tensor, received: Received
+) -> Pending[torch.Tensor]:
+    """Start a combine where the dispatcher can overlap it; else the whole of it is done here."""
+    if isinstance(dispatcher, OverlappedDispatcher):
+        return dispatcher.begin_combine(layer, results, received)
+    output = dispatcher.combine(layer, results, received)
+    return Pending(lambda: output)
+
+
+@dataclass(frozen=True)
 class _Ticket:
     order: torch.Tensor  # [n] arrival position of each row
     sent: torch.Tensor  # [T * K] position in the send buffer of each (token, k) pair; -1 padding
@@ -78,11 +139,7 @@ class _Ticket:
 
 
 class AllToAllDispatcher:
-    """Counts first, then rows, each by ``all_to_all_single``.
-
-    It counts its own steps: a dispatch of layer 0 begins one. An engine's hook may be missed (a
-    dummy batch, a profiling run); the collective cannot be, on any rank.
-    """
+    """Counts first, then rows, each by ``all_to_all_single``."""
 
     def __init__(
         self, topology: Topology, group: dist.ProcessGroup, rank: int, counter: SlotCounter
@@ -91,26 +148,14 @@ class AllToAllDispatcher:
         self._num_ranks = topology.num_ranks
         self._num_slots = topology.num_slots
         self._slots_of_rank = topology.slots_of_rank.tolist()
-        self._steps = 0
         # Until the group's own deadline. Who knows of deaths may end it earlier: an exchange breaks
         # at the dead rank's neighbours alone, and another rank waits for those, which have left it.
         self.wait: Callable[[dist.Work], object] = dist.Work.wait
-
-    @property
-    def steps(self) -> int:
-        """Forward passes begun so far."""
-        return self._steps
-
-    def forget_steps(self) -> None:
-        """Count from zero again."""
-        self._steps = 0
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
         """Send one row for each (token, k) pair, sorted by slot."""
-        if layer == 0:
-            self._steps += 1
         flat = slots.flatten()
         real = flat >= 0
         # Stable sort by slot: rows for one rank are one run, and inside it grouped by slot.
@@ -177,8 +222,8 @@ class AllToAllDispatcher:
             self.wait(work)
         except RuntimeError as exc:
             raise BrokenGroup(
-                f"rank {self._rank}: the {what} exchange of layer {layer} in step {self._steps} "
-                f"failed, a peer is dead or late: {first_sentence(exc)}"
+                f"rank {self._rank}: the {what} exchange of layer {layer} failed, "
+                f" a peer is dead or late: {first_sentence(exc)}"
             ) from exc
 
 

@@ -1,26 +1,31 @@
 """The DeepEP dispatcher. The only file that imports deep_ep, and it does so late.
 
 Both of DeepEP's modes have buffers of their own here, so a server that does prefill and decode in
-one process may alternate them. Facts about the library are those of release v1.2.1
-(deep_ep/buffer.py): slots are its "experts", their number is divisible by the ranks, ids are int64
-with -1 for none, and the low-latency mode takes at most a fixed number of tokens from each rank.
+one process may alternate them (``DeepEPByPhase``). Facts about the library are those of release
+v1.2.1 (deep_ep/buffer.py): slots are its "experts", their number is divisible by the ranks, ids are
+int64 with -1 for none, and the low-latency mode takes at most a fixed number of tokens from each
+rank.
 
 Shapes:  T tokens of this rank, K top-k, H hidden, C slots of this rank, M places of a slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
-from runtime.dispatch.all_to_all import Received, first_sentence
+from runtime.dispatch.all_to_all import Pending, Received, first_sentence
 from runtime.group.agreement import gathered
+
+T = TypeVar("T")
 
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 
@@ -93,12 +98,22 @@ class DeepEPNormal:
 
     A token goes once to each rank that holds any of its slots; here it becomes one row for each
     of them, and the weighted rows are summed again before they go back.
+
+    Args:
+        use_fp8: whether tokens travel as FP8 with a scale for every 128 columns.
     """
 
-    def __init__(self, shape: DeepEPShape, group: dist.ProcessGroup, counter: SlotCounter) -> None:
+    def __init__(
+        self,
+        shape: DeepEPShape,
+        group: dist.ProcessGroup,
+        counter: SlotCounter,
+        *,
+        use_fp8: bool = False,
+    ) -> None:
         deep_ep = load_deep_ep()
         shape.check(group)
-        self._shape, self._counter = shape, counter
+        self._shape, self._counter, self._use_fp8 = shape, counter, use_fp8
         self._num_slots = int(shape.topology.slots_of_rank[0])
         deep_ep.Buffer.set_num_sms(PREFILL_SMS)
         row_bytes = shape.hidden * 2
@@ -108,48 +123,66 @@ class DeepEPNormal:
         )
         num_bytes = max(c.get_nvl_buffer_size_hint(row_bytes, group.size()) for c in configs)
         self._buffer = make_buffer(deep_ep, group, num_nvl_bytes=num_bytes)
-        self.steps = 0
-
-    def forget_steps(self) -> None:
-        """Count from zero again."""
-        self.steps = 0
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
         """Send each token once to every rank that it needs."""
-        if layer == 0:
-            self.steps += 1
+        return self.begin_dispatch(layer, tokens, slots, weights).finish()
+
+    def begin_dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Pending[Received]:
+        """Start to send; the host waits until it knows how many rows arrive."""
         per_rank, _, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
             slots, self._shape.topology.num_slots
         )
-        arrived, local, arrived_weights, counts, handle, _ = self._buffer.dispatch(
-            tokens,
+        sent, local, arrived_weights, counts, handle, event = self._buffer.dispatch(
+            _as_fp8(tokens) if self._use_fp8 else tokens,
             topk_idx=slots,
             topk_weights=weights.float(),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_slot,
+            async_finish=True,
         )
-        flat = local.flatten()
-        order = torch.argsort(torch.where(flat >= 0, flat, self._num_slots), stable=True)
-        order = order[: sum(counts)]
-        received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
-        self._counter.add(layer, received)
-        ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
-        return Received(arrived[order // local.shape[1]], received, ticket)
+
+        def finish() -> Received:
+            event.current_stream_wait()
+            arrived, scales = sent if self._use_fp8 else (sent, None)
+            flat = local.flatten()
+            order = torch.argsort(torch.where(flat >= 0, flat, self._num_slots), stable=True)
+            order = order[: sum(counts)]
+            received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
+            self._counter.add(layer, received)
+            row = order // local.shape[1]
+            ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
+            return Received(arrived[row], received, ticket, None if scales is None else scales[row])
+
+        return Pending(finish)
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
         """Weigh and sum each token's rows of this rank, then sum over ranks at its source."""
+        return self.begin_combine(layer, results, received).finish()
+
+    def begin_combine(
+        self, layer: int, results: torch.Tensor, received: Received
+    ) -> Pending[torch.Tensor]:
+        """Start to send the sums of this rank."""
         order, weights, (num_tokens, top_k), handle = received.ticket
         # Each pair has its own place, so the sum over k has one order whatever arrived first.
         per_pair = results.new_zeros((num_tokens * top_k, results.shape[1]))
         per_pair[order] = (results * weights[:, None]).to(results.dtype)
         per_pair = per_pair.view(num_tokens, top_k, results.shape[1])
-        per_token = per_pair.sum(dim=1, dtype=torch.float32)
-        combined, _, _ = self._buffer.combine(per_token.to(results.dtype), handle)
-        output: torch.Tensor = combined
-        return output
+        per_token = per_pair.sum(dim=1, dtype=torch.float32).to(results.dtype)
+        combined, _, event = self._buffer.combine(per_token, handle, async_finish=True)
+
+        def finish() -> torch.Tensor:
+            event.current_stream_wait()
+            output: torch.Tensor = combined
+            return output
+
+        return Pending(finish)
 
     def close(self) -> None:
         """Release the buffers."""
@@ -160,7 +193,8 @@ class DeepEPLowLatency:
     """``deep_ep.Buffer`` in low-latency mode: few tokens, fixed shapes, for decode in CUDA graphs.
 
     Rows arrive padded, M places for each slot; the dispatch kernel adds what arrived to the
-    counters itself.
+    counters itself. Two buffers take turns, and a kernel clears the other one's flags: a transfer
+    that begins before the last one was finished would wait without end, so it is refused.
     """
 
     def __init__(
@@ -185,11 +219,7 @@ class DeepEPLowLatency:
             low_latency_mode=True,
             num_qps_per_rank=num_slots // group.size(),
         )
-        self.steps = 0
-
-    def forget_steps(self) -> None:
-        """Count from zero again."""
-        self.steps = 0
+        self._under_way = ""  # the transfer that was begun and not finished
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -197,38 +227,144 @@ class DeepEPLowLatency:
         """Send every (token, slot) pair into its place.
 
         Raises:
-            ConfigError: more tokens than the buffers hold.
+            ConfigError: more tokens than the buffers hold, or a transfer is under way.
         """
-        if layer == 0:
-            self.steps += 1
+        return self._dispatch(layer, tokens, slots, weights, is_overlapped=False)[0]
+
+    def begin_dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Pending[Received]:
+        """Send, and let ``finish`` receive; raises what ``dispatch`` does."""
+        received, hook = self._dispatch(layer, tokens, slots, weights, is_overlapped=True)
+        return self._pending(f"the dispatch of layer {layer}", hook, received)
+
+    def _dispatch(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        is_overlapped: bool,
+    ) -> tuple[Received, Callable[[], None]]:
+        self._check_idle(f"the dispatch of layer {layer}")
         if len(tokens) > self._shape.max_tokens:
             raise ConfigError(
                 f"layer {layer}: {len(tokens)} tokens in one step, "
                 f"expected at most {self._shape.max_tokens}, what the buffers were made for"
             )
-        arrived, counts, handle, _, _ = self._buffer.low_latency_dispatch(
+        arrived, counts, handle, _, hook = self._buffer.low_latency_dispatch(
             tokens,
             slots,
             self._shape.max_tokens,
             self._shape.topology.num_slots,
             cumulative_local_expert_recv_stats=self._counter.row(layer),
             use_fp8=self._use_fp8,
+            return_recv_hook=is_overlapped,
         )
         rows, scales = arrived if self._use_fp8 else (arrived, None)
-        ticket = (handle, slots, weights.float())
-        return Received(rows, counts, ticket, scales)
+        return Received(rows, counts, (handle, slots, weights.float()), scales), hook
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
         """Send results back; the kernel weighs and sums at the source."""
-        handle, slots, weights = received.ticket
-        combined, _, _ = self._buffer.low_latency_combine(results, slots, weights, handle)
-        output: torch.Tensor = combined
-        return output
+        return self._combine(layer, results, received, is_overlapped=False)[0]
 
-    def replayed(self) -> None:
-        """Note that a captured graph ran a step: Python did not see its dispatch."""
-        self.steps += 1
+    def begin_combine(
+        self, layer: int, results: torch.Tensor, received: Received
+    ) -> Pending[torch.Tensor]:
+        """Send results back, and let ``finish`` receive and sum."""
+        output, hook = self._combine(layer, results, received, is_overlapped=True)
+        return self._pending(f"the combine of layer {layer}", hook, output)
+
+    def _combine(
+        self, layer: int, results: torch.Tensor, received: Received, *, is_overlapped: bool
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        self._check_idle(f"the combine of layer {layer}")
+        handle, slots, weights = received.ticket
+        combined, _, hook = self._buffer.low_latency_combine(
+            results, slots, weights, handle, return_recv_hook=is_overlapped
+        )
+        return combined, hook
+
+    def _check_idle(self, what: str) -> None:
+        if self._under_way:
+            raise ConfigError(
+                f"{what} begins while {self._under_way} is not finished, expected one transfer "
+                "at a time: call finish() of what begin_dispatch or begin_combine returned"
+            )
+
+    def _pending(self, what: str, hook: Callable[[], None], value: T) -> Pending[T]:
+        self._under_way = what
+
+        def finish() -> T:
+            hook()
+            self._under_way = ""
+            return value
+
+        return Pending(finish)
 
     def close(self) -> None:
         """Release the buffers."""
         self._buffer.destroy()
+
+
+class DeepEPByPhase:
+    """Both modes behind one dispatcher: low latency for decode, normal for everything else.
+
+    Call ``begin_pass`` before each forward pass, with one phase on all ranks: where some ranks
+    prefill and others decode, it is "mixed".
+    """
+
+    def __init__(
+        self,
+        shape: DeepEPShape,
+        group: dist.ProcessGroup,
+        counter: SlotCounter,
+        *,
+        use_fp8: bool = False,
+    ) -> None:
+        self._normal = DeepEPNormal(shape, group, counter, use_fp8=use_fp8)
+        self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
+        self._mode: DeepEPNormal | DeepEPLowLatency = self._normal
+
+    def begin_pass(self, phase: Phase) -> None:
+        """Choose the mode of the forward pass that begins now."""
+        self._mode = self._low_latency if phase == "decode" else self._normal
+
+    def dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Received:
+        """Dispatch in the mode of this pass."""
+        return self._mode.dispatch(layer, tokens, slots, weights)
+
+    def begin_dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Pending[Received]:
+        """Start a dispatch in the mode of this pass."""
+        return self._mode.begin_dispatch(layer, tokens, slots, weights)
+
+    def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
+        """Combine in the mode of this pass."""
+        return self._mode.combine(layer, results, received)
+
+    def begin_combine(
+        self, layer: int, results: torch.Tensor, received: Received
+    ) -> Pending[torch.Tensor]:
+        """Start a combine in the mode of this pass."""
+        return self._mode.begin_combine(layer, results, received)
+
+    def close(self) -> None:
+        """Release the buffers of both modes."""
+        self._normal.close()
+        self._low_latency.close()
+
+
+def _as_fp8(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Imported here: the kernel needs triton, which only GPU hosts have.
+    from runtime.kernels.quantise import GROUP, Quantised, quantise_rows
+
+    values = torch.empty_like(tokens, dtype=torch.float8_e4m3fn)
+    num_rows, hidden = tokens.shape
+    scales = torch.empty((num_rows, hidden // GROUP), dtype=torch.float32, device=tokens.device)
+    quantise_rows(tokens, Quantised(values, scales))
+    return values, scales

@@ -11,18 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
-from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher, Received
+from runtime.dispatch.all_to_all import (
+    AllToAllDispatcher,
+    Dispatcher,
+    OverlappedDispatcher,
+    PhasedDispatcher,
+    Received,
+    begin_combine,
+    begin_dispatch,
+)
 from runtime.group.agreement import first_refusal
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-DISPATCHERS = ("deepep_low_latency", "deepep_normal", "all_to_all")
+TOLERANCE_FP8 = 5e-2  # of rows that travel as FP8
+DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -69,20 +80,35 @@ def check_dispatcher(
     """Run every case; return what was wrong first on this rank, or "" if nothing was.
 
     A rank that finds something wrong runs the other cases too: its peers wait for it in them.
+    Transfers that can be overlapped are run both ways, and modes that depend on the phase in both.
     """
     rank, first_wrong = group.rank(), ""
     counter.drain()
-    for name, slots in routing_cases(trial, rank):
+    phases: tuple[Phase, ...] = ("mixed",)
+    if isinstance(dispatcher, PhasedDispatcher):
+        phases = ("prefill", "decode")
+    overlaps = (False, True) if isinstance(dispatcher, OverlappedDispatcher) else (False,)
+    for (name, slots), is_overlapped, phase in product(
+        routing_cases(trial, rank), overlaps, phases
+    ):
+        if isinstance(dispatcher, PhasedDispatcher):
+            dispatcher.begin_pass(phase)
         slots = slots.to(trial.device)
         random = torch.Generator().manual_seed(trial.seed + 31 * rank)
         tokens = torch.randn((len(slots), trial.hidden), generator=random)
         weights = torch.rand(slots.shape, generator=random) + 0.1
         tokens = tokens.to(trial.device, trial.dtype)
         weights = weights.to(trial.device)
-        received = dispatcher.dispatch(0, tokens, slots, weights)
-        answer = dispatcher.combine(0, _scaled(received, trial, rank), received)
+        if is_overlapped:
+            received = begin_dispatch(dispatcher, 0, tokens, slots, weights).finish()
+            scaled = _scaled(received, trial, rank)
+            answer = begin_combine(dispatcher, 0, scaled, received).finish()
+        else:
+            received = dispatcher.dispatch(0, tokens, slots, weights)
+            answer = dispatcher.combine(0, _scaled(received, trial, rank), received)
         miscounted = _compare_counts(counter, slots, trial, group)
-        wrong = _compare(answer, tokens, slots, weights, trial) or miscounted
+        limit = TOLERANCE[trial.dtype] if received.scales is None else TOLERANCE_FP8
+        wrong = _compare(answer, tokens, slots, weights, limit) or miscounted
         if wrong and not first_wrong:
             first_wrong = f"{name}: {wrong}"
     return first_wrong
@@ -96,9 +122,12 @@ def _factor(slots: torch.Tensor) -> torch.Tensor:
 def _scaled(received: Received, trial: Trial, rank: int) -> torch.Tensor:
     span = trial.topology.slots_on(rank)
     factor = _factor(torch.arange(span.start, span.stop, device=trial.device)).to(trial.dtype)
-    if received.rows.dim() == 3:
-        return received.rows * factor[:, None, None]
-    return received.rows * factor.repeat_interleave(received.counts)[:, None]
+    rows = received.rows
+    if received.scales is not None:  # one for each 128 columns
+        rows = rows.to(trial.dtype) * received.scales.repeat_interleave(128, dim=-1).to(trial.dtype)
+    if rows.dim() == 3:
+        return rows * factor[:, None, None]
+    return rows * factor.repeat_interleave(received.counts)[:, None]
 
 
 def _compare(
@@ -106,13 +135,12 @@ def _compare(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     weights: torch.Tensor,
-    trial: Trial,
+    limit: float,
 ) -> str:
     factor = torch.where(slots >= 0, _factor(slots) * weights, 0.0).sum(dim=1)
     expected = tokens.float() * factor[:, None]
     distance = float((answer.float() - expected).norm())
     error = distance / max(float(expected.norm()), 1e-20) if distance else 0.0
-    limit = TOLERANCE[trial.dtype]
     return "" if error <= limit else f"relative error {error:.2e}, expected at most {limit:.0e}"
 
 
@@ -151,7 +179,6 @@ def choose_dispatcher(
             wrong = str(exc)
         wrong = first_refusal(wrong, group)
         if not wrong and made is not None:
-            made.forget_steps()
             passed = f"{candidate} gives right results on {group.size()} ranks"
             return made, "; ".join([passed, *refusals])
         refusals.append(f"{candidate} refused: {wrong}")
@@ -162,11 +189,12 @@ def _makers(
     trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
 ) -> dict[str, Callable[[], Dispatcher]]:
     # Imported here: the module is about a library that need not be installed.
-    from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+    from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
 
     shape = DeepEPShape(trial.topology, trial.hidden, trial.top_k, max_tokens)
     return {
         "deepep_low_latency": lambda: DeepEPLowLatency(shape, group, counter),
         "deepep_normal": lambda: DeepEPNormal(shape, group, counter),
+        "deepep_by_phase": lambda: DeepEPByPhase(shape, group, counter),
         "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
     }

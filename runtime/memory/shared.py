@@ -32,6 +32,11 @@ LaneSums = Callable[[NDArray[np.int32]], tuple[int, int]]
 log = logging.getLogger(__name__)
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Round bytes up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class SharedArena:
     """Bytes that this process owns and others on the host may read.
 

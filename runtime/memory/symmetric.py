@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eplb.errors import ConfigError, MigrationError
-from runtime.experts import ExpertBank
+from eplb.errors import ConfigError
 from runtime.group.agreement import first_refusal
 
 
@@ -70,29 +69,3 @@ class SymmetricArena:
         dist.barrier(self._group)
         self.bytes[:8].zero_()
         return wrong
-
-
-class SymmetricPeer:
-    """Another rank's live slots, read without that rank's help."""
-
-    def __init__(self, arena: SymmetricArena, rank: int, mine: ExpertBank, num_slots: int) -> None:
-        size = mine.schema.record_bytes
-        num_live = mine.num_layers * num_slots
-        self._rank = rank
-        self._live = arena.peer(rank)[: num_live * size].view(mine.num_layers, num_slots, size)
-
-    def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
-        """Order the copy of one of the peer's slots into ``into``, from byte ``offset`` on.
-
-        It runs on this thread's stream, by copy engine.
-
-        Raises:
-            MigrationError: the copy cannot be ordered.
-        """
-        try:
-            part = self._live[layer, slot, offset : offset + into.numel()]
-            into.copy_(part, non_blocking=True)
-        except RuntimeError as exc:
-            raise MigrationError(
-                f"layer {layer} slot {slot} of rank {self._rank} cannot be read: {exc}"
-            ) from exc

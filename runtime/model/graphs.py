@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from eplb.errors import ConfigError
-from runtime.dispatch.deepep import DeepEPLowLatency
 from runtime.model.moe import Forward, MoEStack
 from runtime.streams import new_stream
 
@@ -24,7 +23,6 @@ class CapturedStack:
     def __init__(
         self,
         stack: MoEStack,
-        dispatcher: DeepEPLowLatency,
         *,
         shape: tuple[int, int],
         num_layers: int,
@@ -33,7 +31,6 @@ class CapturedStack:
         # The graph holds addresses, not references: without this one, weights that only the stack
         # knew would be freed, and replays would read whatever came to lie there.
         self._stack = stack
-        self._dispatcher = dispatcher
         self._ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self._layer_seeds = torch.arange(num_layers) * 0x9E3779B1  # one draw a layer, none alike
@@ -46,8 +43,6 @@ class CapturedStack:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._answer = stack.forward(self._ids, salt=self._seeds)
-        # Warm-up and capture serve no request: they do not count as steps.
-        dispatcher.forget_steps()
         self.num_captures = 1
 
     def forward(
@@ -65,5 +60,4 @@ class CapturedStack:
         # for a dead peer. The allocator keeps it until the copy is done.
         self._seeds.copy_((self._layer_seeds + salt).pin_memory(), non_blocking=True)
         self._graph.replay()
-        self._dispatcher.replayed()
         return self._answer

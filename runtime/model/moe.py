@@ -7,14 +7,15 @@ Shapes:  B sequences, N positions, T = B * N tokens, H hidden, E experts, K top-
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
-from runtime.checkpoint import Weights, layer_name
-from runtime.dispatch.all_to_all import Dispatcher
+from runtime.checkpoints.own_model import Weights, layer_name
+from runtime.dispatch.all_to_all import Dispatcher, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
 from runtime.routing import RoutingTable
 
@@ -67,16 +68,40 @@ class MoELayer:
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
         device, which a CUDA graph reads anew at each replay.
         """
-        if isinstance(salt, torch.Tensor):
-            slots = self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
-        else:
-            slots = self.table.choose(self.layer, chosen, salt=salt)
+        slots = self._slots(chosen, salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
         results = self.experts.run(self.layer, received)
         output = self.dispatcher.combine(self.layer, results, received)
         if self.shared is not None:
             output = output + swiglu(tokens, *self.shared)
         return output
+
+    def overlapped(
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        salt: int | torch.Tensor,
+    ) -> Generator[None, None, torch.Tensor]:
+        """``forward`` in two parts: yields once, while the rows travel, for other work.
+
+        The shared expert runs while the results travel back.
+        """
+        slots = self._slots(chosen, salt)
+        rows = begin_dispatch(self.dispatcher, self.layer, tokens, slots, weights)
+        yield
+        received = rows.finish()
+        results = self.experts.run(self.layer, received)
+        sums = begin_combine(self.dispatcher, self.layer, results, received)
+        shared = None if self.shared is None else swiglu(tokens, *self.shared)
+        output = sums.finish()
+        return output if shared is None else output + shared
+
+    def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(salt, torch.Tensor):
+            return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
+        return self.table.choose(self.layer, chosen, salt=salt)
 
 
 @dataclass(frozen=True)
@@ -102,22 +127,79 @@ class MoEStack:
         forced: torch.Tensor | None = None,
     ) -> Forward:
         """Run token ids [B, N]; ``forced`` [L, T, K] replaces the router's choice of experts."""
-        hidden = self._weights["model.embed_tokens.weight"][token_ids]
+        hidden = self._embedded(token_ids)
         chosen = []
         for moe in self._layers:
-            name = layer_name(moe.layer)
-            hidden = hidden + mix_causally(
-                normalise(hidden),
-                self._weights[f"{name}.self_attn.qkv_proj.weight"],
-                self._weights[f"{name}.self_attn.o_proj.weight"],
-            )
-            tokens = normalise(hidden).flatten(0, 1)
-            logits = tokens.float() @ self._weights[f"{name}.mlp.gate.weight"].float().T
-            experts, weights = route(logits, self._model.top_k)
-            if forced is not None:
-                experts = forced[moe.layer]
-                weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
+            hidden, tokens, experts, weights = self._routed(moe.layer, hidden, forced)
             output = moe.forward(tokens, experts, weights, salt=salt)
             hidden = hidden + output.view_as(hidden)
             chosen.append(experts)
         return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))
+
+    @torch.inference_mode()
+    def forward_two(
+        self, first: torch.Tensor, second: torch.Tensor, *, salts: tuple[int, int]
+    ) -> tuple[Forward, Forward]:
+        """Run two micro-batches as one pass: rows of one travel while the other computes.
+
+        One transfer is under way at a time, as low-latency kernels demand:
+
+            first   attend | send ..... | experts, combine | attend (next layer)  | ...
+            second         | attend     |                  | send ............... | experts, ...
+        """
+        a, b = (self._steps(*one) for one in zip((first, second), salts, strict=True))
+        next(a)
+        for layers_left in reversed(range(len(self._layers))):
+            for steps in (a, b, a, b):  # send, attend, experts, send
+                next(steps)
+            if layers_left:
+                next(a)  # attend
+            next(b)  # experts
+        return _result(a), _result(b)
+
+    def _steps(self, token_ids: torch.Tensor, salt: int) -> Generator[None, None, Forward]:
+        """A micro-batch: yields in each layer before it sends, once it has sent, and after it."""
+        hidden = self._embedded(token_ids)
+        chosen = []
+        for moe in self._layers:
+            hidden, tokens, experts, weights = self._routed(moe.layer, hidden, None)
+            yield
+            layer = moe.overlapped(tokens, experts, weights, salt=salt)
+            next(layer)
+            yield
+            output = yield from layer
+            hidden = hidden + output.view_as(hidden)
+            chosen.append(experts)
+            yield
+        return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weights["model.embed_tokens.weight"][token_ids]
+
+    def _routed(
+        self, layer: int, hidden: torch.Tensor, forced: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states after attention, tokens [T, H], their experts and weights [T, K]."""
+        name = layer_name(self._model.layer_ids[layer])
+        hidden = hidden + mix_causally(
+            normalise(hidden),
+            self._weights[f"{name}.self_attn.qkv_proj.weight"],
+            self._weights[f"{name}.self_attn.o_proj.weight"],
+        )
+        tokens = normalise(hidden).flatten(0, 1)
+        logits = tokens.float() @ self._weights[f"{name}.mlp.gate.weight"].float().T
+        experts, weights = route(logits, self._model.top_k)
+        if forced is not None:
+            experts = forced[layer]
+            weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
+        return hidden, tokens, experts, weights
+
+
+def _result(steps: Generator[None, None, Forward]) -> Forward:
+    """Run what is left of a micro-batch, and return its answer."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            answer: Forward = end.value
+            return answer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb.core.model import ModelShape
-from runtime.checkpoint import Weights, expert_name, layer_name
+from runtime.checkpoints.own_model import Weights, expert_name, layer_name
 from runtime.model.compute import swiglu
 from runtime.model.moe import Forward, mix_causally, normalise
 
@@ -45,7 +45,7 @@ class ReferenceModel:
         hidden = self._weights["model.embed_tokens.weight"][token_ids]
         wrong_routes = 0
         for layer in range(self._model.num_layers):
-            name = layer_name(layer)
+            name = layer_name(self._model.layer_ids[layer])
             hidden = hidden + mix_causally(
                 normalise(hidden),
                 self._weights[f"{name}.self_attn.qkv_proj.weight"],
@@ -75,7 +75,7 @@ class ReferenceModel:
     def _experts(
         self, layer: int, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        output = torch.zeros_like(tokens)
+        output, layer = torch.zeros_like(tokens), self._model.layer_ids[layer]
         for expert in torch.unique(experts[experts >= 0]).tolist():
             token, k = torch.nonzero(experts == expert, as_tuple=True)
             result = self._expert(expert_name(layer, expert), tokens[token])

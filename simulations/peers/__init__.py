@@ -1,7 +1,6 @@
-"""What other engines and planners do, re-implemented from their published behaviour.
+"""Planners of other projects, re-implemented from their published behaviour, for comparison.
 
-They are policies like any other once ``register_peers`` was called: to compare with, in
-``eplb simulate --policy`` and in benchmarks.
+``register_peers`` adds them to the policy table, for ``eplb simulate --policy`` and benchmarks.
 """
 
 from __future__ import annotations
@@ -21,6 +20,6 @@ PEERS: dict[str, Policy] = {
 
 
 def register_peers() -> None:
-    """Make the peers known to ``eplb.policies.table`` by name; again changes nothing."""
+    """Add the peers to ``eplb.policies.table``; calling it again changes nothing."""
     for name, policy in PEERS.items():
         register_policy(name, policy)

@@ -1,18 +1,18 @@
-"""FlashLB: replicas for risk rather than for the mean, and a fresh table relabelled to what serves.
+"""FlashLB: replicas by risk instead of mean load, and a fresh table relabelled to reduce moves.
 
-From windows each expert has a mean, a variance, and covariances with the others; what a load may
-come to is mean + z * deviation, z being the upper quartile of a normal draw.
+From windows each expert has a mean, a variance, and covariances with the others; the risk of a load
+is mean + z * deviation, with z the upper quartile of a normal distribution.
 
 1. **Replica counts, in groups of heat.** Experts are sorted by risk and cut into groups. For each
    group but the last it is tried how many of the spare slots it gets: what a greedy count over all
    remaining experts gives it, or up to eight more or fewer; each try is placed and scored on the
    windows, and the best stays.
-2. **Placement.** Experts by falling load of a replica, each to the rank whose risk with it would be
-   least; covariances make experts that rise together avoid one another. Never twice on a rank.
-3. **Relabelling.** Ranks of the new table are matched to those that serve so that most experts stay
+2. **Placement.** Experts by decreasing load of a replica, each to the rank whose risk with it would
+   be least; covariances separate experts whose loads rise together. Never twice on a rank.
+3. **Relabelling.** Ranks of the new table are matched to the serving ones so that most experts stay
    (an assignment problem), and experts that stay keep their slot.
 
-A layer whose placement would leave a slot empty keeps its old one. Ranks are taken to be alike.
+A layer whose placement would leave a slot empty keeps its old one. Ranks are assumed to be equal.
 
 Published as a vllm-ascend policy (vllm-project/vllm-ascend, ``policy_flashlb.py``) and in
 vllm-project/vllm pull request 37656. This is written anew from that behaviour, its quirks included:
@@ -28,7 +28,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from eplb.core.jit import jit
 from eplb.core.placement import Placement
@@ -45,7 +44,7 @@ Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What the windows tell of one layer's experts."""
+    """Statistics of one layer's experts over the windows."""
 
     windows: NDArray[np.float64]  # [T, E]
     mean: NDArray[np.float64]  # [E]
@@ -54,12 +53,12 @@ class Moments:
 
     @property
     def risk(self) -> NDArray[np.float64]:
-        """[E] what an expert's load may come to."""
+        """[E] risk of each expert's load."""
         return self.mean + Z * self.deviation
 
 
 def flashlb(problem: Problem) -> Placement:
-    """Plan each layer afresh on the windows, relabelled to what serves.
+    """Make a fresh plan of each layer on the windows, relabelled to the serving placement.
 
     Raises:
         PlacementError: ranks of different sizes, which FlashLB does not know.
@@ -139,7 +138,7 @@ def _around(first: int, most: int) -> list[int]:
 
 @jit
 def greedy_counts(risk: NDArray[np.float64], spare: int) -> NDArray[np.int64]:
-    """[spare + 1, E] replicas after each spare slot was given to whoever's replicas bear most."""
+    """[spare + 1, E] replicas after each spare slot, given to the heaviest replica's expert."""
     ladder = np.ones((spare + 1, len(risk)), dtype=np.int64)
     for given in range(spare):
         ladder[given + 1] = ladder[given]
@@ -200,6 +199,8 @@ def mean_imbalance(windows: NDArray[np.float64], count: NDArray[np.int64], table
 
 def relabelled(serving: Table, table: Table) -> Table:
     """``table`` with its ranks in the order that keeps most experts where they are."""
+    from scipy.optimize import linear_sum_assignment  # late: it takes a tenth of a second
+
     kept = np.array([[np.isin(new, old).sum() for new in table] for old in serving])
     result = np.empty_like(table)
     for old, new in zip(*linear_sum_assignment(-kept), strict=True):

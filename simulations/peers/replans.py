@@ -1,4 +1,4 @@
-"""Greedy planning as engines do it: again after every window, on one load that stands for the past.
+"""Greedy planning as in engines: after every window, on one load that represents the past.
 
 Engines differ in what that load is: the last window alone (SGLang's recorder starts anew after each
 plan), the sum of a sliding window (vLLM, TensorRT-LLM), or a moving average (omni-infer, 0.6 of it

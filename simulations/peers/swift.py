@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
+from eplb.errors import PlacementError
 from eplb.policies.table import contiguous_policy
 from simulations.peers.tables import placement_of, table_of
 
@@ -138,7 +139,13 @@ def _fill(
     for rank, slots in enumerate(free):
         for slot in slots:
             order = np.argsort(layer.weight, kind="stable")[::-1]
-            expert = int(order[~np.isin(order, layer.table[rank])][0])
+            lacked = order[~np.isin(order, layer.table[rank])]
+            if not lacked.size:
+                raise PlacementError(
+                    f"rank {rank} has {layer.table.shape[1]} slots for {len(tokens)} experts, "
+                    "expected no more slots than experts: this planner never duplicates one on it"
+                )
+            expert = int(lacked[0])
             layer.take(rank, slot, expert, sender[expert])
             layer.weight[expert] *= count[expert] / (count[expert] + 1)
             count[expert] += 1

@@ -1,4 +1,4 @@
-"""Placements as engines that know only ranks of equal size hold them: a table [L, R, C]."""
+"""Placements as tables [L, R, C], the form of engines with ranks of equal size."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def table_of(placement: Placement, topology: Topology) -> NDArray[np.int64]:
 
 
 def placement_of(table: NDArray[np.int64], current: Placement) -> Placement:
-    """The placement that a table says, as the next after ``current``."""
+    """The placement of a table, with the generation after ``current``."""
     held = table.reshape(len(table), -1).astype(np.int32)
     return Placement(held, current.num_experts, current.generation + 1)

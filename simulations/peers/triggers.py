@@ -1,4 +1,4 @@
-"""When engines plan again: rules that look at steps and at balance, not at what a plan would bring.
+"""Rules by which engines start a plan: by steps and balance, not by the gain of a plan.
 
 SGLang  every ``eplb_rebalance_num_iterations`` passes, unless ranks were used better than a
         threshold meanwhile (``eplb_min_rebalancing_utilization_threshold``, pull request 8345).

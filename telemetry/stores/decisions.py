@@ -1,22 +1,43 @@
 """What every store decides alike: who may commit, publish, lead or claim, and what is written.
 
 A decision reads and writes a ``Ledger``, one atomic change of a store, and lets
-``telemetry/rules.py`` judge. ``DecidingStore`` offers the decisions as methods of ``LoadStore``. A
-decision may be asked again when another change came first, so it keeps nothing between calls.
+``telemetry/stores/commit_rules.py`` judge. ``DecidingStore`` offers the decisions as methods of
+``LoadStore``. A decision is repeated when another change came first, so it keeps no state between
+calls.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
-from telemetry import rules
-from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskState
+from telemetry.events import EVENT_OF_OUTCOME, PlanEnd, PlanOffer
+from telemetry.live import (
+    SWITCHES,
+    LiveSettings,
+    LiveState,
+    Value,
+    changed,
+    started,
+)
+from telemetry.records.task_codec import result_from_text, result_to_text
+from telemetry.store import (
+    Control,
+    Details,
+    Lease,
+    LeaseOf,
+    Outcome,
+    RunInfo,
+    Task,
+    TaskResult,
+    TaskState,
+)
+from telemetry.stores import commit_rules
 from telemetry.stores.lease_watch import LeaseWatch
 
 T = TypeVar("T")
@@ -77,8 +98,11 @@ class Ledger(Protocol):
     def put_recovery(self, record: Recovery) -> None:
         """Write the record of a recovery."""
 
-    def put_control(self, control: Control) -> None:
-        """Write the switches."""
+    def live(self) -> LiveState:
+        """Return the live settings."""
+
+    def put_live(self, state: LiveState) -> LiveState:
+        """Write them and return them; a store that may have lost revisions raises theirs."""
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
@@ -101,7 +125,7 @@ class Ledger(Protocol):
 
 def as_stored(details: Details) -> Details:
     """A copy as every store gives it back: what JSON makes of it, changed by nobody."""
-    return rules.details_from_text(rules.details_to_text(details))
+    return commit_rules.details_from_text(commit_rules.details_to_text(details))
 
 
 class DecidingStore(ABC):
@@ -114,6 +138,10 @@ class DecidingStore(ABC):
         """Let a decision read and write the store in one atomic change."""
 
     @abstractmethod
+    def live(self) -> LiveState:
+        """Return the live settings."""
+
+    @abstractmethod
     def _latest_lease(self, of: LeaseOf) -> Lease | None:
         """Return the last lease that was given out."""
 
@@ -124,10 +152,10 @@ class DecidingStore(ABC):
         def decision(ledger: Ledger) -> None:
             known = ledger.run(info.run)
             if known is not None:
-                rules.check_run_is_new(info, known)
+                commit_rules.check_run_is_new(info, known)
                 return
             ledger.add_run(info)
-            ledger.add_event("run", rules.run_detail(info))
+            ledger.add_event("run", commit_rules.run_detail(info))
 
         self._decide(f"run {info.run!r}", decision)
 
@@ -137,7 +165,9 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> Lease | None:
             latest, now = ledger.latest_lease(of), ledger.time
-            lease = rules.next_lease(holder, ttl_s, of, now=now, latest=latest, is_over=is_over)
+            lease = commit_rules.next_lease(
+                holder, ttl_s, of, now=now, latest=latest, is_over=is_over
+            )
             if lease is None:
                 return None
             is_new_token = latest is None or lease.token != latest.token
@@ -153,7 +183,7 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> bool:
             latest, is_over = ledger.latest_lease(lease.of), self._watch.is_over
-            ended = rules.given_up(lease, now=ledger.time, latest=latest, is_over=is_over)
+            ended = commit_rules.given_up(lease, now=ledger.time, latest=latest, is_over=is_over)
             if ended is not None:
                 ledger.put_lease(ended, is_new_token=False)
             return ended is not None
@@ -179,24 +209,22 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> bool:
             committed = ledger.committed()
-            if not rules.is_to_be_committed(
+            if not commit_rules.is_to_be_committed(
                 placement,
                 expected=expected,
                 committed=committed[0] if committed else None,
                 known_hash=ledger.hash_of(generation),
             ):
                 return False
-            rules.check_not_dropped(plan_id, generation, ledger.recovery())
+            commit_rules.check_not_dropped(plan_id, generation, ledger.recovery())
             ledger.add_placement(placement, plan_id, reason)
             open_id = ledger.open_plan_id()
             if open_id is not None:
                 ledger.close_migration(open_id, outcome if open_id == plan_id else "rejected")
                 if open_id != plan_id:
-                    overtaken = rules.overtaken_reason(generation)
-                    detail = rules.close_detail(open_id, generation, overtaken)
-                    ledger.add_event("reject", detail)
-            detail = rules.close_detail(plan_id, generation, reason)
-            ledger.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
+                    overtaken = commit_rules.overtaken_reason(generation)
+                    ledger.add_event("reject", vars(PlanEnd(generation, open_id, overtaken)))
+            ledger.add_event(EVENT_OF_OUTCOME[outcome], vars(PlanEnd(generation, plan_id, reason)))
             return True
 
         return self._decide(f"commit of generation {generation}", decision)
@@ -212,11 +240,13 @@ class DecidingStore(ABC):
         def decision(ledger: Ledger) -> None:
             _check_fence(ledger, fence)
             is_known = ledger.is_known_plan(plan_id)
-            rules.check_plan_id(plan_id, open_plan_id=ledger.open_plan_id(), is_known=is_known)
-            rules.check_base(migration, ledger.committed())
+            commit_rules.check_plan_id(
+                plan_id, open_plan_id=ledger.open_plan_id(), is_known=is_known
+            )
+            commit_rules.check_base(migration, ledger.committed())
             ledger.open_migration(migration)
             ledger.reserve_plan_ids(plan_id)
-            ledger.add_event("publish", rules.publish_detail(migration))
+            ledger.add_event("publish", vars(PlanOffer.of(migration)))
 
         self._decide(f"publish of plan {plan_id}", decision)
 
@@ -239,17 +269,17 @@ class DecidingStore(ABC):
         """Write a record unless one stands; return the one that stands."""
 
         def decision(ledger: Ledger) -> Recovery | None:
-            standing = rules.standing_record(
+            standing = commit_rules.standing_record(
                 record, expected_membership=expected_membership, latest=ledger.recovery()
             )
             if standing is not None:
                 return standing
             committed, open_id = ledger.committed(), ledger.open_plan_id()
-            if rules.is_overtaken(record, committed[0] if committed else None):
+            if commit_rules.is_overtaken(record, committed[0] if committed else None):
                 return None
             ledger.put_recovery(record)
             ledger.add_event("recovery", vars(record))
-            if open_id is not None and rules.is_dropped_by(record, open_id):
+            if open_id is not None and commit_rules.is_dropped_by(record, open_id):
                 _drop(ledger, open_id, "aborted", record.reason)
             return record
 
@@ -259,7 +289,7 @@ class DecidingStore(ABC):
         self,
         run: RunInfo,
         placement: Placement,
-        control: Control,
+        live: LiveState,
         *,
         last_plan_id: int,
         reason: str,
@@ -268,20 +298,61 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> bool:
             current, is_committed = ledger.current_run(), ledger.committed() is not None
-            if not rules.is_to_be_restored(run, is_committed=is_committed, current_run=current):
+            if not commit_rules.is_to_be_restored(
+                run, is_committed=is_committed, current_run=current
+            ):
                 return False
             if current is None:
                 ledger.add_run(run)
             ledger.add_placement(placement, 0, reason)
-            ledger.put_control(control)
-            greatest = ledger.reserve_plan_ids(last_plan_id + rules.PLAN_ID_GAP)
-            detail = rules.restore_detail(
-                run, placement, control, last_plan_id=greatest, reason=reason
+            # Readers may know revisions past the caller's.
+            ledger.put_live(replace(live, revision=live.revision + commit_rules.PLAN_ID_GAP))
+            greatest = ledger.reserve_plan_ids(last_plan_id + commit_rules.PLAN_ID_GAP)
+            detail = commit_rules.restore_detail(
+                run, placement, live, last_plan_id=greatest, reason=reason
             )
             ledger.add_event("restore", detail)
             return True
 
         return self._decide(f"restoring of run {run.run!r}", decision)
+
+    def control(self) -> Control:
+        """Return the switches that apply."""
+        return self.live().control
+
+    def set_control(self, control: Control, *, reason: str) -> None:
+        """Set both switches."""
+        self.change_live(vars(control), reason=reason)
+
+    def change_live(
+        self, changes: Mapping[str, Value | None], *, expected: int | None = None, reason: str
+    ) -> LiveState:
+        """Set live values."""
+
+        def decision(ledger: Ledger) -> LiveState:
+            state = changed(
+                ledger.live(), changes, expected=expected, now=ledger.time, reason=reason
+            )
+            state = ledger.put_live(state)
+            if changes.keys() & set(SWITCHES):
+                ledger.add_event("control", commit_rules.control_detail(state.control, reason))
+            others = {name: value for name, value in changes.items() if name not in SWITCHES}
+            if others:
+                detail = {"revision": state.revision, "live": others, "reason": reason}
+                ledger.add_event("settings", detail)
+            return state
+
+        return self._decide("live settings", decision)
+
+    def set_static(self, static: LiveSettings, *, reason: str) -> LiveState:
+        """Set with what the deployment was started."""
+
+        def decision(ledger: Ledger) -> LiveState:
+            state = ledger.put_live(started(ledger.live(), static))
+            ledger.add_event("control", commit_rules.control_detail(state.control, reason))
+            return state
+
+        return self._decide("static settings", decision)
 
     def submit(self, kind: str, request: Details) -> Task:
         """Queue a task."""
@@ -289,7 +360,7 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> Task:
             task = ledger.add_task(kind, asked)
-            ledger.add_event("task", rules.task_detail(task.id, kind, "queued"))
+            ledger.add_event("task", commit_rules.task_detail(task.id, kind, "queued"))
             return task
 
         return self._decide(f"task {kind!r}", decision)
@@ -310,29 +381,29 @@ class DecidingStore(ABC):
         return self._decide("claim of a task", decision)
 
     def finish(
-        self, task_id: int, state: TaskState, result: Details, *, fence: int | None = None
+        self, task_id: int, state: TaskState, result: TaskResult, *, fence: int | None = None
     ) -> None:
         """End a task."""
-        kept = as_stored(result)
+        kept = result_from_text(result_to_text(result))
 
         def decision(ledger: Ledger) -> None:
             _check_fence(ledger, fence)
             found = ledger.task(task_id)
-            rules.check_finish(task_id, found.state if found else None, state)
+            commit_rules.check_finish(task_id, found.state if found else None, state)
             assert found is not None, "check_finish refuses a task that is not there"
             ledger.put_task(replace(found, state=state, result=kept))
-            ledger.add_event("task", rules.task_detail(task_id, found.kind, state))
+            ledger.add_event("task", commit_rules.task_detail(task_id, found.kind, state))
 
         self._decide(f"end of task {task_id}", decision)
 
 
 def _check_fence(ledger: Ledger, fence: int | None) -> None:
     if fence is not None:
-        rules.check_fence(fence, ledger.latest_lease("controller"))
+        commit_rules.check_fence(fence, ledger.latest_lease("controller"))
 
 
 def _drop(ledger: Ledger, plan_id: int, outcome: Outcome, reason: str) -> None:
     ledger.close_migration(plan_id, outcome)
     committed = ledger.committed()
-    detail = rules.close_detail(plan_id, committed[0] if committed else None, reason)
-    ledger.add_event(rules.EVENT_OF_OUTCOME[outcome], detail)
+    end = PlanEnd(committed[0] if committed else None, plan_id, reason)
+    ledger.add_event(EVENT_OF_OUTCOME[outcome], vars(end))

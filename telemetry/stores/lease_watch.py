@@ -10,9 +10,9 @@ from a live leader. The price: a new watcher waits for one time to live before a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from threading import Lock
 
+from eplb.clock import Clock
 from telemetry.store import Lease, LeaseOf
 from telemetry.stores.holder import is_dead
 
@@ -22,7 +22,7 @@ _Mark = tuple[str, int, int]
 class LeaseWatch:
     """Remembers since when each lease of a deployment stands as it is."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self._clock, self._lock = clock or time.monotonic, Lock()
         self._seen: dict[LeaseOf, tuple[_Mark, float]] = {}
 

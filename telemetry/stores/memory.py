@@ -8,20 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Condition
 from typing import TypeVar
 
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
-from telemetry import rules
+from telemetry.live import LiveState
+from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
-    Control,
     Details,
     Event,
     Lease,
@@ -31,7 +31,8 @@ from telemetry.store import (
     Task,
     TaskState,
 )
-from telemetry.stores.decisions import DecidingStore, Ledger, as_stored
+from telemetry.stores import commit_rules
+from telemetry.stores.decisions import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
 from telemetry.stores.memory_ledger import MemoryLedger
 from telemetry.stores.memory_tables import RollupTable, SampleTable
@@ -51,8 +52,8 @@ class MemoryStore(DecidingStore):
         self,
         deployment: str,
         *,
-        clock: Callable[[], float] | None = None,
-        monotonic: Callable[[], float] | None = None,
+        clock: Clock | None = None,
+        monotonic: Clock | None = None,
     ) -> None:
         self.deployment = deployment
         self._changed = Condition()
@@ -77,7 +78,7 @@ class MemoryStore(DecidingStore):
 
     def report(self, state: RankState) -> None:
         """Replace the latest report of a rank."""
-        state = replace(state, detail=as_stored(state.detail))
+        state = rank_state_from_text(rank_state_to_text(state))
         with self._use():
             self._rank_states[state.run, state.rank] = state
 
@@ -89,7 +90,7 @@ class MemoryStore(DecidingStore):
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples."""
-        rules.check_samples(self.deployment, samples)
+        commit_rules.check_samples(self.deployment, samples)
         with self._use():
             return self._samples.append(samples)
 
@@ -211,16 +212,10 @@ class MemoryStore(DecidingStore):
         with self._use():
             return self.ledger.task(task_id)
 
-    def control(self) -> Control:
-        """Return the switches."""
+    def live(self) -> LiveState:
+        """Return the live settings."""
         with self._use():
-            return self.ledger.control
-
-    def set_control(self, control: Control, *, reason: str) -> None:
-        """Set the switches."""
-        with self._use():
-            self.ledger.put_control(control)
-            self.ledger.add_event("control", rules.control_detail(control, reason))
+            return self.ledger.live_state
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next."""

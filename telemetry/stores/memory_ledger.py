@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from eplb.clock import Clock
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
+from telemetry.live import LiveState
 from telemetry.store import (
     CommittedPlacement,
-    Control,
     Details,
     Lease,
     LeaseOf,
@@ -27,7 +26,7 @@ class MemoryLedger:
     Decisions raise before their first write, so nothing has to be taken back.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.version = 0
         self.runs: dict[str, RunInfo] = {}
@@ -37,7 +36,7 @@ class MemoryLedger:
         self._plan_ids: set[int] = set()  # published so far
         self._last_plan_id = 0
         self.latest_recovery: Recovery | None = None
-        self.control = Control()
+        self.live_state = LiveState()
         self.tasks: list[Task] = []  # numbered from 1
         self.events = EventTable()
 
@@ -120,9 +119,14 @@ class MemoryLedger:
         """Write the record of a recovery."""
         self.latest_recovery = record
 
-    def put_control(self, control: Control) -> None:
-        """Write the switches."""
-        self.control = control
+    def live(self) -> LiveState:
+        """Return the live settings."""
+        return self.live_state
+
+    def put_live(self, state: LiveState) -> LiveState:
+        """Write the live settings."""
+        self.live_state = state
+        return state
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
@@ -134,7 +138,7 @@ class MemoryLedger:
 
     def add_task(self, kind: str, request: Details) -> Task:
         """Queue a task under a new id."""
-        self.tasks.append(Task(len(self.tasks) + 1, self.time, kind, request, "queued", {}))
+        self.tasks.append(Task(len(self.tasks) + 1, self.time, kind, request, "queued"))
         return self.tasks[-1]
 
     def put_task(self, task: Task) -> None:

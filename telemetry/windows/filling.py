@@ -39,10 +39,6 @@ class Filling:
     first_step: int = 2**63 - 1
     last_step: int = -1
 
-    def has(self, sample: LoadSample) -> bool:
-        """Whether this very sample was noted before."""
-        return sample.sequence in self.sequences.get(sample.rank, ())
-
     def note(self, sample: LoadSample) -> Counts:
         """Record what a sample covers; return where its tokens are to be counted."""
         self.sequences.setdefault(sample.rank, set()).add(sample.sequence)

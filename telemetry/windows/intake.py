@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from math import isfinite
-from typing import Literal, Protocol
+from typing import Literal
 
 from eplb.core.load import LoadSample
-from telemetry.windows.batch_intake import Taken
 from telemetry.windows.fit import named
+from telemetry.windows.folder import WindowFolder
 
 Outcome = Literal["accepted", "repeated", "late", "future", "stale", "malformed"]
 OUTCOMES: dict[Outcome, str] = {
@@ -26,22 +26,6 @@ OUTCOMES: dict[Outcome, str] = {
 }
 
 
-class Folder(Protocol):
-    """WindowFolder or TimeFolder."""
-
-    num_ranks: int
-    keep: int
-
-    def add_all(self, samples: Iterable[LoadSample]) -> Taken:
-        """Count samples."""
-
-    def index_of(self, sample: LoadSample) -> int:
-        """Return the index of the window that a sample belongs to."""
-
-    def newest(self) -> int | None:
-        """Return the index of the newest window that is held."""
-
-
 class Intake:
     """Takes the samples of one run into a folder. Never raises because of a sample.
 
@@ -51,7 +35,9 @@ class Intake:
         max_ahead_s: how far a rank's clock may be ahead of the reader's.
     """
 
-    def __init__(self, folder: Folder, run: tuple[str, str], *, max_ahead_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: WindowFolder, run: tuple[str, str], *, max_ahead_s: float = 60.0
+    ) -> None:
         self._folder, self._run, self._max_ahead_s = folder, run, max_ahead_s
         self._counts: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reasons: dict[Outcome, str] = {}

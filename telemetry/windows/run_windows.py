@@ -8,15 +8,13 @@ from __future__ import annotations
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from telemetry.store import RunInfo
-from telemetry.windows.step_windows import DEFAULT_KEEP, WindowFolder
-from telemetry.windows.time_windows import TimeFolder
-
-Folder = WindowFolder | TimeFolder
+from telemetry.windows.cuts import CutBySteps, CutByTime
+from telemetry.windows.folder import DEFAULT_KEEP, Cut, WindowFolder
 
 
 def folder_of(
     info: RunInfo, model: ModelShape, topology: Topology, *, keep: int = DEFAULT_KEEP
-) -> Folder:
+) -> WindowFolder:
     """Return an empty folder for the samples of a run.
 
     Args:
@@ -26,8 +24,9 @@ def folder_of(
     Raises:
         HistoryError: windows of no steps, or of a negative number of seconds.
     """
+    seconds = info.window_seconds
+    cut: Cut = CutByTime(seconds) if seconds else CutBySteps(info.window_steps)
     # The number of layers is given: the first sample to arrive may be malformed.
-    num_layers, shape = model.num_layers, (topology.num_ranks, model.num_experts)
-    if info.window_seconds:
-        return TimeFolder(info.window_seconds, *shape, keep=keep, num_layers=num_layers)
-    return WindowFolder(info.window_steps, *shape, keep=keep, num_layers=num_layers)
+    return WindowFolder(
+        cut, topology.num_ranks, model.num_experts, keep=keep, num_layers=model.num_layers
+    )

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
-from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
+from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
 from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import GroupedExperts
@@ -68,7 +68,7 @@ class GpuRank:
     bank: ExpertBank
     table: RoutingTable
     counter: SlotCounter
-    dispatcher: DeepEPLowLatency
+    dispatcher: DeepEPByPhase | DeepEPLowLatency
     stack: MoEStack
     device: torch.device
 
@@ -85,7 +85,9 @@ class GpuRank:
         dist.barrier()
 
 
-def build(rank: int, num_ranks: int, path: Path, precision: str) -> GpuRank:
+def build(
+    rank: int, num_ranks: int, path: Path, precision: str, *, by_phase: bool = False
+) -> GpuRank:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", rank)
@@ -99,7 +101,8 @@ def build(rank: int, num_ranks: int, path: Path, precision: str) -> GpuRank:
     table = RoutingTable(start, max_replicas=num_ranks, device=device)
     counter = SlotCounter(MODEL.num_layers, num_slots, device)
     shape = DeepEPShape(topology, MODEL.hidden, MODEL.top_k, NUM_TOKENS)
-    dispatcher = DeepEPLowLatency(shape, group, counter)
+    kind = DeepEPByPhase if by_phase else DeepEPLowLatency
+    dispatcher = kind(shape, group, counter)
     dense = {name: t.to(device) for name, t in checkpoint.dense_weights().items()}
     experts = GroupedExperts(bank, usual_rows=64)
     layers = [

@@ -19,9 +19,9 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from rebalance.build.config import RankConfig
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from runtime.checkpoint import write_random_checkpoint
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store

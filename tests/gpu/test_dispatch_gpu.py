@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
-from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.dispatch.selftest import Trial, check_dispatcher, choose_dispatcher
 from runtime.group.launch import launch
 from tests.gpu.parts import needs_deep_ep, needs_two_gpus
@@ -52,9 +53,10 @@ def run_one(rank: int, num_ranks: int, name: str, num_tokens: int) -> str:
         "all_to_all",
         pytest.param("deepep_normal", marks=needs_deep_ep),
         pytest.param("deepep_low_latency", marks=needs_deep_ep),
+        pytest.param("deepep_by_phase", marks=needs_deep_ep),
     ],
 )
-def test_a_dispatcher_gives_right_sums_and_right_counts(name: str, num_tokens: int) -> None:
+def test_dispatcher_gives_right_sums_and_right_counts(name: str, num_tokens: int) -> None:
     assert launch(run_one, NUM_RANKS, name, num_tokens, deadline_s=120) == [""] * NUM_RANKS
 
 
@@ -70,22 +72,55 @@ def test_normal_mode_takes_prefill_sized_batches() -> None:
     assert launch(run_prefill, NUM_RANKS, deadline_s=120) == [""] * NUM_RANKS
 
 
-def run_alternating(rank: int, num_ranks: int) -> list[str]:
+class OfPhase:
+    """One phase of a dispatcher that serves both, for a trial of that phase alone."""
+
+    def __init__(self, both: DeepEPByPhase, phase: Phase) -> None:
+        both.begin_pass(phase)
+        self.dispatch, self.combine = both.dispatch, both.combine
+        self.begin_dispatch, self.begin_combine = both.begin_dispatch, both.begin_combine
+
+
+def run_alternating(rank: int, num_ranks: int, use_fp8: bool) -> list[str]:
     prefill, decode = trial_of(num_ranks, rank, 512), trial_of(num_ranks, rank, 64)
     counter = SlotCounter(1, 18, f"cuda:{rank}")
     shape = DeepEPShape(prefill.topology, HIDDEN, TOP_K, MAX_TOKENS)
-    normal = DeepEPNormal(shape, group(), counter)
-    low_latency = DeepEPLowLatency(shape, group(), counter)
+    both = DeepEPByPhase(shape, group(), counter, use_fp8=use_fp8)
     found = []
     for _ in range(3):
-        found.append(check_dispatcher(normal, counter, prefill, group()))
-        found.append(check_dispatcher(low_latency, counter, decode, group()))
+        found.append(check_dispatcher(OfPhase(both, "prefill"), counter, prefill, group()))
+        found.append(check_dispatcher(OfPhase(both, "decode"), counter, decode, group()))
     return found
 
 
 @needs_deep_ep
-def test_prefill_and_decode_alternate_in_one_process() -> None:
-    assert launch(run_alternating, NUM_RANKS, deadline_s=120) == [[""] * 6] * NUM_RANKS
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
+def test_prefill_and_decode_alternate_behind_one_dispatcher(use_fp8: bool) -> None:
+    found = launch(run_alternating, NUM_RANKS, use_fp8, deadline_s=120)
+
+    assert found == [[""] * 6] * NUM_RANKS
+
+
+def run_two_at_once(rank: int, num_ranks: int) -> tuple[str, str]:
+    trial = trial_of(num_ranks, rank, 64)
+    counter = SlotCounter(1, 18, f"cuda:{rank}")
+    made = DeepEPLowLatency(
+        DeepEPShape(trial.topology, HIDDEN, TOP_K, MAX_TOKENS), group(), counter
+    )
+    tokens = torch.ones((4, HIDDEN), dtype=torch.bfloat16, device=trial.device)
+    slots = torch.arange(TOP_K, device=trial.device).expand(4, TOP_K).contiguous()
+    under_way = made.begin_dispatch(0, tokens, slots, slots.float())
+    told = refusal_of(lambda: made.dispatch(1, tokens, slots, slots.float()))
+    received = under_way.finish()
+    made.combine(0, received.rows, received)
+    return told, check_dispatcher(made, counter, trial, group())
+
+
+@needs_deep_ep
+def test_low_latency_transfer_before_the_last_was_finished_is_refused() -> None:
+    for told, wrong in launch(run_two_at_once, NUM_RANKS, deadline_s=120):
+        assert told.startswith("the dispatch of layer 1 begins while the dispatch of layer 0 is")
+        assert wrong == ""
 
 
 def refusal_of(make: Callable[[], object]) -> str:
@@ -103,7 +138,7 @@ def run_disagreeing(rank: int, num_ranks: int) -> str:
 
 
 @needs_deep_ep
-def test_ranks_that_disagree_on_a_shape_are_all_told() -> None:
+def test_disagreement_on_a_shape_is_reported_on_every_rank() -> None:
     for told in launch(run_disagreeing, NUM_RANKS, deadline_s=120):
         assert told.startswith("ranks disagree on (slots, hidden, top_k, max_tokens)")
         assert f"[{18 * NUM_RANKS}, {2 * HIDDEN}, {TOP_K}, {MAX_TOKENS}]" in told
@@ -121,7 +156,7 @@ def run_overfull(rank: int, num_ranks: int) -> tuple[str, str]:
 
 
 @needs_deep_ep
-def test_more_tokens_than_the_buffers_hold_are_refused_and_the_next_step_is_right() -> None:
+def test_tokens_beyond_the_buffers_are_refused_and_the_next_step_is_right() -> None:
     for told, wrong in launch(run_overfull, NUM_RANKS, deadline_s=120):
         assert told.startswith("layer 0: 129 tokens in one step, expected at most 128")
         assert wrong == ""
@@ -140,7 +175,7 @@ def run_without_nvshmem(rank: int, num_ranks: int) -> tuple[str, str]:
     not os.environ.get("EPLB_TEST_DEEPEP_WITHOUT_NVSHMEM"),
     reason="needs a deep_ep built without NVSHMEM; EPLB_TEST_DEEPEP_WITHOUT_NVSHMEM=1 says so",
 )
-def test_a_deep_ep_without_nvshmem_serves_normal_mode_alone() -> None:
+def test_deep_ep_without_nvshmem_serves_only_normal_mode() -> None:
     for told, why in launch(run_without_nvshmem, NUM_RANKS, deadline_s=120):
         assert told.startswith("deep_ep cannot serve low-latency mode here")
         assert "a build with NVSHMEM" in told
@@ -159,7 +194,7 @@ def run_uneven(rank: int, num_ranks: int) -> str:
 
 
 @needs_deep_ep
-def test_uneven_ranks_fall_to_the_plain_dispatcher_and_it_says_why() -> None:
+def test_uneven_ranks_use_all_to_all_with_a_reason() -> None:
     for why in launch(run_uneven, NUM_RANKS, deadline_s=120):
         assert why.startswith("all_to_all gives right results")
         assert "ranks have [4, 5] slots, DeepEP expects the same number" in why

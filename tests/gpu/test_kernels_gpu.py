@@ -155,7 +155,7 @@ def test_ids_of_no_expert_are_dropped_and_counted() -> None:
     assert (out[::100, 3] == -1).all()
 
 
-def test_a_replayed_choice_reads_the_seed_and_the_table_of_its_step() -> None:
+def test_replayed_choice_reads_the_seed_and_the_table_of_its_step() -> None:
     slots, cumulative = table()
     experts, seed = torch.randint(-1, EXPERTS, (128, TOP_K)), torch.tensor([0])
     out, strays = torch.empty_like(experts), torch.zeros(1, dtype=torch.int32)
@@ -207,7 +207,7 @@ def digests(records: torch.Tensor) -> torch.Tensor:
     return torch.stack([lanes.sum(1), (lanes * position).sum(1)], dim=1)
 
 
-def test_digests_see_every_byte_of_records_in_an_arena() -> None:
+def test_digests_depend_on_every_byte_of_records_in_an_arena() -> None:
     size = 44_040_192 + 12_288  # one FP8 expert of DeepSeek-V3, and its scales, in whole pages
     arena = torch.randint(0, 256, (4, size + 4096), dtype=torch.uint8)
     records, out = arena[:, :size], torch.full((4, 2), 5)
@@ -279,7 +279,7 @@ def test_slots_past_two_thousand_million_elements_are_reached() -> None:
 
 
 @MAX_ROWS
-def test_an_expert_gives_the_same_bits_in_any_slot(max_rows: int) -> None:
+def test_expert_gives_the_same_bits_in_any_slot(max_rows: int) -> None:
     weights = fp8_slots(6, 4096, HIDDEN)
     for tensor in weights:
         tensor.view(torch.uint8)[4].copy_(tensor.view(torch.uint8)[1])
@@ -341,7 +341,7 @@ def test_gates_of_the_slots_rows(layout: Layout) -> None:
     assert bool((into.values[~used].float() == 64).all())
 
 
-def test_a_captured_layer_follows_counts_rows_and_swapped_weights() -> None:
+def test_captured_layer_follows_counts_rows_and_swapped_weights() -> None:
     """Quantise, gate and up, gate, down: replayed with new inputs, nothing allocated."""
     num_slots, places = 16, 64
     num_rows = num_slots * places

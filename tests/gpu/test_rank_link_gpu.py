@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.messages import GroupName, Part
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import RankLinkServer, Served
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import GroupName, Part
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
 DEADLINE_S = 30.0
@@ -35,7 +35,7 @@ def gpu_bank() -> ExpertBank:
     return ExpertBank(SCHEMA, 1, 2, num_staging=1, arena=arena)
 
 
-def test_a_record_goes_from_one_gpu_s_slot_into_another_s_staging_while_kernels_run() -> None:
+def test_record_is_copied_to_another_gpu_while_kernels_run() -> None:
     source, receiver = gpu_bank(), gpu_bank()
     source.live(0, 1).copy_(torch.randint(0, 256, (SIZE,), dtype=torch.uint8))
     torch.cuda.synchronize()

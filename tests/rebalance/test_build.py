@@ -32,12 +32,12 @@ from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.rank import agent_settings, build_rank
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
-from rebalance.preload.hosts.settings import HostLinkSettings
-from rebalance.stage.settings import StageSettings
-from rebalance.transport.ranks.settings import RankLinkSettings
-from runtime.checkpoint import Checkpoint
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.stage.stage_settings import StageSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store
@@ -68,7 +68,7 @@ def config_of(**given: Any) -> RankConfig:
         pytest.param(2, True, id="two hosts that share nothing"),
     ],
 )
-def test_a_rank_embedded_in_an_engine_migrates_without_loading_api(
+def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     small_checkpoint: Checkpoint,
     small_model: ModelShape,
     small_schema: ExpertSchema,
@@ -155,7 +155,7 @@ secret = "sixteen bytes ok"
 """
 
 
-def test_a_rank_config_is_filled_from_toml_field_by_field() -> None:
+def test_rank_config_is_filled_from_toml_field_by_field() -> None:
     config = TypeAdapter(RankConfig).validate_python(tomllib.loads(CONFIG))
 
     assert (config.deployment, config.sample_steps, config.staging_experts) == ("west", 16, 8)
@@ -167,7 +167,7 @@ def test_a_rank_config_is_filled_from_toml_field_by_field() -> None:
     assert config.vote_every == config_of().vote_every
 
 
-def test_a_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
+def test_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
     found = {"deployment": "west", "sample_steps": "16", "staging_experts": "8"}
 
     config = TypeAdapter(RankConfig).validate_python(found | {"vote_deadline_s": "2.5"})
@@ -175,7 +175,7 @@ def test_a_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
     assert (config.sample_steps, config.vote_deadline_s) == (16, 2.5)
 
 
-def test_the_agents_settings_are_those_of_the_config_and_the_device() -> None:
+def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
     topology = Topology.uniform(1, 2, slots_per_rank=5)
     config = config_of(vote_every=4, load_phase="decode")
 
@@ -194,12 +194,12 @@ def test_the_agents_settings_are_those_of_the_config_and_the_device() -> None:
         ({"scrub_every_steps": -1}, "scrub_every_steps is -1, expected 0 or more"),
     ],
 )
-def test_a_rank_config_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:
+def test_rank_config_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config_of(**given)
 
 
-def test_a_network_config_without_a_deadline_is_refused() -> None:
+def test_network_config_without_a_deadline_is_refused() -> None:
     with pytest.raises(ConfigError, match="join_deadline_s is 0, expected more than 0"):
         NetworkConfig(join_deadline_s=0)
 
@@ -234,7 +234,7 @@ def refusal(
     return "built"
 
 
-def test_a_rank_that_does_not_fit_is_refused_before_it_waits_for_others(
+def test_rank_that_does_not_fit_is_refused_before_it_waits_for_others(
     run_ranks: RunRanks, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     wide = ModelShape((0, 1, 2), 8, 2, hidden=16, intermediate=8)
@@ -264,7 +264,7 @@ def test_votes_without_an_engines_group_are_refused() -> None:
         join_votes(NetworkConfig())
 
 
-def test_a_host_outside_the_list_of_hosts_gets_no_cache(
+def test_host_outside_the_list_of_hosts_gets_no_cache(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     links = HostLinkSettings((("127.0.0.1", 7000),), SECRET)
@@ -276,7 +276,7 @@ def test_a_host_outside_the_list_of_hosts_gets_no_cache(
         )
 
 
-def test_a_controller_built_over_a_stores_url_takes_the_lease(
+def test_controller_built_over_a_stores_url_takes_the_lease(
     tmp_path: Path, small_model: ModelShape
 ) -> None:
     url = f"sqlite:{tmp_path / 'store.sqlite'}"
@@ -292,6 +292,6 @@ def test_a_controller_built_over_a_stores_url_takes_the_lease(
     assert lease.holder == "first"
 
 
-def test_a_controller_of_an_unknown_policy_is_not_built() -> None:
+def test_controller_of_an_unknown_policy_is_not_built() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'best'"):
         build_controller(ControllerSettings(policy="best"), MemoryStore("test"), "test")

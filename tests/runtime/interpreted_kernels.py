@@ -84,7 +84,7 @@ def blown_up(scaled: Quantised, block: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "room"), [(1, 1, 1), (50, 8, 3), (200, 6, 8)])
-def test_the_kernel_chooses_as_plain_torch_does(tokens: int, top_k: int, room: int) -> None:
+def test_kernel_chooses_replicas_as_torch_does(tokens: int, top_k: int, room: int) -> None:
     draw = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(20 * room, generator=draw).view(20, room).to(torch.int32)
     cumulative = torch.randint(0, 65536, (20, room), generator=draw).sort(1).values.to(torch.int32)
@@ -216,7 +216,7 @@ def test_rows_of_no_slot_are_not_quantised(layout: Layout) -> None:
 
 
 @LAYOUTS
-def test_the_gate_is_the_first_half(layout: Layout) -> None:
+def test_gate_is_the_first_half(layout: Layout) -> None:
     starts, counts, num_rows = layout()
     used = slot_of_row(starts, counts, num_rows) >= 0
     gate_up = 3 * random(num_rows, 512)

@@ -17,7 +17,8 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from runtime.checkpoint import INDEX_FILE, Checkpoint, expert_name, write_random_checkpoint
+from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from runtime.checkpoints.own_model import expert_name, write_random_checkpoint
 from runtime.experts import ExpertSchema
 
 DEADLINE_S = 60.0
@@ -70,7 +71,7 @@ def what_a_child_is_told(function: Callable[[], None]) -> str:
 # -- right
 
 
-def test_what_is_written_is_read_back(
+def test_checkpoint_round_trips(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     small_checkpoint.check(small_model, small_schema)
@@ -99,7 +100,7 @@ def test_one_seed_writes_the_same_weights_again(
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_record_holds_gate_and_up_fused_then_down(
+def test_record_holds_gate_and_up_fused_then_down(
     small_checkpoint: Checkpoint, small_schema: ExpertSchema
 ) -> None:
     record = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
@@ -117,7 +118,7 @@ def test_a_record_holds_gate_and_up_fused_then_down(
 # -- damaged
 
 
-def test_a_missing_shard_is_named(copied: Path) -> None:
+def test_missing_shard_is_named(copied: Path) -> None:
     (copied / SECOND_SHARD).unlink()
 
     with pytest.raises(CheckpointError, match=f"{SECOND_SHARD} is missing, the index names it"):
@@ -125,7 +126,7 @@ def test_a_missing_shard_is_named(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, 0.5, -1])
-def test_a_shard_cut_short_anywhere_is_refused_at_the_start(copied: Path, kept: float) -> None:
+def test_shard_cut_short_anywhere_is_refused_at_the_start(copied: Path, kept: float) -> None:
     shard = copied / SECOND_SHARD
     size = shard.stat().st_size
     left = int(size * kept) if 0 < kept < 1 else int(kept) % size
@@ -148,19 +149,19 @@ def test_a_shard_cut_short_anywhere_is_refused_at_the_start(copied: Path, kept: 
         "\udc80",
     ],
 )
-def test_an_index_that_is_none_is_refused(copied: Path, text: str) -> None:
+def test_index_that_is_none_is_refused(copied: Path, text: str) -> None:
     (copied / INDEX_FILE).write_text(text, errors="surrogateescape")
 
     with pytest.raises(CheckpointError, match=f"{INDEX_FILE} cannot be read as a checkpoint index"):
         Checkpoint(copied)
 
 
-def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
+def test_folder_without_an_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{INDEX_FILE} cannot be read.*No such file"):
         Checkpoint(tmp_path)
 
 
-def test_a_tensor_that_the_index_lacks_is_named(
+def test_tensor_that_the_index_lacks_is_named(
     copied: Path, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     name = f"{expert_name(1, 2)}.up_proj.weight"
@@ -172,7 +173,7 @@ def test_a_tensor_that_the_index_lacks_is_named(
         Checkpoint(copied).check(small_model, small_schema)
 
 
-def test_a_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> None:
+def test_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> None:
     model = replace(small_model, hidden=128, intermediate=128)
     schema = ExpertSchema.swiglu_fp8(model.hidden, model.intermediate)
     write_random_checkpoint(tmp_path / "fp8", model, schema, vocabulary=64, seed=1)
@@ -188,7 +189,7 @@ def test_a_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> No
         opened.repack(0, 3, schema, record)
 
 
-def test_a_tensor_that_its_shard_lacks_is_named(
+def test_tensor_that_its_shard_lacks_is_named(
     copied: Path, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     name = f"{expert_name(1, 2)}.up_proj.weight"
@@ -228,7 +229,7 @@ def test_more_experts_than_were_written_are_missed(
 # -- written in full or not at all
 
 
-def test_a_full_disk_leaves_no_half_written_folder(
+def test_full_disk_leaves_no_half_written_folder(
     small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
 ) -> None:
     target = tmp_path / "weights"

@@ -41,13 +41,13 @@ def test_parts_give_the_digest_of_the_whole_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [0, 1, 2**17 - 1, 2**17 + 3])
-def test_compiled_sums_are_the_plain_ones(num_lanes: int) -> None:
+def test_compiled_sums_equal_the_reference(num_lanes: int) -> None:
     random = np.random.default_rng(num_lanes)
     lanes = random.integers(-(2**31), 2**31, num_lanes, dtype=np.int64).astype(np.int32)
     assert lane_sums(lanes) == plain_lane_sums(lanes)
 
 
-def test_the_weighted_sum_wraps_around_at_64_bits_in_both_ways() -> None:
+def test_weighted_sum_wraps_around_at_64_bits_in_both_ways() -> None:
     num_lanes = COMPILED_FROM_BYTES  # four times as many bytes: these are compiled for
     lanes = np.full(num_lanes, 2**31 - 1, dtype=np.int32)
     exact = (2**31 - 1) * (num_lanes * (num_lanes + 1) // 2)

@@ -67,7 +67,7 @@ def test_neighbouring_tokens_draw_independently() -> None:
     assert p_of_pairs(found[:-1], found[1:]) > LEAST_P
 
 
-def test_the_ks_of_a_token_draw_independently() -> None:
+def test_ks_of_a_token_draw_independently() -> None:
     found = draws(20_000, 8, seed=3)
 
     assert all(p_of_pairs(found[:, 0], found[:, k]) > LEAST_P for k in range(1, 8))
@@ -107,7 +107,7 @@ def test_one_place_gets_its_shares_over_steps() -> None:
     assert p_of_shares(torch.bincount(torch.tensor(chosen) - 10, minlength=3)) > LEAST_P
 
 
-def test_a_seed_decides_the_draws() -> None:
+def test_seed_decides_the_draws() -> None:
     assert torch.equal(draws(9, 3, seed=-1), draws(9, 3, seed=-1))
     assert not torch.equal(draws(9, 3, seed=-1), draws(9, 3, seed=1))
 
@@ -127,7 +127,7 @@ def test_padding_goes_to_no_slot_and_moves_no_other_draw() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernels_agree_with_plain_torch() -> None:
+def test_kernels_agree_with_torch() -> None:
     # In a process of its own: triton decides at import whether its interpreter runs the kernels.
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)],

@@ -51,21 +51,21 @@ def answer(hidden: list[list[float]], experts: list[list[list[int]]] = ROUTES) -
     return Forward(torch.tensor(hidden), torch.tensor(experts))
 
 
-def test_the_right_answer_is_right() -> None:
+def test_right_answer_is_right() -> None:
     check = reference().check(IDS, answer(RIGHT))
 
     assert check.max_error < 1e-5
     assert check.wrong_routes == 0
 
 
-def test_the_result_of_another_expert_is_far_off() -> None:
+def test_result_of_another_expert_is_far_off() -> None:
     check = reference().check(IDS, answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]]))
 
     # [0, 2 - root 2, -root 2, 0] has length 1.53; what is right has length 2.
     assert check.max_error == pytest.approx(math.hypot(2 - ROOT_2, ROOT_2) / 2, rel=1e-4)
 
 
-def test_a_wrong_route_is_counted_although_its_result_is_consistent() -> None:
+def test_wrong_route_is_counted_although_its_result_is_consistent() -> None:
     consistent = answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]], [[[0], [0]]])
 
     check = reference().check(IDS, consistent)
@@ -89,12 +89,12 @@ def test_either_expert_of_a_tie_is_right(expert: int) -> None:
     assert check.wrong_routes == 0
 
 
-def test_an_expert_chosen_twice_is_a_wrong_route() -> None:
+def test_expert_chosen_twice_is_a_wrong_route() -> None:
     assert reference(top_k=2).check(IDS, answer(RIGHT, [[[0, 1], [1, 1]]])).wrong_routes == 1
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-def test_what_is_no_number_never_passes_for_small(damage: float) -> None:
+def test_nan_difference_never_counts_as_small(damage: float) -> None:
     check = reference().check(IDS, answer([RIGHT[0], [0.0, damage, 1.0, 0.0]]))
 
     assert not check.max_error <= 1e-4

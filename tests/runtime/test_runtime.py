@@ -15,13 +15,14 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
+from runtime.passes import PassCounter
 from runtime.routing import SHARE_ONE, RoutingTable
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -81,7 +82,42 @@ def test_two_ranks_agree_with_one_process_and_count_every_token(
     assert received[0, 5] == 0  # the empty slot
 
 
-def test_a_rank_without_tokens_still_serves_the_others(
+def test_two_micro_batches_give_what_each_gives_alone_and_are_one_pass(
+    run_ranks: RunRanks,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    small_checkpoint: Checkpoint,
+) -> None:
+    class Engine(torch.nn.Module):
+        """Runs its batch in two halves, as engines do that overlap two micro-batches."""
+
+        def __init__(self, stack: MoEStack) -> None:
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            first, second = self.stack.forward_two(ids[:2], ids[2:], salts=(5, 6))
+            return first.hidden, second.hidden
+
+    def serve(rank: int) -> tuple[bool, int, int]:
+        stack, counter = _stack(rank, small_model, small_schema, small_checkpoint)
+        ids = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(rank))
+        engine, passes = Engine(stack), PassCounter()
+        watch = passes.watch(engine)
+        halves = engine(ids)
+        watch.remove()
+        counted = int(counter.drain().sum())
+        alone = stack.forward(ids[:2], salt=5).hidden, stack.forward(ids[2:], salt=6).hidden
+        is_equal = all(torch.equal(a, b) for a, b in zip(halves, alone, strict=True))
+        return is_equal, passes.steps, counted
+
+    results = run_ranks(2, serve)
+
+    assert [found[:2] for found in results] == [(True, 1)] * 2
+    assert sum(counted for _, _, counted in results) == 2 * 2 * 3 * 20 * 2  # layers, ranks, T, k
+
+
+def test_rank_without_tokens_still_serves_the_others(
     run_ranks: RunRanks,
     small_model: ModelShape,
     small_schema: ExpertSchema,
@@ -180,7 +216,7 @@ def test_ranks_given_one_salt_choose_alike() -> None:
         assert not torch.equal(drawn, theirs.draw(layer, experts, seed + 1))
 
 
-def test_the_table_keeps_its_addresses_through_a_change() -> None:
+def test_table_keeps_its_addresses_through_a_change() -> None:
     table = RoutingTable(Placement(np.array([[0, 1, EMPTY]]), 2), max_replicas=2)
     before = table.slots.data_ptr(), table.cumulative.data_ptr()
 
@@ -240,7 +276,7 @@ def test_layers_start_to_serve_in_few_launches(layers: Iterable[int], launches: 
     assert table.generation == 2
 
 
-def test_what_a_kernel_reads_of_a_layer_is_contiguous() -> None:
+def test_kernel_inputs_of_a_layer_are_contiguous() -> None:
     table = RoutingTable(SHARED_HOT, max_replicas=3)
 
     assert table.slots[1].is_contiguous()
@@ -258,7 +294,7 @@ def test_shares_of_the_rank_s_own_node_are_used() -> None:
         assert set(table.choose(0, tokens, salt=1).flatten().tolist()) == {node}
 
 
-def test_an_expert_of_another_rank_gives_bit_equal_results(
+def test_expert_of_another_rank_gives_bit_equal_results(
     small_model: ModelShape, small_schema: ExpertSchema, small_checkpoint: Checkpoint
 ) -> None:
     here = ExpertBank(small_schema, 1, 1, num_staging=1)

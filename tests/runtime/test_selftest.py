@@ -66,7 +66,7 @@ def test_self_test_detects_wrong_dispatchers(
     assert verdict != "" or found == ["", "", ""]
 
 
-def test_without_deep_ep_the_plain_dispatcher_is_chosen_with_a_reason(
+def test_all_to_all_is_chosen_with_a_reason_without_deep_ep(
     run_ranks: RunRanks,
 ) -> None:
     def pick(rank: int) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def test_without_deep_ep_the_plain_dispatcher_is_chosen_with_a_reason(
         assert "deepep_low_latency refused: rank 0: deep_ep cannot be imported" in why
 
 
-def test_a_dispatcher_that_was_asked_for_by_name_is_not_replaced(run_ranks: RunRanks) -> None:
+def test_dispatcher_that_was_asked_for_by_name_is_not_replaced(run_ranks: RunRanks) -> None:
     def ask(rank: int) -> str:
         counter = SlotCounter(1, int(UNEVEN.slots_of_rank[rank]))
         said = []

@@ -24,7 +24,7 @@ def test_memory_that_there_is_not_is_refused_and_leaves_no_file_open(num_bytes: 
     assert num_open() == before
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MigrationError, match=r"no arena test of 4096 bytes: .*No such file"):
         SharedArena("test", PAGE_BYTES, folder=tmp_path / "none")
 

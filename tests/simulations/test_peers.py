@@ -32,7 +32,7 @@ def test_policy_table_name_of_another_policy_is_refused() -> None:
         register_policy("greedy", lambda problem: greedy_policy(problem))
 
 
-def test_greedy_on_last_window_forgets_the_windows_before() -> None:
+def test_greedy_on_last_window_ignores_earlier_windows() -> None:
     problem = Problem(SWITCHED, TWO_RANKS)
 
     replicas = {name: policy(problem).replica_count[0].tolist() for name, policy in PEERS.items()}

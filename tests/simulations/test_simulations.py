@@ -47,13 +47,13 @@ def test_both_layouts_give_the_same_windows(tmp_path: Path) -> None:
     assert first.tokens.tolist() == second.tokens.tolist()
 
 
-def test_request_lengths_tell_the_token_axis(tmp_path: Path) -> None:
+def test_request_lengths_decide_the_token_axis(tmp_path: Path) -> None:
     trace = written(tmp_path, expert_ids=IDS, request_len=np.array([1, 3]))
 
     assert load_trace(trace, window_tokens=2).num_layers == 2
 
 
-def test_an_ambiguous_layout_must_be_named(tmp_path: Path) -> None:
+def test_ambiguous_layout_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layers-first or tokens-first"):
         load_trace(written(tmp_path, expert_ids=IDS), window_tokens=2)
 
@@ -75,13 +75,13 @@ def test_counted_windows_are_taken_as_they_are(tmp_path: Path) -> None:
         load_trace(written(tmp_path, load=load), window_tokens=5)
 
 
-def test_a_missing_trace_is_an_error_in_words(tmp_path: Path) -> None:
+def test_missing_trace_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match=r"does not exist, expected an .npz file"):
         load_trace(tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize("length", [0, 10, 200])
-def test_a_truncated_trace_is_an_error_in_words(tmp_path: Path, length: int) -> None:
+def test_truncated_trace_is_refused_with_a_reason(tmp_path: Path, length: int) -> None:
     trace = written(tmp_path, expert_ids=np.zeros((1, 100, 2), dtype=np.int64))
     trace.write_bytes(trace.read_bytes()[:length])
 
@@ -100,14 +100,14 @@ def test_a_truncated_trace_is_an_error_in_words(tmp_path: Path, length: int) -> 
         ({"expert_ids": IDS, "request_len": np.array([9])}, "request_len sums to 9 tokens"),
     ],
 )
-def test_an_odd_trace_is_an_error_in_words(
+def test_malformed_trace_is_refused_with_a_reason(
     tmp_path: Path, arrays: dict[str, np.ndarray], message: str
 ) -> None:
     with pytest.raises(HistoryError, match=message):
         load_trace(written(tmp_path, **arrays))
 
 
-def test_an_array_alone_is_not_a_trace(tmp_path: Path) -> None:
+def test_bare_array_is_refused_as_a_trace(tmp_path: Path) -> None:
     np.save(tmp_path / "alone.npy", np.ones(3))
 
     with pytest.raises(HistoryError, match="bare array"):
@@ -115,7 +115,7 @@ def test_an_array_alone_is_not_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gamma", "lognormal", "zipf"])
-def test_a_seed_repeats_its_workload(name: str) -> None:
+def test_seed_repeats_its_workload(name: str) -> None:
     workload = Workload(name, layers=2, experts=16, windows=3, tokens=256)
 
     first, again, other = (generate(workload, seed).tokens for seed in (1, 1, 2))
@@ -162,7 +162,7 @@ def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
     assert [rebalance.window for rebalance in found.rebalances] == [0]
 
 
-def test_contiguous_never_moves_and_is_what_the_metric_says() -> None:
+def test_contiguous_never_moves_and_equals_the_metric() -> None:
     history = generate(Workload("gamma", layers=2, experts=8, windows=5), seed=0)
     topology = Topology.uniform(1, 4, 2)
 
@@ -183,7 +183,7 @@ def test_every_policy_beats_contiguous_on_steady_skew() -> None:
     assert auto.per_window.mean() < contiguous.per_window.mean() - 0.2
 
 
-def test_a_gate_that_nothing_passes_moves_nothing() -> None:
+def test_gate_that_nothing_passes_moves_nothing() -> None:
     history = generate(Workload("zipf", layers=2, windows=5), seed=0)
     scenario = Scenario(history, Topology.uniform(1, 4, 20), cost=CostModel(pay_back_s=0.0))
 
@@ -200,14 +200,14 @@ def test_noise_is_what_a_balanced_draw_shows() -> None:
     assert 1 + sampling_noise(3072, 8) == pytest.approx(measured, abs=0.005)
 
 
-def test_a_sudden_switch_is_no_noise() -> None:
+def test_sudden_switch_is_no_noise() -> None:
     steady = np.array([[[1.2, 0.8]]] * 4 + [[[0.6, 1.4]]] * 4)
 
     assert fluctuation(steady).tolist() == [0.0]
     assert fluctuation(steady[::2] + np.array([0.1, 0, 0.1, 0])[:, None, None])[0] > 0.03
 
 
-def test_a_policy_named_twice_is_refused() -> None:
+def test_policy_named_twice_is_refused() -> None:
     history = generate(Workload("zipf", layers=1, windows=2), seed=0)
 
     with pytest.raises(ConfigError, match="expected distinct names"):
@@ -219,7 +219,7 @@ def test_one_window_cannot_be_replayed() -> None:
         Scenario(LoadHistory(np.ones((1, 1, 4))), TWO_RANKS)
 
 
-def test_the_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
+def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     history = generate(Workload("gamma", layers=2, experts=16, windows=4), seed=0)
     scenario = Scenario(history, Topology.uniform(1, 4, 5))
@@ -245,7 +245,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_prints_a_table_and_writes_a_summary(tmp_path: Path) -> None:
+def test_command_prints_a_table_and_writes_a_summary(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     ran = simulate("generated:gamma:layers=2,windows=4", "--ranks", "4", "--json", str(out))
@@ -288,7 +288,7 @@ def test_simulations_leave_torch_out() -> None:
     ("name", "shape"),
     [("dsv2lite_intent", (16, 26, 64)), ("gptoss20b_decode", (166, 24, 32))],
 )
-def test_recorded_traces_are_read_whole(name: str, shape: tuple[int, int, int]) -> None:
+def test_recorded_traces_are_read_completely(name: str, shape: tuple[int, int, int]) -> None:
     trace = DATA / f"{name}.npz"
     if not trace.exists():
         pytest.skip(f"real traces are not at {DATA}: set EPLB_DATA")
@@ -298,3 +298,16 @@ def test_recorded_traces_are_read_whole(name: str, shape: tuple[int, int, int]) 
     scenario = Scenario(history.latest(12), Topology.uniform(1, 8, shape[2] // 8 + 1))
     contiguous, auto = replay_all(scenario, ["contiguous", "auto"])
     assert auto.per_window.mean() < contiguous.per_window.mean()
+
+
+def test_replay_placements_judge_each_window_as_reported() -> None:
+    history = generate(Workload("gamma", layers=2, experts=16, windows=12, drift=0.6), seed=1)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=5)
+
+    found = replay(Scenario(history, topology), "greedy")
+
+    assert len(found.rebalances) > 1
+    assert len(found.placements) == history.num_windows - 1
+    for window, placement in enumerate(found.placements, start=1):
+        expected = imbalance(history.tokens[window], placement, topology)
+        assert found.imbalance[window - 1] == pytest.approx(expected)

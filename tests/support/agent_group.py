@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from simulated_time import SkippingClock
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
@@ -23,8 +24,10 @@ from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.watcher import MOVER
 from rebalance.transport.interface import WeightTransport
 from rebalance.types import Record, VoteGroup
+from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
@@ -32,6 +35,7 @@ from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 20.0
+AGENT_THREADS = frozenset({"eplb-watcher", MOVER, "eplb-commit-writer"})
 LONGEST_WAIT_S = 0.02  # of a watcher that nobody has news for: so long does it take to close
 
 
@@ -104,8 +108,11 @@ class AgentGroup:
         self.agents: list[RankAgent] = []
         self.banks: list[ExpertBank] = []
         self.clocks: list[StepClock] = []
+        self.time = SkippingClock()  # of all deadlines of the agents
         self.sinks: list[Sink] = []
         self.tables: list[RoutingTable] = []
+        self.counters: list[SlotCounter] = []
+        self.rank_digests: list[torch.Tensor] = []  # [L, E, 2] that each rank compares with
 
     def add(
         self,
@@ -120,7 +127,7 @@ class AgentGroup:
         rank = len(self.agents)
         clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
-        links = Links(votes, transport, self.store, sink, journal=journal)
+        links = Links(votes, transport, self.store, sink, journal=journal, monotonic=self.time)
         given = {"sample_steps": 4, "vote_deadline_s": DEADLINE_S} | settings
         wired = wire_agent(
             AgentSettings("test", "run", self.topology, **given),
@@ -132,6 +139,8 @@ class AgentGroup:
         self.clocks.append(clock)
         self.sinks.append(sink)
         self.tables.append(wired.table)
+        self.counters.append(wired.counter)
+        self.rank_digests.append(digests)
         return wired.agent
 
     def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
@@ -162,10 +171,12 @@ class AgentGroup:
     def step_until(self, is_reached: Callable[[], bool], what: str = "the group there") -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not is_reached():
-            assert time.monotonic() < deadline, f"{what}: not in {DEADLINE_S:.0f} s; {self.told()}"
+            assert time.monotonic() < deadline, (
+                f"{what}: not in {DEADLINE_S:.0f} s; {self.output_text()}"
+            )
             self.step()
 
-    def told(self) -> str:
+    def output_text(self) -> str:
         """What to say where a test fails; a file may know more."""
         return ", ".join(f"rank {agent.describe().rank}: {agent.phase}" for agent in self.agents)
 

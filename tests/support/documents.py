@@ -19,12 +19,15 @@ from typer.main import get_command
 
 from api.cli.main import app
 from api.http.app import create_app
+from runtime.checkpoints.description import ExpertLayout
+from runtime.checkpoints.families.table import FAMILIES
 from telemetry import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "simulations", "api")
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->")
+FILE = re.compile(r"# (\S+\.\w+)\n")
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -77,6 +80,15 @@ def blocks(page: str) -> Iterator[Block]:
 def all_blocks() -> list[Block]:
     """Give the blocks of all pages."""
     return [block for page in pages() for block in blocks(page)]
+
+
+def files_of(page: str) -> dict[str, str]:
+    """Give the blocks of a page that are files, by the name in their first line, ``# NAME``."""
+    found = {}
+    for block in blocks(page):
+        if name := FILE.match(block.code):
+            found[name[1]] = block.code
+    return found
 
 
 # -- generated sections
@@ -164,12 +176,20 @@ def _body(name: str, schema: Mapping[str, Any]) -> str:
 def _values(value: Mapping[str, Any]) -> str:
     if "enum" in value:
         return ", ".join(f"`{one}`" if one is not None else "null" for one in value["enum"])
+    if "anyOf" in value:
+        return " or ".join(_values(one) for one in value["anyOf"])
     found = value.get("type", "value")
     if "maxLength" in value:
         found += f", {value.get('minLength', 0)} to {value['maxLength']} characters"
     if "maximum" in value:
-        found += f", {value['minimum']:.0f} to {value['maximum']:.0f}"
+        found += f", {_least(value)} to {value['maximum']:.0f}"
     return found + (f", default {str(value['default']).lower()}" if "default" in value else "")
+
+
+def _least(value: Mapping[str, Any]) -> str:
+    if "exclusiveMinimum" in value:
+        return f"more than {value['exclusiveMinimum']:.0f}"
+    return f"{value['minimum']:.0f}"
 
 
 def _cell(text: str) -> str:
@@ -207,8 +227,29 @@ def _names(names: frozenset[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names)) or "-"
 
 
+def families_section() -> str:
+    """Every model family that checkpoints are read of."""
+    rows = [
+        f"| {family.name} | {_names(frozenset(family.model_types))} | "
+        f"{'; '.join(_layout(layout) for layout in family.layouts)} | "
+        f"{', '.join(f'`{prefix}`' for prefix in family.mtp_layers) or '-'} | "
+        f"{f'no: {family.unproven}' if family.unproven else 'yes'} |"
+        for family in FAMILIES
+    ]
+    head = "| family | `model_type` | experts below a layer | MTP experts | proved |"
+    return "\n".join([head, "|---|---|---|---|---|", *rows, ""])
+
+
+def _layout(layout: ExpertLayout) -> str:
+    kind = ["all experts in one tensor"] if layout.is_stacked else ["a tensor each"]
+    kind += ["[in, out]"] if layout.is_transposed else []
+    kind += ["gate and up interleaved"] if layout.is_interleaved else []
+    return f"{', '.join(f'`{name}`' for name in layout.names.values())} ({', '.join(kind)})"
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
     "cli": cli_section,
+    "families": families_section,
     "folders": folders_section,
     "imports": imports_section,
     "rest": rest_section,

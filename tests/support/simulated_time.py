@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass
+class SkippingClock:
+    """The real monotonic clock, which a test may set forward: no deadline passes but by a skip.
+
+    Give components deadlines that are far off, so that a busy machine cannot reach them.
+    """
+
+    skipped: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skipped
+
+    def skip(self, seconds: float) -> None:
+        """Let so many seconds pass at once."""
+        self.skipped += seconds
 
 
 class Landing(Completion):

@@ -1,4 +1,4 @@
-"""Puts one rank of the demo together: its groups, its rank of the balancer, its model.
+"""Builds one rank of the demo: its process groups, its rank of the balancer, its model.
 
     join_ranks -> build_rank (rebalance.build) -> dispatcher -> model over the rank's slots
 
@@ -22,10 +22,12 @@ from rebalance.agent import RankAgent
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import join_ranks
 from rebalance.build.rank import BuiltRank, build_rank
-from runtime.checkpoint import Checkpoint, Weights, layer_name
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.group.rendezvous import reach
 from runtime.model.moe import MoELayer, MoEStack
+from runtime.passes import PassCounter
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore
@@ -37,7 +39,7 @@ START_DEADLINE_S = 120.0  # from a rank being ready to the start of all ranks
 
 @dataclass
 class RankFigures:
-    """What a rank measured, for the summary."""
+    """Measurements of a rank for the summary."""
 
     dispatcher: str  # which one, and why
     step_ms: list[float] = field(default_factory=list)
@@ -52,33 +54,34 @@ class Rank:
     dispatcher: Dispatcher
     figures: RankFigures
     device: torch.device
+    passes: PassCounter
 
     @property
     def agent(self) -> RankAgent:
-        """The rank's part in balancing."""
+        """The rank's agent."""
         return self.parts.agent
 
     @property
     def reporter(self) -> Reporter:
-        """Through which the rank reports."""
+        """Writes the rank's samples and state to the store."""
         return self.parts.reporter
 
     @property
     def store(self) -> LoadStore:
-        """Of the deployment."""
+        """The store of the deployment."""
         return self.parts.store
 
     def begin_step(self) -> bool:
-        """Do what is due before the next forward pass; False when serving ends."""
-        return self.agent.step(self.dispatcher.steps)
+        """Call the agent before the next forward pass; False when serving ends."""
+        return self.agent.step()
 
 
 def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
-    """Put a rank together, up to the point where its agent can start.
+    """Build a rank, up to the point where its agent can start.
 
     Raises:
-        StoreError: the store names no placement to start from.
-        RankError: the ranks did not all meet in time.
+        StoreError: the store has no placement to start from.
+        RankError: not all ranks joined in time.
         MigrationError: ranks hold different bytes of one expert.
     """
     device, topology, config = device_of(plan, rank), plan.topology, plan.rank_config
@@ -87,7 +90,8 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
     groups = join_ranks(config.network, rendezvous, rank, topology.num_ranks, device.device)
     host_cache = plan.host_caches[int(topology.host_of_rank[rank])]
     place = RankPlace(rank, plan.run, topology, groups, device.device, host_cache)
-    built = build_rank(config, place, plan.model, plan.schema, store)
+    passes = PassCounter()
+    built = build_rank(config, place, plan.model, plan.schema, store, passes)
     dispatcher, why = device.dispatcher(groups.tokens, built.counter)
     log.info("rank %d: dispatcher: %s", rank, why)
     model = _model(plan, device, built, dispatcher)
@@ -97,15 +101,15 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
         distributed_c10d._set_pg_timeout(timedelta(seconds=plan.vote_deadline_s), groups.tokens)
         if isinstance(dispatcher, AllToAllDispatcher):
             dispatcher.wait = built.agent.wait_for_exchange
-    return Rank(built, model, dispatcher, RankFigures(dispatcher=why), device.device)
+    return Rank(built, model, dispatcher, RankFigures(dispatcher=why), device.device, passes)
 
 
 def _model(plan: WorkerPlan, device: Device, built: BuiltRank, dispatcher: Dispatcher) -> Model:
     dense = to_device(Checkpoint(plan.weights).dense_weights(), device.device)
     experts = device.experts(built.bank)
     layers = [
-        MoELayer(layer, plan.model.top_k, experts, built.table, dispatcher, _shared(dense, layer))
-        for layer in range(plan.model.num_layers)
+        MoELayer(number, plan.model.top_k, experts, built.table, dispatcher, _shared(dense, layer))
+        for number, layer in enumerate(plan.model.layer_ids)
     ]
     return device.model(MoEStack(plan.model, dense, layers), dispatcher)
 
@@ -119,7 +123,7 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def reach_rendezvous(plan: WorkerPlan) -> Store:
-    """Connect to the rendezvous in the demo's own process: rank 0 may exit as any other."""
+    """Connect to the rendezvous in the demo's own process, because rank 0 may exit too."""
     try:
         return reach(plan.rendezvous, plan.rank_config.network.join_deadline_s)
     except RuntimeError as exc:

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from api.demo.workers.plan import ROUTE_TIE, WorkerPlan
-from api.processes.children import Parent, Turns
-from runtime.checkpoint import Checkpoint
+from api.processes.children import Parent, ProgressReports
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.model.moe import Forward
 from runtime.model.reference import ReferenceModel
 
@@ -30,7 +30,7 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """What the reference found."""
+    """The result of the reference."""
 
     rank: int
     step: int
@@ -41,15 +41,15 @@ class CheckedStep:
 
 def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> None:
     """Check what comes over the pipes until every rank has closed its end."""
-    parent.listen(lambda _: None)
+    parent.receive_commands(lambda _: None)
     # Beside GPUs there are cores to spare; beside CPU ranks there is one at most.
     torch.set_num_threads(8 if plan.device == "cuda" else 1)
     weights = Checkpoint(plan.weights).reference_weights()
     reference = ReferenceModel(plan.model, weights, tie=ROUTE_TIE[plan.precision])
-    turns = Turns(parent)
+    progress = ProgressReports(parent)
     parent.send("ready")
     while pipes:
-        turns.report()
+        progress.report()
         for pipe in wait(pipes, POLL_S):
             assert isinstance(pipe, Connection), "only pipes are waited for"
             try:
@@ -57,7 +57,7 @@ def run_checker(parent: Parent, plan: WorkerPlan, pipes: list[Connection]) -> No
             except (EOFError, OSError):
                 pipes.remove(pipe)
                 continue
-            turns.report()
+            progress.report()
             found = reference.check(sampled.token_ids, sampled.answer, forced=sampled.is_forced)
             parent.send(
                 "checked",

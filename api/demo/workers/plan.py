@@ -1,22 +1,22 @@
-"""What every process of the demo is given at its start: plain data that crosses to a child."""
+"""The arguments of every process of the demo: plain data that is sent to a child."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from api.config.migration import Staging
 from api.demo.settings import DEPLOYMENT as DEPLOYMENT
+from api.processes.controller import ControllerJob
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.settings import HostCacheSettings
-from rebalance.preload.cache.wire import HostCacheAddress
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.protocol.journal import JOURNAL_FOLDER
-from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.stores.redis.connection.address import without_password
 
@@ -31,7 +31,7 @@ ROUTE_TIE = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """The demo as its processes see it."""
+    """Arguments of the demo's processes."""
 
     run: str
     store: Path | str  # a file, or a URL
@@ -73,12 +73,18 @@ class WorkerPlan:
 
     @property
     def state_dir(self) -> Path:
-        """The folder that the demo keeps what it writes in."""
+        """The state folder of the demo."""
         return self.weights.parent
 
     @property
+    def controller_job(self) -> ControllerJob:
+        """What its controller is started with."""
+        store, settings = str(self.store), self.controller
+        return ControllerJob(store, DEPLOYMENT, settings, self.holder, self.controller_poll_s)
+
+    @property
     def rank_config(self) -> RankConfig:
-        """How its ranks balance."""
+        """Configuration of the ranks."""
         config = RankConfig(
             DEPLOYMENT,
             sample_steps=self.sample_steps,
@@ -101,7 +107,7 @@ class WorkerPlan:
 
     @property
     def schema(self) -> ExpertSchema:
-        """What belongs to an expert."""
+        """Tensors of an expert."""
         return schema_of(self.model.hidden, self.model.intermediate, self.precision)
 
     @property
@@ -109,11 +115,3 @@ class WorkerPlan:
         """(sequences, positions) of a rank's step."""
         length = min(SEQUENCE_LENGTH, self.tokens_per_rank)
         return self.tokens_per_rank // length, length
-
-
-def schema_of(hidden: int, intermediate: int, precision: str) -> ExpertSchema:
-    """What belongs to an expert of this size in this precision."""
-    if precision == "fp8":
-        return ExpertSchema.swiglu_fp8(hidden, intermediate)
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    return ExpertSchema.swiglu(hidden, intermediate, dtype)

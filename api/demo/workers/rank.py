@@ -1,8 +1,8 @@
 """One rank of the demo: a serving process with a rank agent embedded in it.
 
-This is the example to read for whoever embeds the agent in an engine: ``build_demo_rank`` in
-``api/demo/workers/build.py`` calls the builder and makes the model over what it returns, and
-``_serve`` is the engine's loop with two added calls.
+It is an example of how to embed the agent in an engine: ``build_demo_rank`` in
+``api/demo/workers/build.py`` calls the builder and makes the model from its result, and ``_serve``
+is the engine's loop with two added calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from api.demo.batches import Batches
-from api.demo.check_feed import CheckFeed
+from api.demo.checker_client import CheckerClient
 from api.demo.workers.build import START_DEADLINE_S, Rank, build_demo_rank, reach_rendezvous
 from api.demo.workers.checker import SampledStep
 from api.demo.workers.plan import WorkerPlan
@@ -40,8 +40,8 @@ def run_rank(
 
     Args:
         parent: the process that started it.
-        plan: what all processes are given alike.
-        rank: which one this is.
+        plan: arguments that are equal in all processes.
+        rank: the number of this rank.
         step_times: [R] when each rank last finished a step, in memory that the parent reads.
 
     Raises:
@@ -50,7 +50,7 @@ def run_rank(
     started = threading.Event()
     agents: list[RankAgent] = []
     start_at: list[float] = []
-    feed = CheckFeed()
+    checker = CheckerClient()
 
     def on_command(command: tuple[str, Any]) -> None:
         kind, body = command
@@ -58,12 +58,12 @@ def run_rank(
             start_at.append(body)
             started.set()
         elif kind == "checks":
-            feed.connect(body)
+            checker.connect(body)
         elif kind == "halt":
             for agent in agents:
                 agent.request_halt()
 
-    parent.listen(on_command)
+    parent.receive_commands(on_command)
     built = build_demo_rank(plan, rank)
     agents.append(built.agent)
     set_process_fields(generation=lambda: built.agent.placement.generation)
@@ -78,21 +78,21 @@ def run_rank(
             parent.send("serving")
 
     try:
-        _serve(plan, rank, built, feed, start_at[0], served)
+        _serve(plan, rank, built, checker, start_at[0], served)
     except BrokenGroup as exc:
         _survive(parent, plan, rank, built, exc)
         raise
-    feed.close()
+    checker.close()
     built.parts.close()
-    parent.send("served", _figures(built) | {"checks_left_out": feed.num_left_out})
+    parent.send("served", _figures(built) | {"checks_dropped": checker.num_dropped})
 
 
 def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: BrokenGroup) -> None:
     """Agree with the other survivors on one placement, and end with them.
 
-    A peer that hangs looks like one that has exited: a rank without a survivor report in time is
-    excluded. A failure here is only reported: a start of all ranks is right without it, because it
-    loads every slot anew from the placement that the store names.
+    A peer that hangs is handled as one that has exited: a rank without a survivor report in time is
+    excluded. A failure here is only reported: a start of all ranks does not need it, because it
+    loads every slot again by the committed placement.
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
@@ -111,7 +111,7 @@ def _serve(
     plan: WorkerPlan,
     rank: int,
     built: Rank,
-    feed: CheckFeed,
+    checker: CheckerClient,
     start_at: float,
     served: Callable[[int], None],
 ) -> None:
@@ -120,7 +120,7 @@ def _serve(
     sample_until = 0
     while built.begin_step():
         started = time.perf_counter()
-        step = built.dispatcher.steps
+        step = built.passes.begin()
         token_ids, forced = batches.at(step, time.monotonic() - start_at)
         answer = built.model.forward(token_ids, salt=_salt(plan, rank, step), forced=forced)
         built.agent.wait(in_flight)  # the host may be one step ahead of the device, not more
@@ -132,7 +132,9 @@ def _serve(
         if _is_sampled(plan, rank, step, is_dense=step < sample_until):
             built.agent.wait(in_flight)  # first: the copy below would wait without asking the vote
             on_host = Forward(answer.hidden.cpu(), answer.experts.cpu())
-            feed.offer(SampledStep(rank, step, phase, token_ids.cpu(), on_host, forced is not None))
+            checker.offer(
+                SampledStep(rank, step, phase, token_ids.cpu(), on_host, forced is not None)
+            )
         built.figures.step_ms.append((time.perf_counter() - started) * 1e3)
         reported = built.reporter.stats()
         built.agent.notes = {
@@ -143,7 +145,7 @@ def _serve(
 
 
 def _is_sampled(plan: WorkerPlan, rank: int, step: int, *, is_dense: bool) -> bool:
-    """One rank in turn: every step around a migration, else every ``check_every`` steps."""
+    """Ranks alternate: at every step around a migration, else every ``check_every`` steps."""
     turn = step if is_dense else step // plan.check_every
     is_due = is_dense or step % plan.check_every == 0
     return is_due and turn % plan.topology.num_ranks == rank
@@ -155,7 +157,7 @@ def _salt(plan: WorkerPlan, rank: int, step: int) -> int:
 
 def _figures(built: Rank) -> dict[str, Any]:
     return {
-        "steps": built.dispatcher.steps,
+        "steps": built.passes.steps,
         "dispatcher": built.figures.dispatcher,
         "step_ms": built.figures.step_ms,
         "swap_pauses_ms": built.agent.figures.swap_pauses_ms,

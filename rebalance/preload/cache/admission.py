@@ -8,16 +8,14 @@ that connects without end neither uses up the descriptors nor keeps ranks out.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from rebalance.network.frames import break_off
 
 MAX_SESSIONS = 1024
 MAX_UNAUTHENTICATED = 64  # clients that have not proved yet that they know the key
@@ -48,28 +46,20 @@ def peer_of(end: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-@dataclass(frozen=True)
-class _Unauthenticated:
-    peer: Peer
-    end: socket.socket  # a duplicate, open until the client authenticates or disconnects
-    deadline: float
+class LocalAdmission:
+    """``rebalance.network.listener.Admission`` of clients of this host."""
 
-
-class Admission:
-    """Counts sessions. ``admit`` and ``expire`` belong to one thread; the rest is thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unauthenticated: dict[int, _Unauthenticated] = {}  # by holder, oldest first
+        self._unauthenticated: dict[socket.socket, Peer] = {}  # oldest first
         self._num_sessions = 0
         self._num_refused = 0
 
-    def admit(self, client: socket.socket, holder: int) -> bool:
+    def admit(self, client: socket.socket) -> bool:
         """Return whether a client gets a session; ``leave`` ends it."""
         peer = peer_of(client)
         with self._lock:
-            of_process = Counter(one.peer.pid for one in self._unauthenticated.values())
+            of_process = Counter(one.pid for one in self._unauthenticated.values())
             refusal = ""
             if not peer.is_trusted:
                 refusal = f"process of user {peer.uid}, expected user {os.geteuid()} or root"
@@ -85,8 +75,7 @@ class Admission:
                 return False
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._evict(of_process)
-            deadline = self._clock() + HANDSHAKE_DEADLINE_S
-            self._unauthenticated[holder] = _Unauthenticated(peer, client.dup(), deadline)
+            self._unauthenticated[client] = peer
             self._num_sessions += 1
             return True
 
@@ -103,42 +92,20 @@ class Admission:
     def _evict(self, of_process: Counter[int]) -> None:
         """Close the oldest connection of the process that has most; a rank has one, briefly."""
         ((pid, _),) = of_process.most_common(1)
-        oldest = next(
-            holder for holder, one in self._unauthenticated.items() if one.peer.pid == pid
-        )
-        self._refused(
-            self._disconnect(oldest), f"{MAX_UNAUTHENTICATED} connections are not authenticated"
-        )
+        oldest = next(one for one, peer in self._unauthenticated.items() if peer.pid == pid)
+        peer = self._unauthenticated.pop(oldest)
+        self._refused(peer, f"{MAX_UNAUTHENTICATED} connections are not authenticated")
+        break_off(oldest)
 
-    def authenticated(self, holder: int) -> None:
+    def authenticated(self, client: socket.socket) -> None:
         """Note that a client is authenticated: it may stay idle from now on."""
         with self._lock:
-            if one := self._unauthenticated.pop(holder, None):
-                one.end.close()
+            self._unauthenticated.pop(client, None)
 
-    def leave(self, holder: int) -> None:
+    def leave(self, client: socket.socket, failure: str) -> None:
         """Note that a client's session is over."""
-        self.authenticated(holder)
         with self._lock:
             self._num_sessions -= 1
-
-    def expire(self) -> int | None:
-        """Close clients past their deadline; return the milliseconds to the next one, if any."""
-        with self._lock:
-            now = self._clock()
-            late = [holder for holder, one in self._unauthenticated.items() if one.deadline <= now]
-            for holder in late:
-                self._refused(
-                    self._disconnect(holder), f"not authenticated within {HANDSHAKE_DEADLINE_S:g} s"
-                )
-            if not self._unauthenticated:
-                return None
-            soonest = min(one.deadline for one in self._unauthenticated.values())
-            return math.ceil(1e3 * (soonest - now))  # up: never early
-
-    def _disconnect(self, holder: int) -> Peer:
-        """Shut down a session's socket, which ends its thread."""
-        one = self._unauthenticated.pop(holder)
-        with one.end, suppress(OSError):  # the client may have disconnected already
-            one.end.shutdown(socket.SHUT_RDWR)
-        return one.peer
+            peer = self._unauthenticated.pop(client, None)
+            if peer is not None and failure:  # one that was evicted is counted already
+                self._refused(peer, failure)

@@ -29,7 +29,7 @@ class HostCache:
         self.counts: Counter[str] = Counter()
         self.weights_version = 0
         self._changed = threading.Condition()
-        self._table = EntryTable(num_entries)
+        self.table = EntryTable(num_entries)
         self._waiting: list[Request] = []  # for room, in order of arrival
         self._loading: dict[
             Entry, list[Request]
@@ -44,7 +44,7 @@ class HostCache:
     def ask(self, request: Request) -> None:
         """Lease a request's records, now or when there is room, and have them loaded."""
         with self._changed:
-            if refusal := refusal_of(request, self._table, self.weights_version):
+            if refusal := refusal_of(request, self.table, self.weights_version):
                 self._end(request, refusal)
                 return
             self._waiting.append(request)
@@ -54,15 +54,15 @@ class HostCache:
                 # All holders that could release entries are waiting: the latest request is refused.
                 if self._is_stuck():
                     self._end(
-                        request, f"{no_room(request, self._table)}, and all holders are waiting"
+                        request, f"{no_room(request, self.table)}, and all holders are waiting"
                     )
 
     def lease_ready(self, request: Request) -> None:
         """Lease a request's one record if it is in memory; nothing is loaded for it."""
         with self._changed:
             (record,) = request.records
-            entry = self._table.entries.get(record)
-            refusal = refusal_of(request, self._table, self.weights_version)
+            entry = self.table.entries.get(record)
+            refusal = refusal_of(request, self.table, self.weights_version)
             if refusal is None and (entry is None or entry.state is not State.READY):
                 refusal = f"layer {record[0]} expert {record[1]} is not in memory"
             if entry is not None and refusal is None:
@@ -72,13 +72,13 @@ class HostCache:
     def ready(self) -> list[Record]:
         """Name the records that are in memory."""
         with self._changed:
-            entries = self._table.entries.items()
+            entries = self.table.entries.items()
             return [record for record, entry in entries if entry.state is State.READY]
 
     def release(self, holder: int, records: Collection[Record]) -> None:
         """End a rank's leases on records; those that it does not hold are no harm."""
         with self._changed:
-            for entry in self._table.held_by(holder, frozenset(records)):
+            for entry in self.table.held_by(holder, frozenset(records)):
                 self._release(entry, holder)
             self._admit()
 
@@ -97,7 +97,7 @@ class HostCache:
             if not request.is_ended:
                 late = f"timed out: {len(request.missing)} records are still being read"
                 self._end(
-                    request, no_room(request, self._table) if request in self._waiting else late
+                    request, no_room(request, self.table) if request in self._waiting else late
                 )
                 self._admit()
 
@@ -108,7 +108,7 @@ class HostCache:
             for request in asked:
                 if request.holder == holder and not request.is_ended:
                     self._end(request, "its rank disconnected")
-            for entry in self._table.held_by(holder):
+            for entry in self.table.held_by(holder):
                 self._release(entry, holder)
             self._admit()
 
@@ -126,7 +126,7 @@ class HostCache:
         """Reload a leased record from disk after a digest mismatch."""
         with self._changed:
             (record,) = request.records
-            held = self._table.held_by(request.holder, [record])
+            held = self.table.held_by(request.holder, [record])
             if not held or held[0].is_void:
                 self._end(request, f"layer {record[0]} expert {record[1]} is not leased")
                 return
@@ -139,7 +139,7 @@ class HostCache:
     def held(self, holder: int, record: Record) -> tuple[Digest, int] | None:
         """Return digest and place of a record that a rank holds and that is READY."""
         with self._changed:
-            for entry in self._table.held_by(holder, frozenset([record])):
+            for entry in self.table.held_by(holder, frozenset([record])):
                 if entry.state is State.READY and not entry.is_void and entry.digest is not None:
                     return entry.digest, entry.index
             return None
@@ -152,8 +152,8 @@ class HostCache:
             self.weights_version = version
             self._hinted.clear()
             for request in list(self._waiting):
-                self._end(request, refusal_of(request, self._table, self.weights_version))
-            for entry in list(self._table.entries.values()):
+                self._end(request, refusal_of(request, self.table, self.weights_version))
+            for entry in list(self.table.entries.values()):
                 self._void(entry, f"weights version 0 was invalidated by version {version}")
 
     # -- readers of the disk
@@ -162,21 +162,28 @@ class HostCache:
         """Wait for an entry to load and return it; None once the host cache is closed."""
         with self._changed:
             while not self._is_closed:
-                entry = self._next()
+                entry = self.try_take()
                 if entry is not None:
-                    entry.state = State.LOADING
                     return entry
                 self._changed.wait(WAIT_S)
             return None
+
+    def try_take(self) -> Entry | None:
+        """Return an entry to load, requested ones before hinted ones; None if there is none now."""
+        with self._changed:
+            entry = self._next()
+            if entry is not None:
+                entry.state = State.LOADING
+            return entry
 
     def _next(self) -> Entry | None:
         if self._queued:
             return self._queued.popitem(last=False)[0]
         while self._hinted:
             record, hint = self._hinted.popitem(last=False)
-            if record in self._table.entries:
+            if record in self.table.entries:
                 continue
-            entry = self._table.assign_for_hint(record, hint)
+            entry = self.table.assign_for_hint(record, hint)
             if entry is not None:
                 return entry
             self.counts["hints_dropped"] += 1
@@ -185,7 +192,7 @@ class HostCache:
     def is_allocated(self, entry: Entry) -> bool:
         """Return whether the memory of an entry was allocated before."""
         with self._changed:
-            return self._table.is_allocated(entry)
+            return self.table.is_allocated(entry)
 
     def loaded(
         self,
@@ -200,10 +207,10 @@ class HostCache:
         with self._changed:
             from_disk = "repacked" if is_repacked else "from_record_file"
             self.counts["from_hosts" if is_from_host else from_disk] += 1
-            self._table.mark_allocated(entry)
+            self.table.mark_allocated(entry)
             entry.state, entry.digest = State.READY, digest
             if for_writer:
-                self._table.lease(entry, WRITER)
+                self.table.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
                 request.missing.discard(entry.record)
                 if is_from_host and entry.record in request.fetched:
@@ -212,7 +219,7 @@ class HostCache:
                 request.found[entry.record] = digest, entry.index
                 if not request.missing and not request.is_ended:
                     self._end(request, None)
-            self._table.make_evictable(entry)
+            self.table.make_evictable(entry)
             self._admit()
 
     def failed(self, entry: Entry, error: str) -> None:
@@ -220,7 +227,7 @@ class HostCache:
         with self._changed:
             entry.state = State.READY
             if entry.is_void:
-                self._table.make_evictable(entry)
+                self.table.make_evictable(entry)
             else:
                 self._void(entry, error)
             self._admit()
@@ -228,10 +235,10 @@ class HostCache:
     def out_of_memory(self, entry: Entry, error: str) -> None:
         """Continue with the entries whose memory was allocated so far."""
         with self._changed:
-            self._table.shrink(entry)
-            self.failed(entry, f"{error}; host cache reduced to {self._table.num_entries} records")
+            self.table.shrink(entry)
+            self.failed(entry, f"{error}; host cache reduced to {self.table.num_entries} records")
             for request in list(self._waiting):
-                if refusal := refusal_of(request, self._table, self.weights_version):
+                if refusal := refusal_of(request, self.table, self.weights_version):
                     self._end(request, refusal)
 
     def close(self) -> None:
@@ -243,30 +250,30 @@ class HostCache:
     def figures(self) -> dict[str, int]:
         """Count what was done so far, and what is held now."""
         with self._changed:
-            ready = sum(e.state is State.READY for e in self._table.entries.values())
-            held = sum(bool(e.holders) for e in self._table.entries.values())
+            ready = sum(e.state is State.READY for e in self.table.entries.values())
+            held = sum(bool(e.holders) for e in self.table.entries.values())
             return self.counts | {
-                "evictions": self._table.num_evicted,
+                "evictions": self.table.num_evicted,
                 "resident": ready,
                 "leased": held,
-                "room": self._table.num_entries,
+                "room": self.table.num_entries,
             }
 
     # -- with the lock held
 
     def _is_stuck(self) -> bool:
         holders_that_wait = {request.holder for request in self._waiting}
-        return not self._table.has_unheld_load() and self._table.holders() <= holders_that_wait
+        return not self.table.has_unheld_load() and self.table.holders() <= holders_that_wait
 
     def _admit(self) -> None:
         """Grant requests that fit, in order; a rank with leases may overtake others."""
         is_blocked = False
         for request in list(self._waiting):
-            if is_blocked and not self._table.num_leases[request.holder]:
+            if is_blocked and not self.table.num_leases[request.holder]:
                 continue
             asked = set(request.records)
-            num_new = len(asked - self._table.entries.keys())
-            if num_new <= self._table.room_beside(asked):
+            num_new = len(asked - self.table.entries.keys())
+            if num_new <= self.table.room_beside(asked):
                 self._grant(request)
             else:
                 is_blocked = True
@@ -276,12 +283,12 @@ class HostCache:
         self._waiting.remove(request)
         records = list(dict.fromkeys(request.records))
         # First those that are here, so that none of them makes room for another.
-        here = [self._table.entries[r] for r in records if r in self._table.entries]
+        here = [self.table.entries[r] for r in records if r in self.table.entries]
         for entry in here:
             self._lease(request, entry)
         for record in records:
-            if record not in self._table.entries:
-                entry = self._table.assign(record)
+            if record not in self.table.entries:
+                entry = self.table.assign(record)
                 self._queued[entry] = None
                 entry.is_for_host = request.is_for_host
                 self._lease(request, entry)
@@ -295,7 +302,7 @@ class HostCache:
     def _lease(self, request: Request, entry: Entry) -> None:
         entry.hint = 0
         entry.is_for_host &= request.is_for_host
-        if self._table.lease(entry, request.holder):
+        if self.table.lease(entry, request.holder):
             request.added.append(entry)
         if entry.state is State.READY:
             assert entry.digest is not None, "what is ready was digested"
@@ -322,7 +329,7 @@ class HostCache:
             self._release(entry, request.holder)
 
     def _release(self, entry: Entry, holder: int) -> None:
-        self._table.release(entry, holder)
+        self.table.release(entry, holder)
         if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
             self._void(entry, "released by its rank before it was loaded")
 
@@ -330,7 +337,7 @@ class HostCache:
         if entry in self._queued:
             del self._queued[entry]
             entry.state = State.READY
-        self._table.void(entry)
+        self.table.void(entry)
         for request in self._loading.pop(entry, []):
             if not request.is_ended:
                 self._end(request, error)

@@ -7,23 +7,21 @@ process, so a running read stays valid, and the digest is checked afterwards.
 
 from __future__ import annotations
 
-import json
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from multiprocessing import AuthenticationError
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
+from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import MigrationError
+from rebalance.network.frames import Message
+from rebalance.preload.cache.local_socket import HostCacheAddress, connect
 from rebalance.preload.cache.stats import HostCacheStats
-from rebalance.preload.cache.wire import HostCacheAddress, connect
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
 from rebalance.types import Digest, Record
 from runtime.memory.shared import attach
@@ -50,7 +48,7 @@ class HostCacheClient:
         for_gpu: bool = False,
     ) -> None:
         self._address, self._name, self._for_gpu = address, address.name, for_gpu
-        self._num_experts, self._record_bytes = num_experts, record_bytes
+        self._num_experts, self.record_bytes = num_experts, record_bytes
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
         self._entry_of: dict[Record, int] = {}  # of the records that are leased
@@ -60,22 +58,27 @@ class HostCacheClient:
 
     def _connect(self, deadline_s: float) -> None:
         try:
-            self._connection = connect(self._address, deadline_s)
-        except (AuthenticationError, EOFError, OSError) as exc:
+            self._wire, hello = connect(self._address, deadline_s)
+        except MigrationError as exc:
             raise MigrationError(
-                f"the preload process of host {self._name} does not answer: "
-                f"{exc or 'connection closed'}"
+                f"the preload process of host {self._name} does not answer: {exc}"
             ) from exc
-        self._takes = select.poll()  # polls whether the socket accepts a message
-        self._takes.register(self._connection, select.POLLOUT)
-        hello = decode_json(self._receive("the first message", deadline_s))
+        try:
+            self._memory = self._attach(hello)
+        except BaseException:
+            self._wire.close()
+            raise
+
+    def _attach(self, hello: Message) -> NDArray[np.uint8]:
+        """[entries, record_bytes] the memory of the host cache."""
         found = hello["num_experts"], hello["record_bytes"]
-        if found != (self._num_experts, self._record_bytes):
+        if found != (self._num_experts, self.record_bytes):
             raise MigrationError(
                 f"host {self._name} holds {found[0]} experts a layer of {found[1]} bytes, "
-                f"expected {self._num_experts} of {self._record_bytes}"
+                f"expected {self._num_experts} of {self.record_bytes}"
             )
-        self._memory = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+        memory = attach(hello["handle"], hello["num_bytes"], for_gpu=self._for_gpu)
+        return memory.reshape(-1, self.record_bytes)
 
     def _connect_again(self) -> None:
         """Connect to the process that has replaced a dead one.
@@ -83,17 +86,15 @@ class HostCacheClient:
         Raises:
             MigrationError: there is none yet.
         """
-        before = self._connection, self._takes, self._memory
+        before = self._wire, self._memory
         with self._sending:  # a hint of another thread must not meet half of a connection
             try:
                 self._connect(CONNECT_AGAIN_S)
             except MigrationError:
-                if self._connection is not before[0]:
-                    self._connection.close()
-                self._connection, self._takes, self._memory = before
+                self._wire, self._memory = before
                 raise
             before[0].close()
-            self._unregister(before[2])
+            self._unregister(before[1])
             self._entry_of.clear()
         log.info("host %s: attached to the preload process that was started again", self._name)
         if self._weights_version > 0:  # which the new process cannot know
@@ -118,13 +119,13 @@ class HostCacheClient:
         torch.cuda.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for entry in self._registered:
-            runtime.cudaHostUnregister(memory[entry * self._record_bytes :].ctypes.data)
+            runtime.cudaHostUnregister(memory[entry].ctypes.data)
         self._registered.clear()
 
     @property
     def num_entries(self) -> int:
         """Records that the host cache has room for."""
-        return len(self._memory) // self._record_bytes
+        return len(self._memory)
 
     def prepare_for_gpu(self, records: Sequence[Record]) -> None:
         """Register leased records with CUDA now, so that no pull has to.
@@ -208,8 +209,7 @@ class HostCacheClient:
                 f"host {self._name}: layer {record[0]} expert {record[1]} is read without a lease, "
                 "expected a load() first"
             )
-        start = entry * self._record_bytes + offset
-        part = self._memory[start : start + len(into)]
+        part = self._memory[entry, offset : offset + len(into)]
         if into.is_cuda:
             self._register(entry)
             into.copy_(torch.from_numpy(part), non_blocking=True)
@@ -223,7 +223,7 @@ class HostCacheClient:
         """
         if entry in self._registered:
             return
-        pages = self._memory[entry * self._record_bytes : (entry + 1) * self._record_bytes]
+        pages = self._memory[entry]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(pages.ctypes.data, len(pages), 0)
         if int(status) != 0:
@@ -278,9 +278,9 @@ class HostCacheClient:
         ask: str,
         what: str,
         deadline_s: float,
-        message: dict[str, Any],
+        message: Message,
         is_wanted: IsWanted = always,
-    ) -> dict[str, Any]:
+    ) -> Message:
         self._num_asked += 1
         self._send({"ask": ask, "number": self._num_asked} | message)
         try:
@@ -293,61 +293,45 @@ class HostCacheClient:
             raise MigrationError(f"preload on host {self._name} failed: {answer['error']}")
         return answer
 
-    def _answer_to(
-        self, number: int, what: str, deadline_s: float, is_wanted: IsWanted
-    ) -> dict[str, Any]:
+    def _answer_to(self, number: int, what: str, deadline_s: float, is_wanted: IsWanted) -> Message:
         deadline = time.monotonic() + deadline_s
         while is_wanted():
             left_s = max(0.0, deadline - time.monotonic())
-            if self._poll(min(left_s, LOOK_S)):
-                answer: dict[str, Any] = decode_json(self._take())
+            if self._wire.is_readable(min(left_s, LOOK_S)):
+                answer = self._receive()
                 if answer["number"] == number:  # else to a request that was given up
                     return answer
             elif left_s <= LOOK_S:
-                raise self._late(what, deadline_s)
+                raise _Late(
+                    f"the preload process of host {self._name} did not send {what} within "
+                    f"{deadline_s:.3g} s"
+                )
         raise CalledOff(f"host {self._name}: the wait for {what} was cancelled")
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            with self._sending:
-                if not self._takes.poll(1e3 * SEND_S):
-                    raise MigrationError(
-                        f"the preload process of host {self._name} accepted no message within "
-                        f"{SEND_S:g} s"
-                    )
-                self._connection.send_bytes(json.dumps(message).encode())
-        except OSError as exc:
-            raise self._disconnected() from exc
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            if not self._wire.is_writable(SEND_S):
+                raise MigrationError(
+                    f"the preload process of host {self._name} accepted no message within "
+                    f"{SEND_S:g} s"
+                )
+            try:
+                self._wire.send(message)
+            except MigrationError as exc:
+                raise self._disconnected() from exc
 
-    def _receive(self, what: str, deadline_s: float) -> bytes:
-        if self._poll(deadline_s):
-            return self._take()
-        raise self._late(what, deadline_s)
-
-    def _poll(self, timeout_s: float) -> bool:
+    def _receive(self) -> Message:
         try:
-            return self._connection.poll(timeout_s)
-        except (EOFError, OSError) as exc:
-            raise self._disconnected() from exc
-
-    def _take(self) -> bytes:
-        try:
-            return self._connection.recv_bytes(MAX_JSON_BYTES)
-        except (EOFError, OSError) as exc:
+            return self._wire.receive(max_bytes=MAX_JSON_BYTES)
+        except MigrationError as exc:
             raise self._disconnected() from exc
 
     def _disconnected(self) -> _Disconnected:
         return _Disconnected(f"the preload process of host {self._name} disconnected")
 
-    def _late(self, what: str, deadline_s: float) -> _Late:
-        return _Late(
-            f"the preload process of host {self._name} did not send {what} within "
-            f"{deadline_s:.3g} s"
-        )
-
     def close(self) -> None:
         """Close the connection to the host cache."""
-        self._connection.close()
+        self._wire.close()
 
 
 class _Disconnected(MigrationError):

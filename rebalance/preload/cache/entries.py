@@ -47,43 +47,47 @@ class EntryTable:
         self.entries: dict[Record, Entry] = {}  # those that may be handed out
         self.num_leases: Counter[int] = Counter()  # by holder
         self.num_evicted = 0
-        self._free = list(range(num_entries - 1, -1, -1))
+        self.free_indices = list(range(num_entries - 1, -1, -1))
         self._allocated: set[int] = set()
-        self._idle: OrderedDict[Record, Entry] = OrderedDict()  # READY, no holder; oldest first
-        self._void: list[Entry] = []  # of which holders may still read
+        self.evictable: OrderedDict[Record, Entry] = OrderedDict()  # oldest first
+        self.voided: list[Entry] = []  # of which holders may still read
 
     def room_beside(self, records: Collection[Record]) -> int:
         """Entries available without the eviction of any of these records."""
-        return len(self._free) + len(self._idle) - sum(record in self._idle for record in records)
+        return (
+            len(self.free_indices)
+            + len(self.evictable)
+            - sum(record in self.evictable for record in records)
+        )
 
     def assign(self, record: Record) -> Entry:
         """Assign an entry to a record that has none; there must be room."""
-        if not self._free:
-            _, oldest = self._idle.popitem(last=False)
+        if not self.free_indices:
+            _, oldest = self.evictable.popitem(last=False)
             self._evict(oldest)
-        entry = self.entries[record] = Entry(self._free.pop(), record)
+        entry = self.entries[record] = Entry(self.free_indices.pop(), record)
         return entry
 
     def assign_for_hint(self, record: Record, hint: int) -> Entry | None:
         """Assign an entry to a hinted record, never one of this or a later hint; or None."""
-        if not self._free:
-            older = (entry for entry in self._idle.values() if entry.hint < hint)
+        if not self.free_indices:
+            older = (entry for entry in self.evictable.values() if entry.hint < hint)
             oldest = next(older, None)
             if oldest is None:
                 return None
-            del self._idle[oldest.record]
+            del self.evictable[oldest.record]
             self._evict(oldest)
-        entry = self.entries[record] = Entry(self._free.pop(), record, hint=hint)
+        entry = self.entries[record] = Entry(self.free_indices.pop(), record, hint=hint)
         return entry
 
     def _evict(self, entry: Entry) -> None:
         del self.entries[entry.record]
-        self._free.append(entry.index)
+        self.free_indices.append(entry.index)
         self.num_evicted += 1
 
     def lease(self, entry: Entry, holder: int) -> bool:
         """Lease an entry to a holder; return whether the holder had no lease on it before."""
-        self._idle.pop(entry.record, None)
+        self.evictable.pop(entry.record, None)
         if holder in entry.holders:
             return False
         entry.holders.add(holder)
@@ -102,20 +106,20 @@ class EntryTable:
         if entry.holders or entry.state is not State.READY:
             return
         if not entry.is_void:
-            self._idle[entry.record] = entry
+            self.evictable[entry.record] = entry
             return
-        if entry in self._void:
-            self._void.remove(entry)
+        if entry in self.voided:
+            self.voided.remove(entry)
             if entry.index >= 0:
-                self._free.append(entry.index)
+                self.free_indices.append(entry.index)
 
     def void(self, entry: Entry) -> None:
         """Invalidate an entry; it becomes free when no one reads or writes it."""
         assert not entry.is_void, "an entry becomes void once"
         entry.is_void = True
         del self.entries[entry.record]
-        self._idle.pop(entry.record, None)
-        self._void.append(entry)
+        self.evictable.pop(entry.record, None)
+        self.voided.append(entry)
         self.make_evictable(entry)
 
     def held_by(self, holder: int, records: Collection[Record] | None = None) -> list[Entry]:
@@ -128,9 +132,9 @@ class EntryTable:
 
     def _all(self, records: Collection[Record] | None) -> Iterator[Entry]:
         if records is None:
-            return chain(self.entries.values(), self._void)
+            return chain(self.entries.values(), self.voided)
         found = (self.entries[record] for record in records if record in self.entries)
-        return chain(found, self._void)
+        return chain(found, self.voided)
 
     def holders(self) -> set[int]:
         """All holders that have a lease."""
@@ -140,7 +144,7 @@ class EntryTable:
         """Return whether an entry will become free without a release."""
         return any(
             not entry.holders and entry.state is not State.READY
-            for entry in chain(self.entries.values(), self._void)
+            for entry in chain(self.entries.values(), self.voided)
         )
 
     def is_allocated(self, entry: Entry) -> bool:
@@ -153,7 +157,7 @@ class EntryTable:
 
     def shrink(self, entry: Entry) -> None:
         """Drop the entries whose memory was not allocated yet, including this one."""
-        allocated = [index for index in self._free if index in self._allocated]
-        self.num_entries -= len(self._free) - len(allocated) + 1
-        self._free = allocated
+        allocated = [index for index in self.free_indices if index in self._allocated]
+        self.num_entries -= len(self.free_indices) - len(allocated) + 1
+        self.free_indices = allocated
         entry.index = -1

@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from rebalance.network.wire import RefusedError
+from rebalance.network.frames import RefusedError
 from rebalance.preload.cache.requests import Request
 from rebalance.preload.cache.session import HostCacheParts
+from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.preload.hosts.server import LeaseTerms
-from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
 from runtime.memory.shared import digest
 
@@ -46,15 +46,14 @@ class RecordsForHosts:
         cache = self._parts.cache
         ask_cache = cache.ask if terms.from_disk else cache.lease_ready
         found, place = self._wait(ask_cache, holder, record, terms)
-        size = self._parts.origin.record_bytes
-        held = self._parts.arena.bytes[place * size : (place + 1) * size]
+        held = self._parts.record_at(place)
         if terms.is_suspect and digest(held) != found:
             log.error(
                 "layer %d expert %d: checksum mismatch in the host cache; reloading from disk",
                 *record,
             )
             found, place = self._wait(cache.reload, holder, record, terms)
-            held = self._parts.arena.bytes[place * size : (place + 1) * size]
+            held = self._parts.record_at(place)
         return found, held.numpy().data
 
     def drop(self, holder: int) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.preload.cache.settings import HostCacheSettings
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.disk.expert_loader import Loaded, RecordLoader
+from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.preload.hosts.client import OtherHosts
-from rebalance.preload.records.loader import Loaded, RecordLoader
-from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
 log = logging.getLogger(__name__)

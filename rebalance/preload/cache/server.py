@@ -14,33 +14,37 @@ from __future__ import annotations
 
 import itertools
 import logging
-import select
-import socket
+import math
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from multiprocessing.connection import Connection
 
 import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError, MigrationError
-from rebalance.preload.cache.admission import Admission
+from rebalance.network.frames import Message, Wire
+from rebalance.network.listener import ConnectionListener, ListenerSettings
+from rebalance.preload.cache.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
 from rebalance.preload.cache.cache import WRITER, HostCache
+from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.client import HostCacheClient
 from rebalance.preload.cache.entries import Entry
 from rebalance.preload.cache.for_hosts import RecordsForHosts
+from rebalance.preload.cache.local_socket import (
+    MESSAGE_DEADLINE_S,
+    PROTOCOL,
+    HostCacheAddress,
+    listen,
+)
 from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.session import HostCacheParts, HostCacheSession
-from rebalance.preload.cache.settings import HostCacheSettings
 from rebalance.preload.cache.stats import HostCacheStats
-from rebalance.preload.cache.wire import HostCacheAddress, listen
+from rebalance.preload.disk.expert_loader import WriteBehind, Written
 from rebalance.preload.hosts.server import HostLinkServer
-from rebalance.preload.records.loader import WriteBehind, Written
 from rebalance.types import Digest
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
 
@@ -52,7 +56,6 @@ __all__ = [
     "HostCacheStats",
 ]
 
-ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -77,31 +80,29 @@ class HostCacheServer:
         settings: HostCacheSettings | None = None,
     ) -> None:
         settings = settings or HostCacheSettings()
-        self._key, self._record_bytes = address.key, schema.record_bytes
+        self._record_bytes = schema.record_bytes
         num_records = model.num_layers * model.num_experts
         self._num_entries = settings.num_entries(num_records, schema.record_bytes)
         self._link_server: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
-        self._admission = Admission(time.monotonic)
-        self._sessions: dict[HostCacheSession, threading.Thread] = {}
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
             # First: a second host cache of this name must not touch the record file.
-            self._listening = undo.enter_context(listen(address))
+            listening = undo.enter_context(listen(address))
             num_bytes = self._num_entries * schema.record_bytes
-            self._arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
-            undo.callback(self._arena.close)
+            self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
+            undo.callback(self.arena.close)
             self._cache = cache = HostCache(self._num_entries)
             self._sources = sources = RecordSources(
                 checkpoint, model, schema, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
             origin, links = sources.origin, settings.links
-            self._parts = HostCacheParts(cache, self._arena, origin(), lambda: asdict(self.stats()))
-            self._writer = self._new_writer(settings)
-            if self._writer is not None:
-                undo.callback(self._writer.close)
+            self._parts = HostCacheParts(cache, self.arena, origin(), lambda: asdict(self.stats()))
+            self.writer = self._new_writer(settings)
+            if self.writer is not None:
+                undo.callback(self.writer.close)
             undo.callback(self._end_readers)
             if links is not None and links.listen is not None:
                 self._link_server = HostLinkServer(
@@ -109,10 +110,16 @@ class HostCacheServer:
                 )
                 undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
-            self._accepting = threading.Thread(
-                target=self._accept, name="host-cache-accept", daemon=True
+            self._listener = ConnectionListener(
+                listening,
+                ListenerSettings(
+                    "local rank", PROTOCOL, address.key, MESSAGE_DEADLINE_S, HANDSHAKE_DEADLINE_S
+                ),
+                self._hello,
+                self._serve_rank,
+                threading.Event(),
+                LocalAdmission(),
             )
-            self._accepting.start()
             undo.pop_all()  # from here on ``close`` ends it all
 
     def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
@@ -141,42 +148,19 @@ class HostCacheServer:
 
     # -- ranks
 
-    def _accept(self) -> None:
-        coming = select.poll()
-        coming.register(self._listening, select.POLLIN)
-        for holder in self._holders:
-            try:
-                while not coming.poll(self._admission.expire()):
-                    continue  # only a client's time to prove itself is up
-                client, _ = self._listening.accept()
-                with client:
-                    if self._admission.admit(client, holder):
-                        self._start_session(Connection(client.detach()), holder)
-            except OSError as exc:
-                if self._is_closed.is_set():
-                    return
-                log.warning("cannot accept the connection of a rank: %s", exc)
-                self._is_closed.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
+    def _hello(self) -> Message:
+        origin = self._parts.origin
+        return {
+            "handle": self.arena.handle,
+            "num_bytes": len(self.arena.bytes),
+            "record_bytes": origin.record_bytes,
+            "num_experts": origin.num_experts,
+        }
 
-    def _start_session(self, connection: Connection, holder: int) -> None:
-        try:
-            session = HostCacheSession(self._parts, connection, holder)
-        except OSError as exc:
-            log.warning("cannot accept the connection of a rank: %s", exc)
-            connection.close()
-            self._admission.leave(holder)
-            return
-
-        def run() -> None:
-            # Here, not in accept: an unauthenticated client that sends nothing must not block
-            # others.
-            session.run(self._key, partial(self._admission.authenticated, holder))
-            self._sessions.pop(session, None)
-            self._admission.leave(holder)
-
-        thread = threading.Thread(target=run, name="host-cache-rank", daemon=True)
-        self._sessions[session] = thread
-        thread.start()
+    def _serve_rank(self, wire: Wire) -> None:
+        """Serve one rank, on its own thread."""
+        wire.deadline = math.inf
+        HostCacheSession(self._parts, wire, next(self._holders)).run()
 
     # -- disk
 
@@ -192,17 +176,17 @@ class HostCacheServer:
                 self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
     def _load(self, entry: Entry) -> None:
-        start = entry.index * self._record_bytes
+        size = self._record_bytes
         if not self._cache.is_allocated(entry):
             try:
-                self._arena.reserve(start, self._record_bytes)
+                self.arena.reserve(entry.index * size, size)
             except MigrationError as exc:
                 log.error("%s", exc)
                 self._cache.out_of_memory(entry, str(exc))
                 return
-        target = self._arena.bytes[start : start + self._record_bytes]
+        target = self._parts.record_at(entry.index)
         loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
-        is_to_write = loaded.is_repacked and self._writer is not None
+        is_to_write = loaded.is_repacked and self.writer is not None
         self._cache.loaded(
             entry,
             loaded.digest,
@@ -214,9 +198,9 @@ class HostCacheServer:
             self._write_behind(entry, target, loaded.digest)
 
     def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
-        assert self._writer is not None, "only called with a writer"
+        assert self.writer is not None, "only called with a writer"
         done = partial(self._cache.release, WRITER, [entry.record])
-        if not self._writer.offer(Written(entry.record, data, digest, done)):
+        if not self.writer.offer(Written(entry.record, data, digest, done)):
             done()
 
     # -- figures and end
@@ -237,7 +221,7 @@ class HostCacheServer:
             bytes_to_other_hosts=(self._link_server.num_sent if self._link_server else 0) * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
-            not_written=self._writer.num_skipped if self._writer else 0,
+            not_written=self.writer.num_skipped if self.writer else 0,
             resident_bytes=found["resident"] * size,
             leased_bytes=found["leased"] * size,
             room_bytes=found["room"] * size,
@@ -252,22 +236,18 @@ class HostCacheServer:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept, which close alone does not
-        self._accepting.join(CLOSE_DEADLINE_S)  # the name is free once no accept waits on it
-        self._listening.close()
+        self._listener.stop()
         self._cache.close()
         if self._link_server is not None:
             self._link_server.close()
         if self._sources.hosts is not None:
             self._sources.hosts.close()
-        for session, thread in list(self._sessions.items()):
-            session.stop()
-            thread.join(CLOSE_DEADLINE_S)
+        self._listener.close()
         self._end_readers()
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
         if any(reader.is_alive() for reader in self._readers):
             log.error("the disk does not respond: a reader thread is still running")
             return
         self._sources.close()
-        self._arena.close()
+        self.arena.close()

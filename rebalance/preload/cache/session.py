@@ -6,28 +6,24 @@ cancels end at once.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
 
-from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
+import torch
+
+from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import CheckpointError
+from rebalance.network.frames import DisconnectedError, Message, Wire
 from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.requests import Request
-from rebalance.preload.cache.wire import server_handshake
-from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
 from runtime.memory.shared import SharedArena, digest
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,73 +35,54 @@ class HostCacheParts:
     origin: RecordOrigin
     figures: Callable[[], dict[str, int]]
 
+    def record_at(self, place: int) -> torch.Tensor:
+        """Bytes [record_bytes] of an entry, by its index."""
+        size = self.origin.record_bytes
+        return self.arena.bytes[place * size : (place + 1) * size]
+
 
 class HostCacheSession:
-    """A connected rank. ``run`` has its own thread; ``stop`` is called from another one."""
+    """A connected rank, on the thread that serves it."""
 
-    def __init__(self, parts: HostCacheParts, connection: Connection, holder: int) -> None:
-        self._parts, self._connection, self._holder = parts, connection, holder
+    def __init__(self, parts: HostCacheParts, wire: Wire, holder: int) -> None:
+        self._parts, self._wire, self._holder = parts, wire, holder
         self._wake = os.eventfd(0)
         self._ended: deque[Request] = deque()
         self._deadlines: dict[Request, float] = {}  # of those that are not answered yet
         self._last: Request | None = None  # what a rank that gives up has asked for
-        self._is_stopping = self._is_over = False
-        self._ending = threading.Lock()  # guards a descriptor that may already be reused
 
-    def run(self, key: bytes, on_authenticated: Callable[[], None]) -> None:
-        """Serve until the connection closes; call ``on_authenticated`` after the handshake."""
-        with self._connection:
-            try:
-                server_handshake(self._connection, key)
-                on_authenticated()
-                self._send(self._hello())
-                while not self._is_stopping:
-                    self._turn()
-            except (AuthenticationError, EOFError, OSError):
-                pass  # an unauthenticated client, or a disconnected rank
-            except (KeyError, TypeError, ValueError) as exc:
-                log.error("malformed request of a rank; closing the connection: %r", exc)
-            finally:
-                self._parts.cache.drop(self._holder)
-                with self._ending:
-                    self._is_over = True
-                    os.close(self._wake)
+    def run(self) -> None:
+        """Serve until the connection closes."""
+        try:
+            with suppress(DisconnectedError):
+                while self._turn():
+                    pass
+        finally:
+            self._parts.cache.drop(self._holder)
+            os.close(self._wake)
 
-    def stop(self) -> None:
-        """Hang up soon."""
-        self._is_stopping = True
-        with self._ending:
-            if not self._is_over:
-                os.eventfd_write(self._wake, 1)
-
-    def _hello(self) -> dict[str, Any]:
-        arena, origin = self._parts.arena, self._parts.origin
-        return {
-            "handle": arena.handle,
-            "num_bytes": len(arena.bytes),
-            "record_bytes": origin.record_bytes,
-            "num_experts": origin.num_experts,
-        }
-
-    def _turn(self) -> None:
-        """Wait for whatever comes first: a message, a request's end, a deadline."""
+    def _turn(self) -> bool:
+        """Wait for a message, a request's end or a deadline; False at the connection's end."""
         left_s = None
         if self._deadlines:
             left_s = max(0.0, min(self._deadlines.values()) - time.monotonic())
-        happened = wait([self._connection, self._wake], left_s)
+        happened = wait([self._wire.fileno(), self._wake], left_s)
         if self._wake in happened:
             os.eventfd_read(self._wake)
-        if self._connection in happened:
-            self._handle(decode_json(self._connection.recv_bytes(MAX_JSON_BYTES)))
+        if self._wire.fileno() in happened:
+            if not self._wire.wait_for_data(0.0):
+                return False
+            self._handle(self._wire.receive(max_bytes=MAX_JSON_BYTES))
         now = time.monotonic()
         for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
             self._parts.cache.expire(request)
         while self._ended:
             request = self._ended.popleft()
             del self._deadlines[request]
-            self._send({"number": request.number} | self._answer(request))
+            self._wire.send({"number": request.number} | self._answer(request))
+        return True
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: Message) -> None:
         what, cache = message["ask"], self._parts.cache
         if what in ("load", "reload"):
             self._load(message)
@@ -118,13 +95,13 @@ class HostCacheSession:
                 cache.withdraw(self._last)
         elif what == "invalidate":
             cache.invalidate(message["weights_version"])
-            self._send({"number": message["number"]})
+            self._wire.send({"number": message["number"]})
         elif what == "stats":
-            self._send({"number": message["number"], "figures": self._parts.figures()})
+            self._wire.send({"number": message["number"], "figures": self._parts.figures()})
         else:
             raise ValueError(f"unknown request {what!r}")
 
-    def _load(self, message: dict[str, Any]) -> None:
+    def _load(self, message: Message) -> None:
         request = Request(
             self._holder,
             message["number"],
@@ -136,7 +113,7 @@ class HostCacheSession:
             for record in request.records:
                 self._parts.origin.number_of(record)
         except CheckpointError as exc:
-            self._send({"number": request.number, "error": str(exc)})
+            self._wire.send({"number": request.number, "error": str(exc)})
             return
         self._last = request
         self._deadlines[request] = time.monotonic() + message["deadline_s"]
@@ -155,16 +132,13 @@ class HostCacheSession:
         found = self._parts.cache.held(self._holder, record)
         if found is None:
             return None
-        size = self._parts.origin.record_bytes
-        start = found[1] * size
-        is_intact = digest(self._parts.arena.bytes[start : start + size]) == found[0]
-        return found if is_intact else None
+        return found if digest(self._parts.record_at(found[1])) == found[0] else None
 
     def _note_end(self, request: Request) -> None:
         self._ended.append(request)
         os.eventfd_write(self._wake, 1)
 
-    def _answer(self, request: Request) -> dict[str, Any]:
+    def _answer(self, request: Request) -> Message:
         if request.error is not None:
             return {"error": request.error}
         found = [request.found[record] for record in request.records]
@@ -175,9 +149,6 @@ class HostCacheSession:
             "from_other_hosts": request.num_from_hosts * self._parts.origin.record_bytes,
         }
 
-    def _send(self, message: dict[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(message).encode())
 
-
-def _records(message: dict[str, Any]) -> Sequence[Record]:
+def _records(message: Message) -> Sequence[Record]:
     return [(int(layer), int(expert)) for layer, expert in message["records"]]

@@ -22,19 +22,21 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.network.wire import (
-    CHUNK_BYTES,
-    Budget,
+from rebalance.network.frames import (
     Message,
     RefusedError,
     Wire,
-    client_handshake,
+    break_off,
+    check_announced,
     connect,
     field,
+    malformed_responses_fail,
 )
+from rebalance.network.handshake import client_handshake
+from rebalance.network.throttle import CHUNK_BYTES, Budget
+from rebalance.preload.disk.record_origin import RecordOrigin
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.preload.hosts.known_host import KnownHost
-from rebalance.preload.hosts.settings import HostLinkSettings
-from rebalance.preload.records.record_origin import RecordOrigin
 from rebalance.types import Digest, Record
 from runtime.memory.shared import RunningDigest
 
@@ -176,17 +178,12 @@ class OtherHosts:
                 "deadline_s": settings.deadline_s,
             }
             wire.send(ask)
-            answer = wire.receive(until_deadline=from_disk)
-            if "refused" in answer:
-                raise RefusedError(str(answer["refused"]))
+            answer = wire.receive_answer(until_deadline=from_disk)
             plain, weighted = field(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
                 raise WrongBytesError(f"it announced digest {declared}, expected {expected}")
-            if answer["num_bytes"] != len(into):
-                raise MigrationError(
-                    f"it announced {answer['num_bytes']} bytes, expected {len(into)}"
-                )
+            check_announced(answer, len(into))
             self._receive(wire, into.numpy(), declared)
             return declared
 
@@ -211,13 +208,10 @@ class OtherHosts:
             with self._lock:
                 self._open.add(end)
             try:
-                wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
-                self._check(client_handshake(wire, settings.secret))
-                yield wire
-            except (KeyError, TypeError, ValueError) as exc:
-                raise MigrationError(f"malformed response: {exc!r}") from exc
-            except OSError as exc:
-                raise MigrationError(f"connection failed: {exc}") from exc
+                with malformed_responses_fail():
+                    wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
+                    self._check(client_handshake(wire, settings.secret))
+                    yield wire
             finally:
                 with self._lock:
                     self._open.discard(end)
@@ -248,7 +242,4 @@ class OtherHosts:
         self._is_closing.set()
         with self._lock:
             for end in self._open:
-                try:
-                    end.shutdown(socket.SHUT_RDWR)
-                except OSError as exc:
-                    log.debug("connection of a host already closed: %s", exc)
+                break_off(end)

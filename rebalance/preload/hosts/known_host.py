@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from rebalance.network.back_off import BackOff
-from rebalance.preload.hosts.settings import HostAddress
+from rebalance.network.link_settings import HostAddress
 from rebalance.types import Record
 
 INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory

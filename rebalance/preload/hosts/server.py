@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from eplb.errors import CheckpointError
-from rebalance.network.listener import ConnectionListener, ListenerSettings
-from rebalance.network.wire import CHUNK_BYTES, PROTOCOL, Budget, Message, RefusedError, Wire
-from rebalance.preload.hosts.settings import HostLinkSettings
-from rebalance.preload.records.record_origin import RecordOrigin
+from rebalance.network.frames import Message, RefusedError, Wire
+from rebalance.network.handshake import PROTOCOL
+from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.network.throttle import CHUNK_BYTES, Budget
+from rebalance.preload.disk.record_origin import RecordOrigin
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.types import Digest, Record
 
 
@@ -75,9 +77,6 @@ class HostLinkServer:
         )
         self._settings, self._records = settings, records
         self._origin, self._holders = origin, holders
-        listener_settings = ListenerSettings(
-            "host", settings.listen, PROTOCOL, settings.secret, settings.silence_s
-        )
         self._turns = threading.BoundedSemaphore(settings.max_transfers)
         self._lock = threading.Lock()
         self._serving: set[int] = set()  # holders, one for each client
@@ -85,7 +84,11 @@ class HostLinkServer:
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
         self._listener = ConnectionListener(
-            listener_settings, self._hello, self._serve_client, is_closing
+            listen(settings.listen, "host"),
+            ListenerSettings("host", PROTOCOL, settings.secret, settings.silence_s),
+            self._hello,
+            self._serve_client,
+            is_closing,
         )
 
     def _hello(self) -> Message:

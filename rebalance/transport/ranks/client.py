@@ -16,11 +16,20 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.network.back_off import BackOff
-from rebalance.network.wire import RefusedError, Wire, client_handshake, connect, field
-from rebalance.preload.hosts.settings import HostAddress
+from rebalance.network.frames import (
+    RefusedError,
+    Wire,
+    break_off,
+    check_announced,
+    connect,
+    field,
+    malformed_responses_fail,
+)
+from rebalance.network.handshake import client_handshake
+from rebalance.network.link_settings import HostAddress
 from rebalance.transport.ranks.memory import Bounce
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import KEPT_S, PROTOCOL, GroupName, Part, PartRequest
+from rebalance.transport.ranks.messages import KEPT_S, PROTOCOL, GroupName, Part, PartRequest
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.streams import Completion
 
 NUM_BOUNCES = 2  # one is filled while the other is copied to the device
@@ -79,31 +88,28 @@ class OtherRanks:
         if why := other.back_off.reason():
             raise RefusedError(f"{other}: {why}")
         try:
-            wire = self._connect(other)
-            wire.deadline, other.used_at = deadline, time.monotonic()
-            self._ask(wire, part, into)
+            with malformed_responses_fail():
+                wire = self._connect(other)
+                wire.deadline, other.used_at = deadline, time.monotonic()
+                self._ask(wire, part, into)
         except RefusedError as exc:
             raise RefusedError(f"{other}: {exc}") from exc
-        except (MigrationError, OSError, KeyError, TypeError, ValueError) as exc:
+        except MigrationError as exc:
             self._disconnect(other)
-            words = str(exc) if isinstance(exc, MigrationError) else f"malformed response: {exc!r}"
-            other.back_off.record_failure(words)
-            raise MigrationError(f"{other}: {words}") from exc
+            other.back_off.record_failure(str(exc))
+            raise MigrationError(f"{other}: {exc}") from exc
         other.back_off.record_success()
 
     def _ask(self, wire: Wire, part: Part, into: memoryview) -> None:
         settings = self._settings
         ask = PartRequest(self._group, part, 0.5 * settings.silence_s, wire.left_s)
         wire.send(ask.message())
-        answer = wire.receive()
-        if "refused" in answer:
-            raise RefusedError(str(answer["refused"]))
-        if answer["num_bytes"] != len(into):
-            raise MigrationError(f"it announced {answer['num_bytes']} bytes, expected {len(into)}")
+        check_announced(wire.receive_answer(), len(into))
         wire.receive_bytes(into)
-        verdict = wire.receive()
-        if "refused" in verdict:
-            raise RefusedError(f"received bytes are invalid: {verdict['refused']}")
+        try:
+            verdict = wire.receive_answer()
+        except RefusedError as exc:
+            raise RefusedError(f"received bytes are invalid: {exc}") from exc
         if verdict.get("is_whole") is not True:
             raise MigrationError(f"end of transfer {verdict}, expected is_whole true")
 
@@ -119,7 +125,7 @@ class OtherRanks:
         with self._lock:
             other.end = end
             if self._is_closed:  # closed meanwhile, without this connection
-                end.shutdown(socket.SHUT_RDWR)
+                break_off(end)
         deadline = time.monotonic() + self._settings.deadline_s
         wire = Wire(end, deadline, self._settings.silence_s)
         try:
@@ -146,12 +152,9 @@ class OtherRanks:
         """Cancel running requests and close all connections; idempotent."""
         with self._lock:
             self._is_closed = True
-            ends = [other.end for other in self._others.values() if other.end is not None]
-            for end in ends:
-                try:
-                    end.shutdown(socket.SHUT_RDWR)  # ends a read that is under way
-                except OSError:
-                    continue  # closed already
+            for other in self._others.values():
+                if other.end is not None:
+                    break_off(other.end)
         for other in self._others.values():
             self._disconnect(other)
 
@@ -174,14 +177,5 @@ class _OtherRank:
 
         False if the rank has closed it, or may be about to, or has sent bytes without a request.
         """
-        assert self.end is not None, "who was greeted is connected"
-        if time.monotonic() - self.used_at >= KEPT_S:
-            return False
-        try:
-            self.end.setblocking(False)
-            self.end.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        assert self.wire is not None, "only connections that were greeted are kept"
+        return time.monotonic() - self.used_at < KEPT_S and not self.wire.is_readable()

@@ -6,14 +6,10 @@ and they wait for none. Pinned, so that a copy engine makes them.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from eplb.errors import MigrationError
 from runtime.streams import Completion, OnStream, new_stream
-
-POLL_S = 0.0002  # a device's event can be asked, or waited for without end
 
 
 class Bounce:
@@ -65,7 +61,5 @@ class Bounce:
         return self._pinned[:num_bytes]
 
     def _wait(self, deadline: float) -> None:
-        while not self._last.is_complete():
-            if time.monotonic() >= deadline:
-                raise MigrationError(f"a copy between {self._device} and the network timed out")
-            time.sleep(POLL_S)
+        if not self._last.wait_until(deadline):
+            raise MigrationError(f"a copy between {self._device} and the network timed out")

@@ -2,8 +2,8 @@
 
 It reads what serves and changes nothing. The step and the mover do not depend on it: a dead or slow
 client costs one waiting thread, up to a deadline. Clients also keep to the rules for mapped peers
-(``rebalance.stage.serving.readable``). A request is refused if the slot does not hold the expert by
-the serving placement, and while the weights are being replaced.
+(``rebalance.stage.intermediate_placements.readable``). A request is refused if the slot does not
+hold the expert by the serving placement, and while the weights are being replaced.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.network.listener import ConnectionListener, ListenerSettings
-from rebalance.network.wire import Budget, RefusedError, Wire
+from rebalance.network.frames import RefusedError, Wire
+from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.network.throttle import Budget
 from rebalance.transport.ranks.memory import Bounce
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import IDLE_S, PROTOCOL, GroupName, Part, PartRequest
+from rebalance.transport.ranks.messages import IDLE_S, PROTOCOL, GroupName, Part, PartRequest
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertBank
 
 PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
@@ -69,10 +70,12 @@ class RankLinkServer:
         for _ in range(settings.max_transfers):
             self._turns.put(_Reading(bank.device))
         hello = {"rank": rank, "record_bytes": bank.schema.record_bytes}
-        silence_s, address = settings.silence_s, settings.addresses[rank]
-        listener_settings = ListenerSettings("rank", address, PROTOCOL, settings.secret, silence_s)
         self._listener = ConnectionListener(
-            listener_settings, lambda: hello, self._serve_client, is_closing
+            listen(settings.addresses[rank], "rank"),
+            ListenerSettings("rank", PROTOCOL, settings.secret, settings.silence_s),
+            lambda: hello,
+            self._serve_client,
+            is_closing,
         )
 
     def _serve_client(self, wire: Wire) -> None:

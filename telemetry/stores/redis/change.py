@@ -1,7 +1,8 @@
 """Changes of the Redis store: decided here, made there, in one go or not at all.
 
-A decision reads the state, applies ``telemetry/rules.py``, and sends its writes with the revision
-that it read. Redis makes them if nothing was decided since; otherwise the caller reads again.
+A decision reads the state, applies ``telemetry/stores/commit_rules.py``, and sends its writes with
+the revision that it read. Redis makes them if nothing was decided since; otherwise the caller reads
+again.
 Writes that depend on nothing, such as an event, have no revision.
 
 A server that crashed, or a replica that took over, may have lost what was last acknowledged. So
@@ -17,9 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from eplb.clock import Clock
 from eplb.errors import StoreError
-from telemetry import rules
-from telemetry.store import Control, Details, Lease, LeaseOf
+from telemetry.live import LiveState
+from telemetry.records.live_codec import live_from_text, with_switches
+from telemetry.store import Details, Lease, LeaseOf
+from telemetry.stores import commit_rules
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.keys import Keys
 from telemetry.stores.redis.scripts import CHANGE, LOOK
@@ -73,7 +77,7 @@ class State:
     def lease_of(self, of: LeaseOf) -> Lease | None:
         """Return the last lease that was given out, be it run out or given up."""
         found = self.fields.get(LEASE_FIELDS[of])
-        return rules.lease_from_text(found) if found else None
+        return commit_rules.lease_from_text(found) if found else None
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Change:
 
     def event(self, kind: str, detail: Details) -> None:
         """Append an event."""
-        self.events.append((kind, rules.details_to_text(detail)))
+        self.events.append((kind, commit_rules.details_to_text(detail)))
         self.is_awaited = True
 
     def write(self, command: str, key: str, *words: Any) -> None:
@@ -112,9 +116,7 @@ class Change:
 class Changes:
     """Makes changes of one deployment."""
 
-    def __init__(
-        self, link: RedisLink, keys: Keys, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, link: RedisLink, keys: Keys, clock: Clock | None = None) -> None:
         self._link, self._keys, self._clock = link, keys, clock
 
     def look(self) -> State:
@@ -187,6 +189,10 @@ def generation_and_hash(text: str | None) -> tuple[int, str] | None:
     return int(generation), found_hash
 
 
-def control_of(text: str | None) -> Control:
-    """Read the state's field ``control``."""
-    return Control(**rules.details_from_text(text)) if text else Control()
+def live_of(live: str | None, control: str | None) -> LiveState:
+    """Read the state's fields ``live`` and ``control``.
+
+    A program of the version before writes the switches alone; what it switches off is off.
+    """
+    state = live_from_text(live) if live else LiveState()
+    return with_switches(state, live_from_text(control).control) if control else state

@@ -8,10 +8,12 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
-from telemetry import rules
-from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task
-from telemetry.stores.redis import rows
-from telemetry.stores.redis.change import LEASE_FIELDS, Change, State
+from telemetry.live import LiveState
+from telemetry.records.live_codec import live_to_text
+from telemetry.store import Details, Lease, LeaseOf, Outcome, RunInfo, Task
+from telemetry.stores import commit_rules
+from telemetry.stores.redis import json_codec
+from telemetry.stores.redis.change import LEASE_FIELDS, Change, State, live_of
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.keys import SCHEMA_VERSION, Keys
 
@@ -40,11 +42,11 @@ class RedisLedger:
     def run(self, name: str) -> RunInfo | None:
         """Return the start of that name."""
         found = self.link.read("HGET", self.keys.runs, name)
-        return rows.run_from_text(found) if found is not None else None
+        return json_codec.run_from_text(found) if found is not None else None
 
     def add_run(self, info: RunInfo) -> None:
         """Record a start."""
-        self.change.write("HSET", self.keys.runs, info.run, rows.run_to_text(info))
+        self.change.write("HSET", self.keys.runs, info.run, json_codec.run_to_text(info))
         self.change.write("RPUSH", self.keys.run_order, info.run)
 
     def latest_lease(self, of: LeaseOf) -> Lease | None:
@@ -57,7 +59,7 @@ class RedisLedger:
             counter = "token" if lease.of == "controller" else f"token_of_{lease.of}"
             lease = replace(lease, token=lease.token + self.state.gap(counter))
             self.change.give_out(counter, lease.token, self.state)
-        self.change.set_state(**{LEASE_FIELDS[lease.of]: rules.lease_to_text(lease)})
+        self.change.set_state(**{LEASE_FIELDS[lease.of]: commit_rules.lease_to_text(lease)})
         return lease
 
     def committed(self) -> tuple[int, str] | None:
@@ -128,20 +130,28 @@ class RedisLedger:
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""
         found = self.state.fields.get("recovery")
-        return rules.recovery_from_text(found) if found else None
+        return commit_rules.recovery_from_text(found) if found else None
 
     def put_recovery(self, record: Recovery) -> None:
         """Write the record of a recovery."""
-        self.change.set_state(recovery=rules.recovery_to_text(record))
+        self.change.set_state(recovery=commit_rules.recovery_to_text(record))
 
-    def put_control(self, control: Control) -> None:
-        """Write the switches."""
-        self.change.set_state(control=rules.details_to_text(vars(control)))
+    def live(self) -> LiveState:
+        """Return the live settings."""
+        return live_of(self.state.fields.get("live"), self.state.fields.get("control"))
+
+    def put_live(self, state: LiveState) -> LiveState:
+        """Write the live settings, and the switches for ranks of the version before."""
+        state = replace(state, revision=state.revision + self.state.gap("live"))
+        self.change.give_out("live", state.revision, self.state)
+        switches = commit_rules.details_to_text(vars(state.control))
+        self.change.set_state(live=live_to_text(state), control=switches)
+        return state
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
         found = self.link.read("HGET", self.keys.tasks, task_id)
-        return rows.task_from_text(found) if found is not None else None
+        return json_codec.task_from_text(found) if found is not None else None
 
     def oldest_queued(self) -> Task | None:
         """Return the task that was queued first of those that wait."""
@@ -151,14 +161,14 @@ class RedisLedger:
     def add_task(self, kind: str, request: Details) -> Task:
         """Queue a task under a new id."""
         task_id = self.state.last("task_id") + self.state.gap("task_id") + 1
-        task = Task(task_id, self.time, kind, request, "queued", {})
+        task = Task(task_id, self.time, kind, request, "queued")
         self.change.give_out("task_id", task_id, self.state)
         self.put_task(task)
         return task
 
     def put_task(self, task: Task) -> None:
         """Write a task, and its id among those in its state alone."""
-        self.change.write("HSET", self.keys.tasks, task.id, rows.task_to_text(task))
+        self.change.write("HSET", self.keys.tasks, task.id, json_codec.task_to_text(task))
         self.change.write("ZADD", self.keys.tasks_in(task.state), task.id, task.id)
         for state in ("queued", "running"):
             if state != task.state:

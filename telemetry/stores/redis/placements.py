@@ -8,7 +8,7 @@ from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
-from telemetry.stores.redis import rows
+from telemetry.stores.redis import json_codec
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.keys import Keys
 
@@ -42,19 +42,19 @@ class PlacementReader:
                         f"{name.split()[1].decode()}: a torn write of another placement is in its "
                         "place"
                     )
-                self._last_committed = (name, rows.placement_of(entry))
+                self._last_committed = (name, json_codec.placement_of(entry))
             return self._last_committed[1]
 
     def placement(self, generation: int) -> CommittedPlacement | None:
         """Return the placement of a generation."""
         entry_id = f"{generation}-1"
         found = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
-        return rows.placement_of(found[0]) if found else None
+        return json_codec.placement_of(found[0]) if found else None
 
     def placements(self, limit: int) -> list[CommittedPlacement]:
         """Return the latest committed placements, newest first."""
         asked = (self._keys.placements, "+", "-", "COUNT", limit)
-        return [rows.placement_of(entry) for entry in self._link.read("XREVRANGE", *asked)]
+        return [json_codec.placement_of(entry) for entry in self._link.read("XREVRANGE", *asked)]
 
     def published(self) -> Migration | None:
         """Return the open migration."""

@@ -17,7 +17,7 @@ from telemetry.records.rollup_codec import rollup_from_bytes, rollup_to_bytes
 from telemetry.records.sample_codec import sample_from_bytes, sample_to_bytes
 from telemetry.records.unreadable import Unreadable
 from telemetry.retention.rollup import Rollup
-from telemetry.stores.redis import rows
+from telemetry.stores.redis import json_codec
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.keys import Keys
 from telemetry.stores.redis.scripts import ADD_ROLLUPS, APPEND, PRUNE_ROLLUPS, PRUNE_SAMPLES, REPAIR
@@ -151,7 +151,7 @@ class Samples:
             asked = (key, f"{first}-0", until, "COUNT", _AT_ONCE)
             found = self._link.read("XRANGE", *asked)
             for entry_id, fields in found:
-                cursor = rows.first_of(entry_id)
+                cursor = json_codec.first_of(entry_id)
                 yield cursor, fields[b"s"]
             if len(found) < _AT_ONCE:
                 return

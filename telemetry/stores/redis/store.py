@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
-from telemetry import rules
+from telemetry.live import LiveState
+from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
-    Control,
     Details,
     Event,
     Lease,
@@ -30,13 +31,14 @@ from telemetry.store import (
     Task,
     TaskState,
 )
+from telemetry.stores import commit_rules
 from telemetry.stores.decisions import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
-from telemetry.stores.redis import rows
-from telemetry.stores.redis.change import Change, Changes, State, control_of
+from telemetry.stores.redis import json_codec
+from telemetry.stores.redis.change import Change, Changes, State, live_of
 from telemetry.stores.redis.connection.address import RedisAddress, parse_address
 from telemetry.stores.redis.connection.link import RedisLink
-from telemetry.stores.redis.connection.server import Durability, check_server
+from telemetry.stores.redis.connection.server_checks import Durability, check_server
 from telemetry.stores.redis.connection.wait import Waiter
 from telemetry.stores.redis.keys import Keys
 from telemetry.stores.redis.ledger import RedisLedger
@@ -65,8 +67,8 @@ class RedisStore(DecidingStore):
         url: str | RedisAddress,
         deployment: str,
         *,
-        clock: Callable[[], float] | None = None,
-        monotonic: Callable[[], float] | None = None,
+        clock: Clock | None = None,
+        monotonic: Clock | None = None,
         sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
@@ -97,20 +99,20 @@ class RedisStore(DecidingStore):
 
     def report(self, state: RankState) -> None:
         """Replace the latest report of a rank."""
-        text = rows.rank_state_to_text(state)
+        text = rank_state_to_text(state)
         self.link.write("HSET", self._keys.of("ranks", state.run), state.rank, text)
 
     def rank_states(self, run: str) -> list[RankState]:
         """Return the last report of every rank."""
         found = self.link.read("HVALS", self._keys.of("ranks", run))
-        return sorted(map(rows.rank_state_from_text, found), key=lambda state: state.rank)
+        return sorted(map(rank_state_from_text, found), key=lambda state: state.rank)
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples.
 
         When an answer was lost and a batch was sent again, the count is of what was new then.
         """
-        rules.check_samples(self.deployment, samples)
+        commit_rules.check_samples(self.deployment, samples)
         return self._samples.append(samples)
 
     def samples(
@@ -169,19 +171,19 @@ class RedisStore(DecidingStore):
         """Write a survivor report."""
         change = Change(self._keys, is_awaited=True)
         key = self._keys.of("words", report.run, report.membership)
-        change.write("HSET", key, report.rank, rules.report_to_text(report))
+        change.write("HSET", key, report.rank, commit_rules.report_to_text(report))
         self._changes.make(f"survivor report of rank {report.rank}", change)
 
     def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         found = self.link.read("HVALS", self._keys.of("words", run, membership))
-        reports = [rules.report_from_text(text.decode()) for text in found]
+        reports = [commit_rules.report_from_text(text.decode()) for text in found]
         return sorted(reports, key=lambda report: report.rank)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
         found = self._state_field("recovery")
-        return rules.recovery_from_text(found) if found else None
+        return commit_rules.recovery_from_text(found) if found else None
 
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event. Its id is the clock in milliseconds, or one more than the last."""
@@ -194,13 +196,13 @@ class RedisStore(DecidingStore):
         """Return events past the id ``after``."""
         first = f"{max(0, after) + 1}-0"
         found = self.link.read("XRANGE", self._keys.events, first, "+", "COUNT", limit)
-        return [rows.event_of(entry) for entry in found]
+        return [json_codec.event_of(entry) for entry in found]
 
     def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
         """Return events newest first."""
         last = "+" if before is None else f"({before}-0"
         found = self.link.read("XREVRANGE", self._keys.events, last, "-", "COUNT", limit)
-        return [rows.event_of(entry) for entry in found]
+        return [json_codec.event_of(entry) for entry in found]
 
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events."""
@@ -211,7 +213,7 @@ class RedisStore(DecidingStore):
         asked = (self._keys.tasks_in(state), f"({after}", "+inf", "LIMIT", 0, limit)
         ids = self.link.read("ZRANGEBYSCORE", *asked)
         texts = self.link.read("HMGET", self._keys.tasks, *ids) if ids else []
-        found = [rows.task_from_text(text) for text in texts if text is not None]
+        found = [json_codec.task_from_text(text) for text in texts if text is not None]
         return [task for task in found if task.state == state]  # it may have changed since
 
     def claim(self, *, fence: int | None = None) -> Task | None:
@@ -224,28 +226,22 @@ class RedisStore(DecidingStore):
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
         found = self.link.read("HGET", self._keys.tasks, task_id)
-        return rows.task_from_text(found) if found is not None else None
+        return json_codec.task_from_text(found) if found is not None else None
 
-    def control(self) -> Control:
-        """Return the switches."""
-        return control_of(self._state_field("control"))
-
-    def set_control(self, control: Control, *, reason: str) -> None:
-        """Set the switches."""
-        change = Change(self._keys)
-        change.set_state(control=rules.details_to_text(vars(control)))
-        change.event("control", rules.control_detail(control, reason))
-        self._changes.make("the switches", change)
+    def live(self) -> LiveState:
+        """Return the live settings."""
+        live, control = self.link.read("HMGET", self._keys.state, "live", "control")
+        return live_of(live and live.decode(), control and control.decode())
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next."""
         text = self._state_field("candidates")
-        return rules.candidates_from_text(text) if text else Candidates()
+        return commit_rules.candidates_from_text(text) if text else Candidates()
 
     def suggest(self, candidates: Candidates) -> None:
         """Name what hosts may need next."""
         change = Change(self._keys, is_awaited=True)
-        change.set_state(candidates=rules.candidates_to_text(candidates))
+        change.set_state(candidates=commit_rules.candidates_to_text(candidates))
         self._changes.make("candidates", change)
 
     def version(self) -> int:
@@ -279,7 +275,7 @@ class RedisStore(DecidingStore):
 
     def _run(self, name: bytes) -> RunInfo:
         found = self.link.read("HGET", self._keys.runs, name)
-        return rows.run_from_text(found)
+        return json_codec.run_from_text(found)
 
     def _state_field(self, name: str) -> str | None:
         found = self.link.read("HGET", self._keys.state, name)

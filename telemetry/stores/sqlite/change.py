@@ -14,9 +14,12 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
-from telemetry import rules
-from telemetry.store import Control, Details, Lease, LeaseOf, Outcome, RunInfo, Task
-from telemetry.stores.sqlite import rows
+from telemetry.live import LiveState
+from telemetry.records.live_codec import live_from_text, live_to_text
+from telemetry.records.task_codec import result_to_text
+from telemetry.store import Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskResult
+from telemetry.stores import commit_rules
+from telemetry.stores.sqlite import queries
 from telemetry.stores.sqlite.file import one
 
 
@@ -31,30 +34,30 @@ class Change:
 
     def current_run(self) -> str | None:
         """Return the name of the latest start."""
-        found = self._one(f"{rows.RUN} ORDER BY id DESC LIMIT 1")
-        return rows.run_of(found).run if found else None
+        found = self._one(f"{queries.RUN} ORDER BY id DESC LIMIT 1")
+        return queries.run_of(found).run if found else None
 
     def run(self, name: str) -> RunInfo | None:
         """Return the start of that name."""
-        found = self._one(f"{rows.RUN} AND run = ?", name)
-        return rows.run_of(found) if found else None
+        found = self._one(f"{queries.RUN} AND run = ?", name)
+        return queries.run_of(found) if found else None
 
     def add_run(self, info: RunInfo) -> None:
         """Record a start."""
-        self.connection.execute(rows.INSERT_RUN, (self.deployment, *rows.run_row(info)))
+        self.connection.execute(queries.INSERT_RUN, (self.deployment, *queries.run_row(info)))
 
     def latest_lease(self, of: LeaseOf) -> Lease | None:
         """Return the last lease that was given out."""
-        return rows.lease_of(self._one(rows.LEASE, of))
+        return queries.lease_of(self._one(queries.LEASE, of))
 
     def put_lease(self, lease: Lease, *, is_new_token: bool) -> Lease:
         """Write a lease; no token that was given out is ever lost."""
-        self.connection.execute(rows.REPLACE_LEASE, (self.deployment, *rows.lease_row(lease)))
+        self.connection.execute(queries.REPLACE_LEASE, (self.deployment, *queries.lease_row(lease)))
         return lease
 
     def committed(self) -> tuple[int, str] | None:
         """Return generation and hash of the committed placement."""
-        found = self._one(rows.LATEST_HASH)
+        found = self._one(queries.LATEST_HASH)
         return (found[0], found[1]) if found else None
 
     def hash_of(self, generation: int) -> str | None:
@@ -74,7 +77,7 @@ class Change:
 
     def open_plan_id(self) -> int | None:
         """Return the plan id of the open migration."""
-        found = self._one(rows.OPEN_PLAN)
+        found = self._one(queries.OPEN_PLAN)
         return found[0] if found else None
 
     def is_known_plan(self, plan_id: int) -> bool:
@@ -103,54 +106,65 @@ class Change:
 
     def reserve_plan_ids(self, up_to: int) -> int:
         """Note ids as given out, and return the greatest that is."""
-        self.connection.execute(rows.RESERVE_PLAN_IDS, (up_to, self.deployment))
+        self.connection.execute(queries.RESERVE_PLAN_IDS, (up_to, self.deployment))
         return self._last_plan_id()
 
     def _last_plan_id(self) -> int:
-        found = self._one(rows.LAST_PLAN_ID)
+        found = self._one(queries.LAST_PLAN_ID)
         assert found is not None, "the deployment was registered when the store was opened"
         return int(found[0])
 
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""
-        found = self._one(rows.RECOVERY)
-        return rules.recovery_from_text(found[0]) if found else None
+        found = self._one(queries.RECOVERY)
+        return commit_rules.recovery_from_text(found[0]) if found else None
 
     def put_recovery(self, record: Recovery) -> None:
         """Write the record of a recovery."""
-        row = (self.deployment, record.membership, rules.recovery_to_text(record))
-        self.connection.execute(rows.INSERT_RECOVERY, row)
+        row = (self.deployment, record.membership, commit_rules.recovery_to_text(record))
+        self.connection.execute(queries.INSERT_RECOVERY, row)
 
-    def put_control(self, control: Control) -> None:
-        """Write the switches."""
-        row = (self.deployment, rules.details_to_text(vars(control)))
-        self.connection.execute("INSERT OR REPLACE INTO control VALUES (?, ?)", row)
+    def live(self) -> LiveState:
+        """Return the live settings."""
+        found = self._one(queries.LIVE)
+        return live_from_text(found[0]) if found else LiveState()
+
+    def put_live(self, state: LiveState) -> LiveState:
+        """Write the live settings."""
+        self.connection.execute(queries.REPLACE_LIVE, (self.deployment, live_to_text(state)))
+        return state
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
-        found = self._one(f"{rows.TASK} AND id = ?", task_id)
-        return rows.task_of(found) if found else None
+        found = self._one(f"{queries.TASK} AND id = ?", task_id)
+        return queries.task_of(found) if found else None
 
     def oldest_queued(self) -> Task | None:
         """Return the task that was queued first of those that wait."""
-        found = self._one(rows.TASKS, "queued", 0, 1)
-        return rows.task_of(found) if found else None
+        found = self._one(queries.TASKS, "queued", 0, 1)
+        return queries.task_of(found) if found else None
 
     def add_task(self, kind: str, request: Details) -> Task:
         """Queue a task under a new id."""
         added = self.connection.execute(
             "INSERT INTO task (deployment, time, kind, request, state, result) "
-            "VALUES (?, ?, ?, ?, 'queued', '{}')",
-            (self.deployment, self.time, kind, rules.details_to_text(request)),
+            "VALUES (?, ?, ?, ?, 'queued', ?)",
+            (
+                self.deployment,
+                self.time,
+                kind,
+                commit_rules.details_to_text(request),
+                result_to_text(TaskResult()),
+            ),
         )
         assert added.lastrowid is not None, "an INSERT has a rowid"
-        return Task(added.lastrowid, self.time, kind, request, "queued", {})
+        return Task(added.lastrowid, self.time, kind, request, "queued")
 
     def put_task(self, task: Task) -> None:
         """Write a task that changed its state."""
         self.connection.execute(
             "UPDATE task SET state = ?, result = ? WHERE id = ?",
-            (task.state, rules.details_to_text(task.result), task.id),
+            (task.state, result_to_text(task.result), task.id),
         )
 
     def add_event(self, kind: str, detail: Details) -> int:
@@ -158,7 +172,7 @@ class Change:
         self.wake()
         added = self.connection.execute(
             "INSERT INTO event (deployment, time, kind, detail) VALUES (?, ?, ?, ?)",
-            (self.deployment, self.time, kind, rules.details_to_text(detail)),
+            (self.deployment, self.time, kind, commit_rules.details_to_text(detail)),
         )
         assert added.lastrowid is not None, "an INSERT has a rowid"
         return added.lastrowid

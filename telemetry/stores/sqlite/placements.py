@@ -8,7 +8,7 @@ from eplb.migration.build import Migration
 from eplb.migration.serialisation import migration_from_bytes
 from telemetry.store import CommittedPlacement
 from telemetry.stores.sqlite.file import SqliteFile
-from telemetry.stores.sqlite.rows import OPEN_PLAN, PLACEMENT, placement_of
+from telemetry.stores.sqlite.queries import OPEN_PLAN, PLACEMENT, placement_of
 
 _COMMITTED = "SELECT max(generation) FROM placement WHERE deployment = ?"
 _MIGRATION = "SELECT record FROM migration WHERE deployment = ? AND plan_id = ?"

@@ -10,7 +10,7 @@ from telemetry.records.rollup_codec import rollup_from_bytes
 from telemetry.records.sample_codec import sample_from_bytes
 from telemetry.records.unreadable import Unreadable
 from telemetry.retention.rollup import Rollup
-from telemetry.stores.sqlite import rows
+from telemetry.stores.sqlite import queries
 from telemetry.stores.sqlite.file import SqliteFile
 
 _PRUNED_AT_ONCE = 500  # samples; a few milliseconds
@@ -27,16 +27,16 @@ class SampleTables:
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples and return how many were new."""
-        packed = [rows.sample_row(sample, self._sample_version) for sample in samples]
+        packed = [queries.sample_row(sample, self._sample_version) for sample in samples]
         with self._file.write() as connection:
-            added = connection.executemany(rows.INSERT_SAMPLE, packed)
+            added = connection.executemany(queries.INSERT_SAMPLE, packed)
             return max(0, added.rowcount)  # -1 when there were no samples
 
     def past(self, run: str, after: int, limit: int) -> list[tuple[int, LoadSample]]:
         """Return (cursor, sample) of a run."""
 
         def fetch(past: int, most: int) -> list[Any]:
-            return self._file.rows(rows.SAMPLES, self._deployment, run, past, most)
+            return self._file.rows(queries.SAMPLES, self._deployment, run, past, most)
 
         return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=run)
 
@@ -44,13 +44,13 @@ class SampleTables:
         """Return (cursor, sample) of every run, taken before a time."""
 
         def fetch(past: int, most: int) -> list[Any]:
-            return self._file.rows(rows.SAMPLES_BEFORE, self._deployment, time, past, most)
+            return self._file.rows(queries.SAMPLES_BEFORE, self._deployment, time, past, most)
 
         return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=None)
 
     def counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
-        return dict(self._file.rows(rows.SAMPLE_COUNTS, self._deployment, run))
+        return dict(self._file.rows(queries.SAMPLE_COUNTS, *2 * (self._deployment, run)))
 
     def prune(self, before_time: float) -> int:
         """Delete samples taken before a time and return how many.
@@ -60,8 +60,8 @@ class SampleTables:
         old, num_pruned = (self._deployment, before_time, _PRUNED_AT_ONCE), 0
         while True:
             with self._file.write() as connection:
-                connection.execute(rows.COUNT_PRUNED, old)
-                num_new = connection.execute(rows.PRUNE, old).rowcount
+                connection.execute(queries.COUNT_PRUNED, old)
+                num_new = connection.execute(queries.PRUNE, old).rowcount
             num_pruned += num_new
             if num_new < _PRUNED_AT_ONCE:
                 return num_pruned
@@ -72,14 +72,14 @@ class SampleTables:
 
     def add_rollups(self, rollups: Sequence[Rollup]) -> int:
         """Add roll-ups, all in one transaction, and return how many were new."""
-        packed = [(self._deployment, *rows.rollup_row(one)) for one in rollups]
+        packed = [(self._deployment, *queries.rollup_row(one)) for one in rollups]
         with self._file.write() as connection:
-            return max(0, connection.executemany(rows.INSERT_ROLLUP, packed).rowcount)
+            return max(0, connection.executemany(queries.INSERT_ROLLUP, packed).rowcount)
 
     def rollups(self, seconds: int, after: float, limit: int) -> list[Rollup]:
         """Return roll-ups that start past a time, oldest first."""
         asked, num_read = (self._deployment, seconds, after, limit), 0
-        while found := self._file.rows(rows.ROLLUPS, *asked, num_read):
+        while found := self._file.rows(queries.ROLLUPS, *asked, num_read):
             num_read += len(found)
             if readable := self._unreadable.readable(found, rollup_from_bytes, "roll-up"):
                 return [rollup for _, rollup in readable]
@@ -90,4 +90,4 @@ class SampleTables:
         last_start = before_time - seconds
         with self._file.write() as connection:
             old = (self._deployment, seconds, last_start)
-            return connection.execute(rows.PRUNE_ROLLUPS, old).rowcount
+            return connection.execute(queries.PRUNE_ROLLUPS, old).rowcount

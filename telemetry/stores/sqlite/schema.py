@@ -15,7 +15,7 @@ from eplb.errors import StoreError
 from telemetry.stores.sqlite.errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
-SCHEMA_VERSION = 7  # counts up with each change of the tables below
+SCHEMA_VERSION = 8  # counts up with each change of the tables below
 
 _RETRY_S = 0.01
 
@@ -96,6 +96,20 @@ CREATE TABLE held_lease (
 INSERT INTO held_lease
     SELECT deployment, 'controller', holder, token, expires, 10.0, 0.0, 0 FROM lease;
 DROP TABLE lease;
+""",
+    8: """
+CREATE TABLE rank_report (
+    deployment TEXT NOT NULL, run TEXT NOT NULL, rank INTEGER NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (deployment, run, rank));
+INSERT INTO rank_report
+    SELECT deployment, run, rank, json_object(
+        'run', run, 'rank', rank, 'time', time, 'step', step, 'generation', generation,
+        'phase', phase, 'plan_id', plan_id, 'applied', applied, 'sequence', sequence,
+        'detail', json(detail)) FROM rank_state;
+DROP TABLE rank_state;
+CREATE TABLE live_settings (deployment TEXT PRIMARY KEY, record TEXT NOT NULL);
+INSERT INTO live_settings SELECT deployment, switches FROM control;
+DROP TABLE control;
 """,
 }
 _OLDEST = 2  # the oldest version that can be brought up to date

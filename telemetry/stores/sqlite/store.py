@@ -15,16 +15,18 @@ from pathlib import Path
 from threading import Condition
 from typing import Any, TypeVar
 
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
-from telemetry import rules
+from telemetry.live import LiveState
+from telemetry.records.live_codec import live_from_text
+from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
     CommittedPlacement,
-    Control,
     Details,
     Event,
     Lease,
@@ -34,9 +36,10 @@ from telemetry.store import (
     Task,
     TaskState,
 )
+from telemetry.stores import commit_rules
 from telemetry.stores.decisions import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
-from telemetry.stores.sqlite import rows
+from telemetry.stores.sqlite import queries
 from telemetry.stores.sqlite.change import Change
 from telemetry.stores.sqlite.file import SqliteFile
 from telemetry.stores.sqlite.placements import PlacementReader
@@ -70,8 +73,8 @@ class SqliteStore(DecidingStore):
         deployment: str,
         *,
         busy_timeout_s: float = 10.0,
-        clock: Callable[[], float] | None = None,
-        monotonic: Callable[[], float] | None = None,
+        clock: Clock | None = None,
+        monotonic: Clock | None = None,
         sample_version: int = SAMPLE_VERSION,
     ) -> None:
         self.deployment = deployment
@@ -84,26 +87,26 @@ class SqliteStore(DecidingStore):
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start."""
-        found = self._rows(f"{rows.RUN} ORDER BY id DESC LIMIT 1")
-        return rows.run_of(found[0]) if found else None
+        found = self._rows(f"{queries.RUN} ORDER BY id DESC LIMIT 1")
+        return queries.run_of(found[0]) if found else None
 
     def runs(self) -> list[RunInfo]:
         """Return every start on record, oldest first."""
-        return [rows.run_of(row) for row in self._rows(f"{rows.RUN} ORDER BY id")]
+        return [queries.run_of(row) for row in self._rows(f"{queries.RUN} ORDER BY id")]
 
     def report(self, state: RankState) -> None:
         """Replace the latest report of a rank."""
-        row = (self.deployment, *rows.rank_state_row(state))
+        row = (self.deployment, state.run, state.rank, rank_state_to_text(state))
         with self._file.write() as connection:
-            connection.execute(rows.REPLACE_RANK_STATE, row)
+            connection.execute(queries.REPLACE_RANK_STATE, row)
 
     def rank_states(self, run: str) -> list[RankState]:
         """Return the last report of every rank."""
-        return [rows.rank_state_of(row) for row in self._rows(rows.RANK_STATES, run)]
+        return [rank_state_from_text(text) for (text,) in self._rows(queries.RANK_STATES, run)]
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples."""
-        rules.check_samples(self.deployment, samples)
+        commit_rules.check_samples(self.deployment, samples)
         return self._samples.append(samples)
 
     def samples(
@@ -165,19 +168,22 @@ class SqliteStore(DecidingStore):
         """Write a survivor report."""
         with self._change() as change:
             key = (self.deployment, report.run, report.membership, report.rank)
-            change.connection.execute(rows.REPLACE_REPORT, (*key, rules.report_to_text(report)))
+            change.connection.execute(
+                queries.REPLACE_REPORT, (*key, commit_rules.report_to_text(report))
+            )
             change.wake()
 
     def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
         return [
-            rules.report_from_text(text) for (text,) in self._rows(rows.REPORTS, run, membership)
+            commit_rules.report_from_text(text)
+            for (text,) in self._rows(queries.REPORTS, run, membership)
         ]
 
     def recovery(self) -> Recovery | None:
         """Return the latest record."""
-        found = self._rows(rows.RECOVERY)
-        return rules.recovery_from_text(found[0][0]) if found else None
+        found = self._rows(queries.RECOVERY)
+        return commit_rules.recovery_from_text(found[0][0]) if found else None
 
     def add_event(self, kind: str, detail: Details) -> int:
         """Append an event."""
@@ -186,48 +192,42 @@ class SqliteStore(DecidingStore):
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``."""
-        return [rows.event_of(row) for row in self._rows(rows.EVENTS, after, limit)]
+        return [queries.event_of(row) for row in self._rows(queries.EVENTS, after, limit)]
 
     def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
         """Return events newest first."""
         past_all = MAX_ID if before is None else before
-        return [rows.event_of(row) for row in self._rows(rows.LATEST_EVENTS, past_all, limit)]
+        return [queries.event_of(row) for row in self._rows(queries.LATEST_EVENTS, past_all, limit)]
 
     def prune_events(self, keep: int) -> int:
         """Delete all but the latest ``keep`` events."""
         with self._file.write() as connection:
-            old = (self.deployment, max(0, keep))
-            return connection.execute(rows.PRUNE_EVENTS, old).rowcount
+            old = {"deployment": self.deployment, "keep": max(0, keep)}
+            return connection.execute(queries.PRUNE_EVENTS, old).rowcount
 
     def tasks(self, state: TaskState, *, after: int = 0, limit: int = 1000) -> list[Task]:
         """Return tasks in a state, oldest first."""
-        return [rows.task_of(row) for row in self._rows(rows.TASKS, state, after, limit)]
+        return [queries.task_of(row) for row in self._rows(queries.TASKS, state, after, limit)]
 
     def task(self, task_id: int) -> Task | None:
         """Return a task."""
-        found = self._rows(f"{rows.TASK} AND id = ?", task_id)
-        return rows.task_of(found[0]) if found else None
+        found = self._rows(f"{queries.TASK} AND id = ?", task_id)
+        return queries.task_of(found[0]) if found else None
 
-    def control(self) -> Control:
-        """Return the switches."""
-        found = self._rows("SELECT switches FROM control WHERE deployment = ?")
-        return Control(**rules.details_from_text(found[0][0])) if found else Control()
-
-    def set_control(self, control: Control, *, reason: str) -> None:
-        """Set the switches."""
-        with self._change() as change:
-            change.put_control(control)
-            change.add_event("control", rules.control_detail(control, reason))
+    def live(self) -> LiveState:
+        """Return the live settings."""
+        found = self._rows(queries.LIVE)
+        return live_from_text(found[0][0]) if found else LiveState()
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next."""
         found = self._rows("SELECT records FROM candidates WHERE deployment = ?")
-        return rules.candidates_from_text(found[0][0]) if found else Candidates()
+        return commit_rules.candidates_from_text(found[0][0]) if found else Candidates()
 
     def suggest(self, candidates: Candidates) -> None:
         """Name what hosts may need next."""
         with self._change() as change:
-            row = (self.deployment, rules.candidates_to_text(candidates))
+            row = (self.deployment, commit_rules.candidates_to_text(candidates))
             change.connection.execute("INSERT OR REPLACE INTO candidates VALUES (?, ?)", row)
             change.wake()
 
@@ -261,7 +261,7 @@ class SqliteStore(DecidingStore):
         """Claim the oldest queued task."""
         # Looked at without the write lock first: a controller asks far more often than it gets.
         if not self.tasks("queued", limit=1):
-            rules.check_fence(fence, self._latest_lease("controller"))
+            commit_rules.check_fence(fence, self._latest_lease("controller"))
             return None
         return super().claim(fence=fence)
 
@@ -279,8 +279,8 @@ class SqliteStore(DecidingStore):
                 self._changed.notify_all()
 
     def _latest_lease(self, of: LeaseOf) -> Lease | None:
-        found = self._rows(rows.LEASE, of)
-        return rows.lease_of(found[0]) if found else None
+        found = self._rows(queries.LEASE, of)
+        return queries.lease_of(found[0]) if found else None
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         """All rows of a query whose first parameter is the deployment."""

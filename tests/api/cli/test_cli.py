@@ -3,18 +3,21 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from rank_reports import rank_report
 from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.store import Control, LoadStore, RankState, RunInfo
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.store import Control, LoadStore, RunInfo
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0
@@ -28,7 +31,7 @@ def run(*words: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_installed_command_lists_what_it_can_do() -> None:
+def test_installed_command_lists_what_it_can_do() -> None:
     done = subprocess.run(
         [EPLB, "--help"], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
@@ -38,7 +41,7 @@ def test_the_installed_command_lists_what_it_can_do() -> None:
     assert done.stderr == ""
 
 
-def test_the_help_of_the_demo_names_its_flags() -> None:
+def test_help_of_the_demo_names_its_flags() -> None:
     status, help_text, _ = run("demo", "--help")
 
     assert status == 0
@@ -94,7 +97,7 @@ def test_unknown_commands_and_flags_are_refused(words: list[str], found: str) ->
         ),
     ],
 )
-def test_a_refusal_is_one_sentence_on_the_error_stream(words: list[str], sentence: str) -> None:
+def test_refusal_is_one_sentence_on_the_error_stream(words: list[str], sentence: str) -> None:
     status, output, errors = run(*words)
 
     assert (status, output) == (2, "")
@@ -110,7 +113,7 @@ def reporting(store: LoadStore) -> Iterator[None]:
         step = 0
         while not is_over.wait(0.02):
             step += 1
-            store.report(RankState(RUN.run, 0, float(step), step, 0, "idle", 0, 0, 0))
+            store.report(rank_report(RUN.run, 0, time=float(step), step=step))
 
     thread = threading.Thread(target=report)
     thread.start()
@@ -125,7 +128,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path
     path = tmp_path / "store.sqlite"
     with closing(open_store(path, "demo")) as store:
         store.begin_run(RUN)
-        store.report(RankState(RUN.run, 0, 1.0, 1, 0, "idle", 0, 0, 0))
+        store.report(rank_report(RUN.run, 0))
 
         status, output, errors = run("pause", "--store", str(path))
 
@@ -142,7 +145,7 @@ def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
     path = tmp_path / "store.sqlite"
     with closing(open_store(path, "demo")) as store:
         store.begin_run(RUN)
-        store.report(RankState(RUN.run, 0, 1.0, 1, 0, "idle", 0, 0, 0))
+        store.report(rank_report(RUN.run, 0))
         for end in ends:
             path.with_name(path.name + end).unlink()
         pause = [str(EPLB), "pause", "--store", str(path)]
@@ -174,7 +177,7 @@ def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(tmp_path: Pa
         assert store.control() == Control(movement=True, observe=True)
 
 
-def test_a_deployment_that_never_ran_cannot_be_paused(tmp_path: Path) -> None:
+def test_deployment_that_never_ran_cannot_be_paused(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     with closing(open_store(path, "demo")) as store:
         store.begin_run(RUN)
@@ -188,7 +191,7 @@ def test_a_deployment_that_never_ran_cannot_be_paused(tmp_path: Path) -> None:
         assert store.control() == Control()
 
 
-def test_a_store_on_a_server_is_paused_and_purged_by_its_url(
+def test_store_on_a_server_is_paused_and_purged_by_its_url(
     redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     url = f"{redis_server.url}?prefix={tmp_path.name}"
@@ -258,3 +261,36 @@ def test_wrong_settings_are_refused_before_torch_is_loaded() -> None:
     )
 
     assert done.stdout == "2 False\n"
+
+
+def test_pause_finds_the_deployment_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, store = tmp_path / "eplb.toml", tmp_path / "west.sqlite"
+    file.write_text(f'[deployment]\nname = "west"\nstore = "{store}"\n')
+    monkeypatch.setenv("EPLB_CONFIG", str(file))
+    with closing(open_store(store, "west")) as opened:
+        opened.begin_run(RUN)
+
+        status, shown, _ = run("pause")
+
+        assert status == 1  # written, and no rank reports
+        assert shown.startswith("west: movement off (was on)")
+        assert opened.control() == Control(movement=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
+def test_demo_on_gpus_that_are_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    words = ["demo", "--device", "cuda", "--state-dir", str(tmp_path / "state")]
+    started = time.monotonic()
+
+    done = subprocess.run(
+        [EPLB, *words], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "eplb: device cuda: found 0 GPUs for 4 ranks of this host, expected one for each\n"
+    )
+    assert time.monotonic() - started < DEADLINE_S / 2
+    assert not (tmp_path / "state").exists()

@@ -1,35 +1,42 @@
 """The tree of settings: its names, its reference page, and the components that it fills."""
 
+import re
 import tomllib
 from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from click.testing import Result
 from repository import ROOT
 from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.config.fields import about
+from api.config.live import static_layer
+from api.config.loader import load_settings
 from api.config.migration import HostLink, Staging, Transport
 from api.config.reference import reference_page
 from api.config.tree import Settings, known_names, known_settings
-from api.demo.setup import prepare
+from api.demo.setup import begin, prepare
 from api.demo.state_dir import StateDir
 from api.demo.workers.plan import WorkerPlan
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
-from api.settings import load_settings
+from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
 from rebalance.build.rank import agent_settings
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.hosts.settings import HostLinkSettings
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.rank.parts import AgentSettings
-from rebalance.stage.settings import StageSettings
-from rebalance.transport.ranks.settings import RankLinkSettings
+from rebalance.stage.stage_settings import StageSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from telemetry import open_store
+from telemetry.live import Control, LiveSettings
 from telemetry.reporter.drain import Tempo
 from telemetry.retention.pruning import Retention
+from telemetry.store import LoadStore, RunInfo
 
 PAGE = ROOT / "docs" / "configuration.md"
 SMALL = {
@@ -92,10 +99,9 @@ def test_every_setting_has_a_meaning_and_live_ones_are_in_the_store() -> None:
     known = known_settings().values()
 
     assert all(one.field.description for one in known)
-    assert [one.path for one in known if one.is_live] == [
-        "controller.movement",
-        "controller.observe",
-    ]
+    assert {one.name: one.field.annotation for one in known if one.is_live} == {
+        name: get_args(hint)[0] for name, hint in get_type_hints(LiveSettings).items()
+    }
     assert [one.path for one in known if about(one.field, "secret")] == ["deployment.store"]
 
 
@@ -264,3 +270,90 @@ def test_config_command_refuses_a_wrong_value_in_one_line(pair: str, found: str)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"eplb: {found}")
     assert result.stderr.count("\n") == 1
+
+
+# -- live settings
+
+
+def started(path: Path) -> LoadStore:
+    store = open_store(path, "demo")
+    store.begin_run(RunInfo("run-1", 1.0, {}, {}, 4))
+    store.set_static(static_layer(load()), reason="start")
+    return store
+
+
+def live_config(path: Path, *given: str) -> Result:
+    return CliRunner().invoke(app, ["config", "--live", "--store", str(path), *given])
+
+
+def test_live_config_prints_value_source_and_revision(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(started(path)) as store:
+        store.change_live({"movement": False}, reason="incident 7")
+
+        result = live_config(path)
+
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[0] == "# live settings of deployment demo, revision 2"
+    values = tomllib.loads(result.output)
+    assert values["controller"]["movement"] is False
+    assert values["planner"]["pay_back_s"] == CostModel.pay_back_s
+    (line,) = [line for line in result.output.splitlines() if line.startswith("movement")]
+    assert re.search(r"# live, revision 2, .* UTC: incident 7; static: true$", line)
+
+
+def test_live_config_changes_a_setting_and_removes_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(started(path)) as store:
+        given = ["--set", "planner.pay-back-s=300", "--set", "observe=true", "--reason", "look"]
+        assert live_config(path, *given).exit_code == 0
+        assert store.live().live == LiveSettings(pay_back_s=300.0, observe=True)
+        assert store.live().changes["observe"].reason == "look"
+
+        assert live_config(path, "--unset", "pay_back_s").exit_code == 0
+        assert store.live().live == LiveSettings(observe=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--live", "--set", "pay_back_s"], "--set is 'pay_back_s', expected NAME=VALUE"),
+        (["--live", "--set", "pay_back_s=-1"], "pay_back_s is '-1' in --set pay_back_s, expected"),
+        (["--live", "--set", "policy=best"], "unknown policy 'best', expected one of: auto"),
+        (["--live", "--set", "port=1"], "--set port is no live setting, expected one of: policy,"),
+        (["--live", "--unset", "nosuch"], "--set nosuch is no live setting, expected one of"),
+        (["--set", "observe=true"], "--set and --unset change live settings, expected --live"),
+    ],
+)
+def test_live_config_refuses_a_wrong_change_in_one_line(
+    tmp_path: Path, given: list[str], found: str
+) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(started(path)) as store:
+        result = CliRunner().invoke(app, ["config", "--store", str(path), *given])
+
+        assert (result.exit_code, store.live().revision) == (2, 1)
+    assert result.stderr.startswith(f"eplb: {found}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_start_of_a_paused_deployment_stays_paused_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
+    settings = load(SMALL | {"text": [text]})
+    with (
+        closing(StateDir(tmp_path / "state")) as state,
+        closing(open_store(tmp_path / "store.sqlite", "demo")) as store,
+    ):
+        begin(settings, prepare(settings, state), store)
+        store.change_live({"movement": False, "pay_back_s": 5.0}, reason="incident 7")
+
+        begin(settings, prepare(settings, state), store)
+
+        assert store.control() == Control(movement=False)
+        assert store.live().effective.pay_back_s == 5.0
+    words = "live setting: movement is false (revision 2,"
+    assert [words in record.message for record in caplog.records] == [True, False]
+    assert "incident 7), which wins over the setting true" in caplog.text

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from benchmarks.attack.traces import hostile_traces, write_hostile_files
 from eplb.errors import CheckpointError
-from rebalance.preload.records.record_layout import _PREFIX, MAGIC, _read_header
+from rebalance.preload.disk.record_file_layout import _PREFIX, MAGIC, _read_header
 from rebalance.protocol.journal import read_journals
-from runtime.checkpoint import INDEX_FILE, Checkpoint
+from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.memory.shared import PAGE_BYTES
 from simulations import load_trace
 
@@ -33,14 +33,14 @@ def test_hostile_files_are_many_and_alike_for_one_seed(tmp_path: Path) -> None:
     assert flipped[0] == flipped[1]
 
 
-def test_a_trace_that_packs_well_and_is_small_is_read(tmp_path: Path) -> None:
+def test_trace_that_packs_well_and_is_small_is_read(tmp_path: Path) -> None:
     ids = np.zeros((1, 100_000, 2), dtype=np.int64)  # 1.6 MB that pack to 2 kB
     np.savez_compressed(tmp_path / "trace.npz", expert_ids=ids)
 
     assert load_trace(tmp_path / "trace.npz").num_experts == 1
 
 
-def test_a_trace_in_fortran_order_is_read_as_it_is_meant(tmp_path: Path) -> None:
+def test_trace_in_fortran_order_is_read_as_it_is_meant(tmp_path: Path) -> None:
     ids = np.arange(64).reshape(2, 16, 2) % 4
     np.savez(tmp_path / "c.npz", expert_ids=ids)
     np.savez(tmp_path / "f.npz", expert_ids=np.asfortranarray(ids))
@@ -59,14 +59,14 @@ def test_a_trace_in_fortran_order_is_read_as_it_is_meant(tmp_path: Path) -> None
         (json.dumps({"weight_map": {"a": 7}}), 'expected a "weight_map"'),
     ],
 )
-def test_a_hostile_checkpoint_index_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_hostile_checkpoint_index_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / INDEX_FILE).write_text(text)
 
     with pytest.raises(CheckpointError, match=why):
         Checkpoint(tmp_path)
 
 
-def test_a_hostile_record_file_header_is_refused() -> None:
+def test_hostile_record_file_header_is_refused() -> None:
     for text in (b"[" * 4000, b"[]", b"\xff"):
         digest = hashlib.blake2b(text, digest_size=16).digest()
         page = (_PREFIX.pack(MAGIC, len(text), digest) + text).ljust(PAGE_BYTES, b"\0")
@@ -74,14 +74,14 @@ def test_a_hostile_record_file_header_is_refused() -> None:
             _read_header(page)
 
 
-def test_hostile_journal_lines_are_left_out(tmp_path: Path) -> None:
+def test_journal_command_skips_hostile_lines(tmp_path: Path) -> None:
     (tmp_path / "rank-0000.jsonl").write_bytes(b"[" * 100_000 + b"\n7\n\xff\xfe\n{}\n")
 
     assert read_journals(tmp_path) == ([], 4)
 
 
 @pytest.mark.parametrize("data", [b"SQLite format 3\0" + b"\xff" * 5000, b"noise" * 1000])
-def test_a_hostile_store_is_not_backed_up(tmp_path: Path, data: bytes) -> None:
+def test_hostile_store_is_not_backed_up(tmp_path: Path, data: bytes) -> None:
     source, target = tmp_path / "store.sqlite", tmp_path / "copy.sqlite"
     source.write_bytes(data)
 

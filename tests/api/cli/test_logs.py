@@ -40,7 +40,7 @@ def monitor() -> Monitor:
 
 
 @pytest.mark.parametrize("view", ["plain", "live"])
-def test_a_view_shows_no_control_character_of_a_reason(monitor: Monitor, view: str) -> None:
+def test_view_shows_no_control_character_of_a_reason(monitor: Monitor, view: str) -> None:
     shown = io.StringIO()
     console = Console(file=shown, width=200, height=40, force_terminal=False)
     if view == "plain":
@@ -56,7 +56,7 @@ def test_a_view_shows_no_control_character_of_a_reason(monitor: Monitor, view: s
     assert not any(line.startswith("generation=9") for line in shown.getvalue().splitlines())
 
 
-def test_a_log_record_is_one_line_and_its_traceback_is_indented() -> None:
+def test_log_record_is_one_line_and_its_traceback_is_indented() -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -85,7 +85,7 @@ def test_json_log_record_is_one_line_with_the_fields_of_its_thread() -> None:
     assert "task" not in json.loads(JsonFormatter().format(record))
 
 
-def test_a_message_that_repeats_is_dropped_and_counted() -> None:
+def test_message_that_repeats_is_dropped_and_counted() -> None:
     now = [0.0]
     limit = RepeatLimit(lambda: now[0])
 

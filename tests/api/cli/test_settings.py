@@ -14,6 +14,7 @@ import api.cli.main
 import api.config.tree
 import api.demo.settings
 import api.http.requests
+from api.config.loader import load_settings
 from api.config.migration import HostCache, Staging
 from api.config.sections import Http
 from api.config.tree import Settings, known_names
@@ -21,7 +22,6 @@ from api.demo.settings import DemoSettings
 from api.demo.setup import begin, prepare
 from api.demo.state_dir import StateDir
 from api.http.requests import ExplainRequest
-from api.settings import load_settings
 from eplb.errors import ConfigError
 from rebalance.build.rank import agent_settings
 from telemetry import open_store
@@ -41,7 +41,7 @@ def refusal(flags: dict[str, Any], config: Path | None = None, **environ: str) -
     return str(caught.value)
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_settings_without_input_are_the_defaults() -> None:
     assert load_settings({}, config=None, environ={"HOME": "/"}) == Settings()
 
 
@@ -109,7 +109,7 @@ def test_unknown_sample_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["plan_deadline_s", "vote_deadline_s", "lease_ttl_s"])
-def test_a_deadline_is_more_than_nothing(name: str) -> None:
+def test_deadline_is_more_than_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is '0' in --setting {name}, expected more than"):
         load_settings({}, config=None, environ={}, named={name: "0"})
 
@@ -120,23 +120,23 @@ def test_paths_in_the_environment_are_separated_as_the_system_does() -> None:
     assert settings.demo.text == [Path("a.txt"), Path("b")]
 
 
-def test_where_the_data_lies_is_not_a_setting() -> None:
+def test_environment_variable_of_trace_folder_is_not_a_setting() -> None:
     assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == Settings()
 
 
-def test_an_unknown_key_in_the_file_is_refused_with_the_closest_known(tmp_path: Path) -> None:
+def test_unknown_key_in_the_file_is_refused_with_the_closest_known(tmp_path: Path) -> None:
     config = toml(tmp_path, "layer = 3\n")
 
     expected = f"unknown key 'layer' in {config}, closest known: layers"
     assert refusal({}, config).startswith(expected)
 
 
-def test_an_unknown_environment_variable_is_refused_with_the_closest_known() -> None:
+def test_unknown_environment_variable_is_refused_with_the_closest_known() -> None:
     expected = "unknown key 'EPLB_RANK' in the environment, closest known: EPLB_RANKS"
     assert refusal({}, EPLB_RANK="8").startswith(expected)
 
 
-def test_a_key_close_to_none_lists_them_all() -> None:
+def test_key_close_to_none_lists_them_all() -> None:
     assert "nodes, ranks, layers" in refusal({"zzzz": 1})
 
 
@@ -193,7 +193,7 @@ def test_a_key_close_to_none_lists_them_all() -> None:
         ),
     ],
 )
-def test_a_value_out_of_range_is_refused_in_one_sentence(
+def test_value_out_of_range_is_refused_in_one_sentence(
     flags: dict[str, Any], sentence: str
 ) -> None:
     assert refusal(flags).startswith(sentence)
@@ -212,7 +212,7 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(
         ("policy = 7", "expected text"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_its_place(
+def test_value_of_the_wrong_type_is_refused_with_its_place(
     tmp_path: Path, line: str, expected: str
 ) -> None:
     config = toml(tmp_path, line)
@@ -222,12 +222,12 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(
     assert refusal({}, config) == f"{key} is {shown} in {config}, {expected}"
 
 
-def test_the_environment_is_named_by_its_variable() -> None:
+def test_environment_is_named_by_its_variable() -> None:
     expected = "ranks is 'x' in environment variable EPLB_RANKS, expected a whole number"
     assert refusal({}, EPLB_RANKS="x") == expected
 
 
-def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert (
         refusal({}, missing) == f"settings file {missing} cannot be read: No such file or directory"
@@ -237,14 +237,14 @@ def test_a_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     assert refusal({}, broken).startswith(f"settings file {broken} is not TOML: Invalid value")
 
 
-def test_a_host_cache_s_room_goes_with_its_mode() -> None:
+def test_host_cache_s_room_goes_with_its_mode() -> None:
     assert HostCache(mode="ring", records=8).records == 8
     for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
         with pytest.raises(ValueError, match="expected a number of records with hot or ring"):
             HostCache(mode=mode, records=records)
 
 
-def test_where_the_store_and_the_spools_lie_comes_from_the_environment() -> None:
+def test_environment_sets_paths_of_store_and_spools() -> None:
     environ = {"EPLB_STORE": "redis://store:6379", "EPLB_SPOOL_DIR": "/var/spool/eplb"}
 
     settings = load_settings({}, config=None, environ=environ)
@@ -305,3 +305,53 @@ def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
 def test_every_number_of_a_redis_url_has_an_upper_bound(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}.* expected"):
         parse_address(f"redis://localhost?{option}=100000000000000000000000")
+
+
+DEPLOYMENT = """
+[deployment]
+name = "west"
+[model]
+layers = 2
+experts = 8
+[topology]
+nodes = 2
+hosts = ["10.0.0.1", "10.0.0.2"]
+"""
+
+
+def test_file_named_by_the_environment_is_read_where_no_flag_names_one(tmp_path: Path) -> None:
+    file, other = toml(tmp_path, DEPLOYMENT), tmp_path / "other.toml"
+    other.write_text("layers = 3\n")
+
+    named = load_settings({}, config=None, environ={"EPLB_CONFIG": str(file)})
+    flagged = load_settings({}, config=other, environ={"EPLB_CONFIG": str(file)})
+
+    assert (named.deployment.name, named.topology.hosts) == ("west", ["10.0.0.1", "10.0.0.2"])
+    assert (named.model.layers, named.demo.layers) == (2, DemoSettings().layers)
+    assert (flagged.deployment.name, flagged.demo.layers) == ("demo", 3)
+
+
+def test_addresses_in_the_environment_are_separated_by_commas() -> None:
+    environ = {"EPLB_TOPOLOGY__NODES": "2", "EPLB_TOPOLOGY__HOSTS": "10.0.0.1,fd00::2"}
+
+    assert load_settings({}, config=None, environ=environ).topology.hosts == ["10.0.0.1", "fd00::2"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ('["10.0.0.1"]', "expected 2 addresses, one for each of topology.nodes"),
+        ('["10.0.0.1", "10.0.0.1"]', "expected another address for each host"),
+        ('["10.0.0.1", "gpu7"]', "expected numeric addresses, found 'gpu7'"),
+        ('"10.0.0.1"', "expected a list of addresses"),
+    ],
+)
+def test_hosts_that_do_not_fit_the_nodes_are_refused(
+    tmp_path: Path, hosts: str, expected: str
+) -> None:
+    file = toml(tmp_path, f"[topology]\nnodes = 2\nhosts = {hosts}\n")
+
+    words = refusal({}, file)
+
+    assert words.startswith("hosts is ")
+    assert words.endswith(expected)

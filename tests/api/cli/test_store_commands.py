@@ -61,7 +61,7 @@ def content(store: LoadStore) -> object:
 # -- backup
 
 
-def test_a_copy_is_the_store_of_one_moment_in_one_file(path: Path, tmp_path: Path) -> None:
+def test_copy_is_the_store_of_one_moment_in_one_file(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies" / "store.sqlite"
     copy.parent.mkdir()
     with closing(SqliteStore(path, "demo")) as store:  # in use
@@ -74,7 +74,7 @@ def test_a_copy_is_the_store_of_one_moment_in_one_file(path: Path, tmp_path: Pat
             assert content(again) == content(store)
 
 
-def test_a_copy_is_whole_while_others_write(path: Path, tmp_path: Path) -> None:
+def test_backup_during_writes_is_consistent(path: Path, tmp_path: Path) -> None:
     is_over = threading.Event()
     num_written = 5
 
@@ -101,7 +101,7 @@ def test_a_copy_is_whole_while_others_write(path: Path, tmp_path: Path) -> None:
         assert 5 <= len(sequences) <= num_written
 
 
-def test_a_copy_replaces_no_file_and_leaves_none_behind(path: Path, tmp_path: Path) -> None:
+def test_copy_replaces_no_file_and_leaves_none_behind(path: Path, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("mine")
     with closing(sqlite3.connect(tmp_path / "foreign")) as raw:
@@ -126,7 +126,9 @@ def test_a_copy_replaces_no_file_and_leaves_none_behind(path: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "before", ["4h", "240m", time.strftime("%Y-%m-%dT%H:%M", time.gmtime(HOURS_AGO + HOUR + 60))]
+    "before",
+    ["4h", "240m", time.strftime("%Y-%m-%dT%H:%M", time.gmtime(HOURS_AGO + HOUR + 60))],
+    ids=["hours", "minutes", "time"],  # the same in every worker, whatever the minute
 )
 def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: str) -> None:
     done = run("purge", "--store", path, "--before", before)
@@ -140,7 +142,7 @@ def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: st
         assert store.sample_counts("run-1") == {0: 5}
 
 
-def test_a_purge_can_make_the_file_smaller(path: Path) -> None:
+def test_purge_can_make_the_file_smaller(path: Path) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n, HOURS_AGO) for n in range(5, 2000)])
     before = path.stat().st_size

@@ -18,7 +18,7 @@ from repository import ROOT
 from eplb.core.placement import EMPTY
 from telemetry import open_store
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
 EPLB = Path(sys.executable).with_name("eplb")
@@ -99,7 +99,7 @@ def summary_after_interrupt(demo: Any) -> Summary:
 
 
 def summary_at_the_end(demo: Any) -> Summary:
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert demo.errors == ""
     summary: Summary = demo.summary()
     return summary
@@ -135,13 +135,13 @@ def served(folder: Path, start_demo: StartDemo) -> Summary:
     return summary_after_interrupt(demo)
 
 
-def test_the_summary_has_everything_that_is_asked_of_it(served: Summary) -> None:
+def test_summary_has_everything_that_is_asked_of_it(served: Summary) -> None:
     assert not set(MEASURED) - served.keys()
     assert (served["ranks"], served["layers"], served["experts"], served["slots"]) == (4, 2, 8, 12)
     assert served["tokens_per_window"] == 1024
 
 
-def test_it_rebalances_while_it_serves_right_answers(served: Summary) -> None:
+def test_demo_rebalances_and_serves_right_answers(served: Summary) -> None:
     assert served["rebalances"] >= 1
     assert len(served["rebalance_steps"]) == served["rebalances"]
     assert served["reference_checks"] == sum(served["reference_checks_by_phase"].values()) > 0
@@ -174,7 +174,7 @@ def test_windows_follow_one_another_without_a_gap(served: Summary) -> None:
     assert served["steps"] >= series[-1]["last_step"] + 1
 
 
-def test_the_imbalance_is_the_median_of_the_last_windows_of_the_series(served: Summary) -> None:
+def test_imbalance_is_the_median_of_the_last_windows_of_the_series(served: Summary) -> None:
     first_step = served["rebalance_steps"][-1]
     settled = [
         score for score in served["imbalance_series"] if score["last_step"] - 3 >= first_step
@@ -188,7 +188,7 @@ def test_the_imbalance_is_the_median_of_the_last_windows_of_the_series(served: S
 
 
 @pytest.mark.slow
-def test_a_demo_whose_store_is_redis_rebalances_and_loses_nothing(
+def test_demo_whose_store_is_redis_rebalances_and_loses_nothing(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     with RedisProcess(tmp_path / "redis", {"requirepass": "open-sesame"}) as server:
@@ -212,20 +212,25 @@ def test_a_demo_whose_store_is_redis_rebalances_and_loses_nothing(
     assert (summary["samples_written"], summary["samples_lost"]) == (stored, 0)
     assert (summary["reference_failures"], summary["controller_restarts"]) == (0, 0)
     assert not (demo.state_dir / "store.sqlite").exists()
-    assert "open-sesame" not in demo.told()
+    assert "open-sesame" not in demo.output_text()
 
 
 @pytest.fixture(scope="module")
 def resumed(served: Summary, folder: Path, start_demo: StartDemo) -> Summary:
-    """The next demo in the same folder, by another policy, until its time is over."""
+    """The next demo in the same folder, by another policy, until its time is over.
+
+    The last one was left observing, so this one observes too, and says why.
+    """
     before = kept(folder)
     demo = start_demo(folder, "--resume", "--policy", "greedy", *TEXT, seconds=1)
-    assert demo.ends() == 0, demo.told()
-    assert demo.errors == ""
+    assert demo.ends() == 0, demo.output_text()
+    (warning,) = demo.errors.splitlines()
+    assert "live setting: observe is true (revision 2, " in warning
+    assert "the test has seen enough), which wins over the setting false" in warning
     return demo.summary() | {"before": before, "after": kept(folder)}
 
 
-def test_a_resumed_demo_goes_on_from_the_last_placement(resumed: Summary) -> None:
+def test_resumed_demo_starts_from_the_last_placement(resumed: Summary) -> None:
     last = resumed["before"][0].placement
 
     assert last.generation >= 1
@@ -234,7 +239,7 @@ def test_a_resumed_demo_goes_on_from_the_last_placement(resumed: Summary) -> Non
     assert resumed["after"][resumed["rebalances"]].placement.hash == last.hash
 
 
-def test_it_ends_by_itself_when_its_time_is_over(resumed: Summary) -> None:
+def test_demo_ends_after_its_duration(resumed: Summary) -> None:
     assert resumed["policy"] == "greedy"
     assert (resumed["reference_failures"], resumed["samples_lost"]) == (0, 0)
 
@@ -275,7 +280,7 @@ def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str,
     seen |= {"end": demo.sees("the placement", committed)}
     demo.process.terminate()  # as a container is stopped: only its first process hears of it
     summary = summary_at_the_end(demo)
-    return seen | {"summary": summary, "told": demo.told(), "placements": kept(folder)}
+    return seen | {"summary": summary, "told": demo.output_text(), "placements": kept(folder)}
 
 
 def control(store: LoadStore, wanted: Control) -> int:
@@ -298,7 +303,7 @@ def steps_of_all(store: LoadStore, least: int) -> int:
     return min(found) if len(found) == 4 and min(found) >= least else 0
 
 
-def test_a_default_start_is_contiguous_under_a_higher_generation(switched: dict[str, Any]) -> None:
+def test_default_start_is_contiguous_under_a_higher_generation(switched: dict[str, Any]) -> None:
     start, last = switched["start"], switched["last"]
 
     assert start.placement.generation == last.placement.generation + 1
@@ -363,12 +368,12 @@ def test_spares_are_written_and_every_rank_keeps_one_in_every_placement(
         assert (empty.reshape(len(empty), 4, 4).sum(axis=2) >= 1).all()
 
 
-def test_a_demo_that_is_terminated_halts_its_ranks_and_sums_up(switched: dict[str, Any]) -> None:
+def test_demo_that_is_terminated_halts_its_ranks_and_sums_up(switched: dict[str, Any]) -> None:
     assert "interrupted: halting the ranks" in switched["told"]
     assert "every answer right" in switched["told"]
 
 
-def test_a_rebalance_asked_for_over_http_is_a_dry_run(switched: dict[str, Any]) -> None:
+def test_rebalance_asked_for_over_http_is_a_dry_run(switched: dict[str, Any]) -> None:
     task = switched["asked"].json()
 
     assert switched["asked"].is_success, switched["asked"].text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0
@@ -29,7 +29,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("library", ["libpython", "_multiarray_umath", "libtorch_cpu"])
-def test_an_interrupt_during_the_imports_ends_in_one_line(
+def test_interrupt_during_the_imports_ends_in_one_line(
     temporary: Path, tmp_path: Path, library: str
 ) -> None:
     command = [EPLB, "demo", "--port", "0", "--state-dir", str(tmp_path / "state")]
@@ -55,7 +55,8 @@ def test_an_interrupt_during_the_imports_ends_in_one_line(
     assert list(temporary.glob("pymp-*")) == []
 
 
-def test_a_demo_whose_terminal_closes_writes_its_summary(
+@pytest.mark.slow
+def test_demo_whose_terminal_closes_writes_its_summary(
     temporary: Path, tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve")
@@ -63,12 +64,13 @@ def test_a_demo_whose_terminal_closes_writes_its_summary(
 
     os.killpg(demo.process.pid, signal.SIGHUP)  # as the kernel does, to all of the session
 
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert demo.errors == ""
     assert demo.summary()["missing"] == []
     assert list(temporary.glob("pymp-*")) == []
 
 
+@pytest.mark.slow
 def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -77,7 +79,7 @@ def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
 
     demo.kill("rank 1")
 
-    assert demo.ends() == 2, demo.told()
+    assert demo.ends() == 2, demo.output_text()
     summary = demo.summary()
     assert "rank 1 was killed by SIGKILL" in summary["missing"][0]
     assert summary["imbalance_series"]
@@ -85,7 +87,7 @@ def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_killed_leaves_no_temporary_folder(
+def test_demo_that_is_killed_leaves_no_temporary_folder(
     temporary: Path, tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve")
@@ -100,7 +102,7 @@ def test_a_demo_that_is_killed_leaves_no_temporary_folder(
 
 
 @pytest.mark.slow
-def test_a_demo_whose_store_is_lost_at_the_end_writes_its_summary(
+def test_demo_whose_store_is_lost_at_the_end_writes_its_summary(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     (tmp_path / "redis").mkdir()
@@ -109,7 +111,7 @@ def test_a_demo_whose_store_is_lost_at_the_end_writes_its_summary(
         demo.wait_for_line("window=3")
     os.killpg(demo.process.pid, signal.SIGINT)
 
-    assert demo.ends() != 0, demo.told()
+    assert demo.ends() != 0, demo.output_text()
     summary = demo.summary()
     assert any("number of samples" in sentence for sentence in summary["missing"])
     assert summary["imbalance_series"]

@@ -75,7 +75,7 @@ def weights(tmp_path: Path) -> Path:
     return found
 
 
-def test_a_missing_weight_file_is_named(tmp_path: Path, weights: Path) -> None:
+def test_missing_weight_file_is_named(tmp_path: Path, weights: Path) -> None:
     (weights / "model-00002-of-00003.safetensors").unlink()
 
     missing = weights / "model-00002-of-00003.safetensors"
@@ -83,7 +83,7 @@ def test_a_missing_weight_file_is_named(tmp_path: Path, weights: Path) -> None:
     assert store_opens(tmp_path)
 
 
-def test_a_truncated_weight_file_is_named_with_its_size(tmp_path: Path, weights: Path) -> None:
+def test_truncated_weight_file_is_named_with_its_size(tmp_path: Path, weights: Path) -> None:
     os.truncate(weights / "model-00003-of-00003.safetensors", 5000)
 
     expected = f"weight file {weights / 'model-00003-of-00003.safetensors'} of 5000 bytes is trunc"
@@ -104,7 +104,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path, weights: Path) -> 
     assert store_opens(tmp_path)
 
 
-def test_a_full_disk_leaves_no_half_written_weights(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_half_written_weights(tmp_path: Path) -> None:
     with files_up_to(FILE_LIMIT):
         sentence = refusal(tmp_path)
 
@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_no_half_written_weights(tmp_path: Path) -> None:
     assert store_opens(tmp_path)
 
 
-def test_a_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
     tmp_path.joinpath("words.txt").write_text("one two three " * 50_000)
     with files_up_to(FILE_LIMIT):
         sentence = refusal(tmp_path, "--text", str(tmp_path / "words.txt"))
@@ -154,7 +154,7 @@ def test_settings_that_cannot_be_used_are_refused(
     assert sentence in refusal(tmp_path / "state", *flags)
 
 
-def test_an_unknown_key_in_the_settings_file_is_refused(tmp_path: Path) -> None:
+def test_unknown_key_in_the_settings_file_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "demo.toml"
     config.write_text("rank = 4\n")
 
@@ -163,14 +163,14 @@ def test_an_unknown_key_in_the_settings_file_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def test_an_unknown_variable_of_the_environment_is_refused(tmp_path: Path) -> None:
+def test_unknown_variable_of_the_environment_is_refused(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "state", env={"EPLB_POLCY": "auto"})
 
     assert sentence.startswith("unknown key 'EPLB_POLCY' in the environment")
     assert "EPLB_POLICY" in sentence
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         sentence = refusal(tmp_path, "--port", str(port))
@@ -216,7 +216,7 @@ def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
 # -- stores and folders
 
 
-def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     open_store(tmp_path / "store.sqlite", "demo").close()
     with closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 99")
@@ -228,7 +228,7 @@ def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path
     assert (tmp_path / "store.sqlite").read_bytes() == before
 
 
-def test_a_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store.sqlite").write_text("a shopping list\n" * 100)
 
     sentence = refusal(tmp_path)
@@ -250,7 +250,7 @@ main()
 """
 
 
-def test_a_folder_that_cannot_be_written_is_refused() -> None:
+def test_folder_that_cannot_be_written_is_refused() -> None:
     # Not in tmp_path, which only its owner may enter.
     with tempfile.TemporaryDirectory() as name:
         state = Path(name, "state")
@@ -287,7 +287,7 @@ def test_full_disk_for_a_while_loses_no_output_and_no_sample(
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     demo.process.send_signal(signal.SIGINT)
 
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert "Traceback" not in demo.errors
     summary = demo.summary()
     assert summary["reference_checks"] > 0
@@ -301,7 +301,7 @@ def test_disk_that_stays_full_ends_the_demo_with_one_line(
     demo = demo_on_a_full_disk(start_demo, tmp_path)
     demo.process.send_signal(signal.SIGINT)
 
-    assert demo.ends() == 2, demo.told()
+    assert demo.ends() == 2, demo.output_text()
     assert "Traceback" not in demo.errors
     last = demo.errors.splitlines()[-1]
     assert "not stored within 20 s" in last
@@ -315,14 +315,14 @@ def test_disk_that_stays_full_ends_the_demo_with_one_line(
 def ends_in_words(demo: Any, what: str) -> None:
     status = demo.ends()
     sentence = f"eplb: {what}, the demo cannot continue without it"
-    assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.told()
+    assert (status, demo.errors.splitlines()[-1]) == (2, sentence), demo.output_text()
     assert "Traceback" not in demo.errors
     assert demo.summary()["missing"], "what is known is written, and what is not is named"
     assert store_opens(demo.state_dir)
 
 
 def is_right(demo: Any) -> Any:
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert "Traceback" not in demo.errors
     summary = demo.summary()
     assert summary["reference_checks"] > 0
@@ -405,7 +405,7 @@ def test_hung_rank_is_excluded_and_all_ranks_restart(tmp_path: Path, start_demo:
     demo.sees("serving again", serves_in_start(2))
     demo.process.send_signal(signal.SIGINT)
 
-    assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 said nothing in time")
+    assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 sent no report in time")
     summary = is_right(demo)
     assert summary["deaths"] == 1
     assert summary["unserved_s"] > 3.0  # from the last token on, not from when it is left behind

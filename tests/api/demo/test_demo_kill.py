@@ -27,7 +27,7 @@ StartDemo = Callable[..., Any]
 
 
 def assert_right(demo: Any) -> dict[str, Any]:
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert "Traceback" not in demo.errors
     summary: dict[str, Any] = demo.summary()
     assert summary["reference_checks"] > 0
@@ -82,7 +82,7 @@ def whole_is_killed(folder: Path, start_demo: StartDemo, after_s: float) -> None
 
     demo.leaves_nothing()
     assert demo.process.wait(DEADLINE_S) == -signal.SIGKILL
-    assert "Traceback" not in demo.errors, demo.told()
+    assert "Traceback" not in demo.errors, demo.output_text()
     if (folder / "state" / "store.sqlite").exists():
         with closing(open_store(folder / "state" / "store.sqlite", "demo")) as store:
             assert store.version() >= 0
@@ -93,7 +93,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_demo_is_resumed_and_then_outlives_its_controller(
+def test_killed_demo_is_resumed_and_then_outlives_its_controller(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     before = shared_memory()
@@ -110,7 +110,7 @@ def test_a_killed_demo_is_resumed_and_then_outlives_its_controller(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_controller_may_be_killed_at_ten_random_moments(
+def test_controller_may_be_killed_at_ten_random_moments(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     controller_is_killed(tmp_path, start_demo, times=KILLS)
@@ -118,9 +118,7 @@ def test_the_controller_may_be_killed_at_ten_random_moments(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_may_be_killed_at_ten_random_moments(
-    tmp_path: Path, start_demo: StartDemo
-) -> None:
+def test_demo_survives_kills_at_ten_random_moments(tmp_path: Path, start_demo: StartDemo) -> None:
     moment = random.Random(2)
     before = shared_memory()
     for kill in range(KILLS):

@@ -94,7 +94,7 @@ def report(*step_ms: float, **figures: Any) -> dict[str, Any]:
         "step_ms": list(step_ms),
         "swap_pauses_ms": [],
         "samples": 4,
-        "checks_left_out": 0,
+        "checks_dropped": 0,
         "experts_moved": 0,
         "bytes_by_source": {},
     }
@@ -105,7 +105,7 @@ def check(max_error: float, *, wrong_routes: int = 0, phase: str = "idle") -> Ch
     return CheckedStep(0, 3, phase, max_error, wrong_routes)
 
 
-def test_the_final_windows_are_the_last_five_after_the_last_commit() -> None:
+def test_final_windows_are_the_last_five_after_the_last_commit() -> None:
     series = [score(index, 1.5) for index in range(9)]
 
     after_window_two = final_windows(snapshot(series, [mark(1, 2), mark(2, 12)]))
@@ -115,13 +115,13 @@ def test_the_final_windows_are_the_last_five_after_the_last_commit() -> None:
     assert [window.index for window in after_window_six] == [7, 8]
 
 
-def test_a_window_that_a_commit_falls_into_is_not_final() -> None:
+def test_window_that_a_commit_falls_into_is_not_final() -> None:
     series = [score(index, 1.5) for index in range(4)]
 
     assert [w.index for w in final_windows(snapshot(series, [mark(1, 9)]))] == [3]
 
 
-def test_a_window_that_a_rank_is_missing_from_is_not_final() -> None:
+def test_window_that_a_rank_is_missing_from_is_not_final() -> None:
     series = [score(0, 1.5), score(1, 1.5), score(2, 1.5, is_complete=False)]
 
     assert [w.index for w in final_windows(snapshot(series, [mark(1, 2)]))] == [1]
@@ -167,7 +167,7 @@ def test_rebalances_are_the_commits_of_a_plan(tmp_path: Any) -> None:
 def test_figures_of_the_ranks_are_put_together(tmp_path: Any) -> None:
     first = report(10.0, 30.0, experts_moved=2, bytes_by_source={"host": 200}, samples=5)
     second = report(20.0, experts_moved=1, bytes_by_source={"host": 50, "peer": 50}, samples=5)
-    second |= {"swap_pauses_ms": [1.0, 3.0], "checks_left_out": 2}
+    second |= {"swap_pauses_ms": [1.0, 3.0], "checks_dropped": 2}
 
     summary = summarise(plan(tmp_path), snapshot([], []), [first, second], {0: 5, 1: 4}, [])
 
@@ -177,11 +177,11 @@ def test_figures_of_the_ranks_are_put_together(tmp_path: Any) -> None:
     assert (summary["step_ms_p50"], summary["swap_pause_ms_p50"]) == (20.0, 2.0)
     assert summary["tokens_per_window"] == 4 * 50 * 2
     assert summary["tokens_per_second"] == 5000.0  # 100 tokens in the 20 ms that a step takes
-    assert summary["reference_checks_left_out"] == 2
+    assert summary["reference_checks_dropped"] == 2
     assert (summary["policy"], summary["seed"]) == ("greedy", 7)
 
 
-def test_nothing_measured_is_none_and_never_a_made_up_figure(tmp_path: Any) -> None:
+def test_summary_without_measurements_has_none(tmp_path: Any) -> None:
     summary = summarise(plan(tmp_path), snapshot([], []), [report(), report()], {}, [])
 
     names = ("imbalance_initial", "imbalance_final", "imbalance_run", "imbalance_run_contiguous")
@@ -233,7 +233,7 @@ def test_summary_table_reports_whether_all_outputs_were_right(tmp_path: Any) -> 
     assert "0 of 1 checks" in rendered(wrong)
 
 
-def test_the_table_gives_time_without_tokens_from_the_last_token(tmp_path: Any) -> None:
+def test_table_gives_time_without_tokens_from_the_last_token(tmp_path: Any) -> None:
     summary = summarise(plan(tmp_path), snapshot([], []), [report(1.0)], {0: 4}, [])
 
     assert "without tokens" not in rendered(summary | {"deaths": 0, "unserved_s": 0.0})
@@ -241,7 +241,7 @@ def test_the_table_gives_time_without_tokens_from_the_last_token(tmp_path: Any) 
     assert "1 of ranks; 4.6 s without tokens, from the last token to the next" in one_death
 
 
-def test_the_title_claims_only_what_was_done(tmp_path: Any) -> None:
+def test_title_claims_only_what_was_done(tmp_path: Any) -> None:
     def title(marks: list[RebalanceMark], checks: list[CheckedStep]) -> str:
         seen = snapshot([], marks)
         return rendered(summarise(plan(tmp_path), seen, [report(1.0)], {0: 4}, checks))

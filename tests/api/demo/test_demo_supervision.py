@@ -85,7 +85,7 @@ def commits_from(plan_id: int) -> Found:
 
 def halts_right(demo: Any) -> dict[str, Any]:
     demo.process.send_signal(signal.SIGINT)
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     assert "Traceback" not in demo.errors
     summary: dict[str, Any] = demo.summary()
     assert summary["reference_checks"] > 0
@@ -96,7 +96,7 @@ def halts_right(demo: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
+def test_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, hung_after_s=6)
@@ -109,7 +109,7 @@ def test_a_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
     status, text = ask(f"{url}/readyz")
     assert (status, "no report from the controller for " in text) == (503, True), text
     metrics = ask(f"{url}/metrics")[1]
-    assert figure(metrics, 'eplb_process_turn_age_seconds{deployment="demo",process="contr') >= 3
+    assert figure(metrics, 'eplb_process_report_age_seconds{deployment="demo",process="contr') >= 3
     assert figure(metrics, "eplb_controller_lease_age_seconds") > 0
     demo.sees("its end", notes("killed by SIGKILL; restarting in 0.1 s"))
     killed_s = time.monotonic() - stopped
@@ -140,7 +140,7 @@ def errors_and_plans(demo: Any) -> list[Any]:
     ],
     ids=["checker", "host cache"],
 )
-def test_a_hung_process_that_does_not_serve_is_restarted(
+def test_hung_process_that_does_not_serve_is_restarted(
     tmp_path: Path, start_demo: StartDemo, title: str, name: str
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, hung_after_s=4)
@@ -189,7 +189,7 @@ def from_host(demo: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_checker_that_is_killed_is_restarted_and_checks_go_on(
+def test_killed_checker_is_restarted_and_checks_continue(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT)

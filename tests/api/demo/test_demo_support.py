@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from telemetry import open_store
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0
@@ -55,7 +55,7 @@ def seen(
         made = eplb("support-bundle", "--state-dir", str(demo.state_dir), "--store", url, str(out))
     return {
         "status": status,
-        "told": demo.told(),
+        "told": demo.output_text(),
         "lines": demo.errors.splitlines(),
         "task": asked.json()["id"],
         "made": made,
@@ -109,6 +109,8 @@ def test_bundle_holds_state_journals_settings_versions_and_events(files: dict[st
     assert json.loads(files["versions.json"]).keys() >= {"eplb", "python", "system", "torch"}
     assert json.loads(files["state/overview.json"])["ranks"]
     assert json.loads(files["state/placement.json"])["num_experts"] == 8
+    settings = json.loads(files["state/settings.json"])
+    assert (settings["revision"], settings["static"]["movement"]) == (1, True)
     events = [json.loads(line) for line in files["events.jsonl"].splitlines()]
     assert {"run", "plan", "commit"} <= {event["kind"] for event in events}
     for rank in range(4):

@@ -21,7 +21,7 @@ ONES = Domain("ones", np.array([1], dtype=np.int32))
 COUNT = Domain("count", np.arange(10, 15, dtype=np.int32))
 
 
-def test_a_mix_drifts_from_one_domain_to_the_next_and_back_to_the_first() -> None:
+def test_mix_drifts_from_one_domain_to_the_next_and_back_to_the_first() -> None:
     # Two domains over 30 s are three turns of 10 s: first, second, first; a second fades one in.
     assert mix_at(0.0, 30.0, 2).tolist() == pytest.approx([0.925, 0.075])
     assert mix_at(9.9, 30.0, 2).tolist() == pytest.approx([0.925, 0.075])
@@ -34,7 +34,7 @@ def test_past_its_period_the_mix_goes_round() -> None:
     assert mix_at(35.0, 30.0, 2).tolist() == mix_at(15.0, 30.0, 2).tolist()
 
 
-def test_every_mix_is_whole() -> None:
+def test_every_mix_sums_to_one() -> None:
     for elapsed in np.linspace(0, 100, 73):
         mix = mix_at(float(elapsed), 30.0, 3)
         assert mix.sum() == pytest.approx(1.0)
@@ -52,7 +52,7 @@ def test_tokens_of_a_text_never_change() -> None:
     assert tokenize("a").tolist() == [0xE8B7BE43 % VOCABULARY]
 
 
-def test_the_domains_that_every_machine_has_are_three_and_large() -> None:
+def test_domains_that_every_machine_has_are_three_and_large() -> None:
     domains = standard_domains()
 
     assert [domain.name for domain in domains] == ["data", "code", "prose"]
@@ -60,7 +60,7 @@ def test_the_domains_that_every_machine_has_are_three_and_large() -> None:
     assert all(d.tokens.min() >= 0 and d.tokens.max() < VOCABULARY for d in domains)
 
 
-def test_the_domains_differ_in_the_words_that_they_use() -> None:
+def test_domains_differ_in_the_words_that_they_use() -> None:
     frequencies = [
         np.bincount(domain.tokens, minlength=VOCABULARY) / len(domain.tokens)
         for domain in standard_domains()
@@ -79,7 +79,7 @@ def test_sequences_are_runs_of_a_domain_that_go_round_at_its_end() -> None:
     assert set(drawn.ravel()) == {10, 11, 12, 13, 14}
 
 
-def test_a_seed_draws_the_same_sequences_and_another_seed_others() -> None:
+def test_seed_draws_the_same_sequences_and_another_seed_others() -> None:
     mix = np.array([0.5, 0.5])
     drawn = draw_sequences([ONES, COUNT], mix, (8, 4), seed=[1, 2, 3])
 
@@ -111,7 +111,7 @@ def test_bytes_that_are_no_text_are_read_all_the_same(tmp_path: Path) -> None:
     assert domains_of([tmp_path / "a.bin"])[0].tokens.size > 0
 
 
-def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
+def test_path_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
 

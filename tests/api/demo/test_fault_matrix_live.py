@@ -70,7 +70,7 @@ class Whereabouts:
         return "preload"
 
 
-class Patient:
+class Target:
     """A demo that serves, its store, and where the two ranks of one of its hosts are."""
 
     def __init__(self, demo: Any, store: LoadStore, host: int) -> None:
@@ -81,8 +81,10 @@ class Patient:
     def wait_for(self, what: str, look: Callable[[], Any], *, pause_s: float = 0.05) -> Any:
         deadline = time.monotonic() + DEADLINE_S
         while (found := look()) is None or found is False:
-            assert self.demo.process.poll() is None, f"ended before {what}; {self.demo.told()}"
-            assert time.monotonic() < deadline, f"no {what} in time; {self.demo.told()}"
+            assert self.demo.process.poll() is None, (
+                f"ended before {what}; {self.demo.output_text()}"
+            )
+            assert time.monotonic() < deadline, f"no {what} in time; {self.demo.output_text()}"
             time.sleep(pause_s)  # a file that grows, or a process's end: no event of the store
         return found
 
@@ -168,7 +170,7 @@ class Patient:
             assert info is not None
             assert committed is not None
             states = self.store.rank_states(info.run)
-            assert not any(state.detail.get("frozen") for state in states), self.demo.told()
+            assert not any(state.frozen for state in states), self.demo.output_text()
             found = {(state.phase, state.generation) for state in states}
             is_fresh = all(state.time > begun + HEARD_S for state in states)
             return is_fresh and found == {("idle", committed.placement.generation)}
@@ -200,7 +202,7 @@ class Patient:
     def halts_right(self) -> dict[str, Any]:
         """Halt it; all its answers were right, and it counts what it went through."""
         self.demo.process.send_signal(signal.SIGINT)
-        assert self.demo.ends() == 0, self.demo.told()
+        assert self.demo.ends() == 0, self.demo.output_text()
         assert "Traceback" not in self.demo.errors
         summary: dict[str, Any] = self.demo.summary()
         assert summary["reference_checks"] > 0
@@ -249,17 +251,17 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Patient]]:
+def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Target]]:
     """Start a demo that serves until halted, and wait until it rebalances."""
     with ExitStack() as stack:
 
-        def start(*flags: str, host: int = 0) -> Patient:
+        def start(*flags: str, host: int = 0) -> Target:
             demo = start_demo(tmp_path, "--serve", *flags, *TEXT, **LARGER)
             demo.sees("the start", lambda store: store.current_run())
             store = open_store(demo.state_dir / "store.sqlite", "demo")
-            patient = Patient(demo, stack.enter_context(closing(store)), host)
-            patient.rebalances_again()
-            return patient
+            target = Target(demo, stack.enter_context(closing(store)), host)
+            target.rebalances_again()
+            return target
 
         names = shared_memory()
         yield start
@@ -278,84 +280,84 @@ def damage_host_records(pid: int) -> None:
 
 @pytest.mark.slow
 def test_outputs_stay_right_with_a_bad_host_a_slow_rank_and_no_controller(
-    serve: Callable[..., Patient],
+    serve: Callable[..., Target],
 ) -> None:
-    patient = serve()
-    damage_host_records(patient.host_cache_pid())
-    with patient.held_in("swap"):
-        patient.demo.kill("controller")
-        patient.hears_of_errors(1)
-    patient.wait_for("a damaged record to be met", lambda: patient.wrong_digests() > 0)
-    patient.rebalances_again()
-    patient.all_hold_what_is_committed()
+    target = serve()
+    damage_host_records(target.host_cache_pid())
+    with target.held_in("swap"):
+        target.demo.kill("controller")
+        target.hears_of_errors(1)
+    target.wait_for("a damaged record to be met", lambda: target.wrong_digests() > 0)
+    target.rebalances_again()
+    target.all_hold_what_is_committed()
 
-    reported = [error.partition(" in ")[0] for error in patient.errors()]
+    reported = [error.partition(" in ")[0] for error in target.errors()]
     assert reported == ["the controller was killed by SIGKILL; restarting"]
-    assert patient.halts_right()["controller_restarts"] == 1
+    assert target.halts_right()["controller_restarts"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_controller_killed_in_any_state_is_followed_by_one_that_goes_on(
-    serve: Callable[..., Patient],
+def test_controller_killed_in_any_state_is_replaced(
+    serve: Callable[..., Target],
 ) -> None:
-    patient = serve()
-    descriptors = patient.num_descriptors()
+    target = serve()
+    descriptors = target.num_descriptors()
     for number, state in enumerate(STATES, start=1):
-        with patient.held_in(state):
-            patient.demo.kill("controller")
-            patient.hears_of_errors(number)
-        patient.rebalances_again()
-        patient.all_hold_what_is_committed()
+        with target.held_in(state):
+            target.demo.kill("controller")
+            target.hears_of_errors(number)
+        target.rebalances_again()
+        target.all_hold_what_is_committed()
 
-    assert patient.num_descriptors() == descriptors
-    reported = [error.partition(" in ")[0] for error in patient.errors()]
+    assert target.num_descriptors() == descriptors
+    reported = [error.partition(" in ")[0] for error in target.errors()]
     assert reported == ["the controller was killed by SIGKILL; restarting"] * 5
-    assert patient.halts_right()["controller_restarts"] == 5
+    assert target.halts_right()["controller_restarts"] == 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_rank_of_any_host_killed_in_any_state_is_survived(
-    serve: Callable[..., Patient], host: int
+def test_rank_of_any_host_killed_in_any_state_is_survived(
+    serve: Callable[..., Target], host: int
 ) -> None:
-    patient, killed = serve(host=host), list[str]()
-    descriptors = patient.num_descriptors()
+    target, killed = serve(host=host), list[str]()
+    descriptors = target.num_descriptors()
     for number, state in enumerate(STATES, start=1):
-        with patient.held_in(state) as title:
-            os.kill(patient.pid(title), signal.SIGKILL)
+        with target.held_in(state) as title:
+            os.kill(target.pid(title), signal.SIGKILL)
             killed.append(title)
-        patient.hears_of_errors(number)
-        patient.rebalances_again()
-        patient.all_hold_what_is_committed()
-        record = patient.store.recovery()
+        target.hears_of_errors(number)
+        target.rebalances_again()
+        target.all_hold_what_is_committed()
+        record = target.store.recovery()
         assert record is not None
         assert record.reason == f"{title} died"
 
-    assert patient.num_descriptors() == descriptors
-    assert patient.errors() == [f"{t} was killed by SIGKILL; restarting all ranks" for t in killed]
-    assert patient.halts_right()["deaths"] == 5
+    assert target.num_descriptors() == descriptors
+    assert target.errors() == [f"{t} was killed by SIGKILL; restarting all ranks" for t in killed]
+    assert target.halts_right()["deaths"] == 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_host_cache_killed_in_any_state_is_survived_by_the_next_start(
-    serve: Callable[..., Patient],
+    serve: Callable[..., Target],
 ) -> None:
-    patient = serve()
+    target = serve()
     for state in STATES:
-        with patient.held_in(state):
-            os.kill(patient.host_cache_pid(), signal.SIGKILL)
+        with target.held_in(state):
+            os.kill(target.host_cache_pid(), signal.SIGKILL)
         sentence = "eplb: the preload process of host 0 was killed by SIGKILL, the demo cannot go"
-        assert patient.demo.ends() == 2, patient.demo.told()
-        assert patient.demo.errors.splitlines()[-1].startswith(sentence)
-        assert "Traceback" not in patient.demo.errors
-        committed = patient.store.committed()
+        assert target.demo.ends() == 2, target.demo.output_text()
+        assert target.demo.errors.splitlines()[-1].startswith(sentence)
+        assert "Traceback" not in target.demo.errors
+        committed = target.store.committed()
         assert committed is not None
-        patient = serve("--resume")
-        known = [line.placement.hash for line in patient.store.placements(limit=1000)]
+        target = serve("--resume")
+        known = [line.placement.hash for line in target.store.placements(limit=1000)]
         assert committed.placement.hash in known  # it went on from there
-        patient.all_hold_what_is_committed()
+        target.all_hold_what_is_committed()
 
-    patient.halts_right()
+    target.halts_right()

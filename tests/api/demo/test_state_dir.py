@@ -24,7 +24,7 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+def test_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "a" / "b")
     state.close()
 
@@ -44,7 +44,7 @@ def test_second_demo_in_a_folder_is_refused_with_the_process_id(tmp_path: Path) 
     StateDir(tmp_path).close()
 
 
-def test_the_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
+def test_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -60,7 +60,7 @@ def test_the_folder_is_free_once_its_holder_is_killed(tmp_path: Path) -> None:
         StateDir(tmp_path).close()
 
 
-def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
+def test_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     with pytest.raises(ConfigError, match=r"file cannot be used: File exists"):
@@ -78,7 +78,7 @@ def test_arrays_are_read_back_as_saved(tmp_path: Path) -> None:
         assert {name: archive[name].tolist() for name in archive} == {"0-code": [3, 1, 2]}
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path: Path) -> None:
+def test_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     state.save_arrays("text.npz", {"old": np.arange(3, dtype=np.int32)})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path: Pa
         assert archive.files == ["old"]
 
 
-def test_what_a_killed_demo_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_demo_are_removed(tmp_path: Path) -> None:
     (tmp_path / "text.npz.unfinished").write_bytes(b"half")
     (tmp_path / "weights-1.7.unfinished").mkdir()
     (tmp_path / "weights-1.7.unfinished" / "model-00001-of-00003.safetensors").touch()

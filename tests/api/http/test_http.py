@@ -4,25 +4,30 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from rank_reports import rank_report
 
+from api.config.addresses import loopback_address
+from api.config.live import live_settings
 from api.http.app import create_app
-from api.http.server import HttpService, loopback_address
+from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import Control, RankState, RunInfo
+from telemetry.live import LiveSettings, LiveState
+from telemetry.store import Control, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+EndTasks = Callable[[str, TaskResult], None]
 FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
 SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
-PLAN_WAIT_S = 0.2
 DEADLINE_S = 10.0
 
 
@@ -42,8 +47,10 @@ def store() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def client(store: MemoryStore) -> Iterator[httpx.Client]:
-    service = HttpService(create_app(store, plan_wait_s=PLAN_WAIT_S, probe_wait_s=DEADLINE_S))
+def client(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    """A service that waits for a controller where the test has one, and else for none."""
+    plan_wait_s = DEADLINE_S if "controller" in request.fixturenames else 0.0
+    service = HttpService(create_app(store, plan_wait_s=plan_wait_s, probe_wait_s=DEADLINE_S))
     service.start()
     with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
         yield opened
@@ -52,7 +59,8 @@ def client(store: MemoryStore) -> Iterator[httpx.Client]:
 
 def ranks_report(store: MemoryStore, **detail: Any) -> None:
     for rank in range(2):
-        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, detail))
+        now = {"time": time.time(), "step": 7, "generation": 1}
+        store.report(rank_report("a", rank, **now | detail))
 
 
 def publish_second(store: MemoryStore) -> None:
@@ -60,9 +68,9 @@ def publish_second(store: MemoryStore) -> None:
 
 
 @pytest.fixture
-def controller(store: MemoryStore) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+def controller(store: MemoryStore) -> Iterator[EndTasks]:
     """A controller that ends every task in the state and with the result that the test sets."""
-    ending: list[tuple[Any, dict[str, Any]]] = []
+    ending: list[tuple[Any, Any]] = []
     is_stopping = threading.Event()
 
     def work() -> None:
@@ -70,7 +78,8 @@ def controller(store: MemoryStore) -> Iterator[Callable[[str, dict[str, Any]], N
         while not is_stopping.is_set():
             if ending and (task := store.claim()) is not None:
                 state, result = ending[0]
-                store.finish(task.id, state, result | {"request": dict(task.request)})
+                detail = result.detail | {"request": dict(task.request)}
+                store.finish(task.id, state, replace(result, detail=detail))
             version = store.wait(version, 0.05)
 
     thread = threading.Thread(target=work)
@@ -111,7 +120,7 @@ def test_ranks_that_make_no_progress_are_not_ready(
     assert refusal(client.get("/readyz"), 503).startswith("no progress for 45.")
 
 
-def test_the_state_is_everything_at_a_glance(client: httpx.Client) -> None:
+def test_state_is_everything_at_a_glance(client: httpx.Client) -> None:
     state = client.get("/api/v1/state").json()
 
     assert (state["deployment"], state["run"], state["generation"]) == ("d", "a", 1)
@@ -155,9 +164,7 @@ def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryS
     assert refusal(missing, 404) == "the store holds no placement that is generation 9"
 
 
-def test_the_open_migration_is_shown_with_its_moves(
-    client: httpx.Client, store: MemoryStore
-) -> None:
+def test_open_migration_is_shown_with_its_moves(client: httpx.Client, store: MemoryStore) -> None:
     store.add_event("plan", {"decision": "MOVE", "reason": "worth it", "generation": 1})
     publish_second(store)
 
@@ -178,10 +185,8 @@ def test_events_are_read_on_from_an_id(client: httpx.Client, store: MemoryStore)
     assert (event["kind"], event["detail"]["message"]) == ("error", "lost")
 
 
-def test_rebalance_is_a_dry_run_by_default(
-    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
-) -> None:
-    controller("done", {"decision": "KEEP"})
+def test_rebalance_is_a_dry_run_by_default(client: httpx.Client, controller: EndTasks) -> None:
+    controller("done", TaskResult(detail={"decision": "KEEP"}))
 
     answer = client.post("/api/v1/rebalances", json={"reason": "look", "policy": "greedy"})
 
@@ -191,10 +196,9 @@ def test_rebalance_is_a_dry_run_by_default(
     assert result["request"] == {"reason": "look", "policy": "greedy", "dry_run": True}
 
 
-def test_an_explanation_is_asked_of_the_controller(
-    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
-) -> None:
-    controller("done", {"sentences": ["Layer 0, expert 1: 20.0% of the layer's tokens."]})
+def test_explanation_is_asked_of_the_controller(client: httpx.Client, controller: EndTasks) -> None:
+    sentences = ["Layer 0, expert 1: 20.0% of the layer's tokens."]
+    controller("done", TaskResult(detail={"sentences": sentences}))
 
     answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": 1})
 
@@ -205,7 +209,7 @@ def test_an_explanation_is_asked_of_the_controller(
 
 
 @pytest.mark.parametrize("expert", [-1, 2**31, 10**30, 1.5, "1", True, None, "NaN"])
-def test_an_expert_that_is_no_index_is_refused(
+def test_expert_that_is_no_index_is_refused(
     client: httpx.Client, store: MemoryStore, expert: object
 ) -> None:
     answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": expert})
@@ -214,7 +218,7 @@ def test_an_expert_that_is_no_index_is_refused(
     assert store.task(1) is None
 
 
-def test_a_whole_number_with_a_point_is_an_index(client: httpx.Client) -> None:
+def test_whole_number_with_a_point_is_an_index(client: httpx.Client) -> None:
     answer = client.post("/api/v1/explanations", json={"layer": 0, "expert": 1.0})
 
     assert answer.json()["request"] == {"layer": 0, "expert": 1}
@@ -231,17 +235,17 @@ def test_without_an_answer_in_time_the_task_can_be_asked_for(
     assert refusal(client.get("/api/v1/tasks/99"), 404) == "there is no task 99"
 
 
-def test_what_the_controller_refuses_is_a_conflict(
-    client: httpx.Client, controller: Callable[[str, dict[str, Any]], None]
+def test_refusal_by_the_controller_is_a_conflict(
+    client: httpx.Client, controller: EndTasks
 ) -> None:
-    controller("failed", {"error": "no complete window yet"})
+    controller("failed", TaskResult("no complete window yet"))
 
     answer = client.post("/api/v1/rebalances", json={"reason": "look"})
 
     assert refusal(answer, 409) == "task 1: no complete window yet"
 
 
-def test_nothing_moves_while_movement_is_off_but_a_dry_run_may(
+def test_only_dry_runs_are_accepted_while_movement_is_off(
     client: httpx.Client, store: MemoryStore
 ) -> None:
     store.set_control(Control(movement=False), reason="test")
@@ -252,7 +256,7 @@ def test_nothing_moves_while_movement_is_off_but_a_dry_run_may(
     assert client.post("/api/v1/rebalances", json={"reason": "look"}).status_code == 202
 
 
-def test_an_open_migration_is_a_conflict(client: httpx.Client, store: MemoryStore) -> None:
+def test_open_migration_is_a_conflict(client: httpx.Client, store: MemoryStore) -> None:
     publish_second(store)
 
     answer = client.post("/api/v1/rebalances", json={"reason": "look"})
@@ -260,7 +264,7 @@ def test_an_open_migration_is_a_conflict(client: httpx.Client, store: MemoryStor
     assert refusal(answer, 409).startswith("the migration of plan 1 is open, expected it committed")
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones(client: httpx.Client) -> None:
+def test_unknown_policy_is_refused_with_the_known_ones(client: httpx.Client) -> None:
     answer = client.post("/api/v1/rebalances", json={"reason": "look", "policy": "best"})
 
     assert refusal(answer, 422).startswith("unknown policy 'best', expected one of: auto")
@@ -279,6 +283,105 @@ def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore
     assert reasons == ["maintenance", "watch", "done"]
 
 
+# -- live settings
+
+
+def setting(answer: httpx.Response, name: str) -> dict[str, Any]:
+    (found,) = [one for one in answer.json()["settings"] if one["name"] == name]
+    return dict(found)
+
+
+def test_live_settings_are_shown_with_source_and_revision(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
+    store.change_live({"movement": False}, reason="incident 7")
+
+    answer = client.get("/api/v1/settings")
+
+    assert (answer.status_code, answer.headers["etag"]) == (200, '"2"')
+    assert answer.json()["revision"] == 2
+    assert [one["name"] for one in answer.json()["settings"]] == list(live_settings())
+    paid, moves = setting(answer, "pay_back_s"), setting(answer, "movement")
+    assert (paid["value"], paid["source"], paid["revision"]) == (60.0, "static", None)
+    assert (moves["value"], moves["source"], moves["static"]) == (False, "live", None)
+    assert (moves["revision"], moves["reason"]) == (2, "incident 7")
+
+
+def test_refused_method_names_those_of_all_routes_of_the_path(client: httpx.Client) -> None:
+    answer = client.delete("/api/v1/settings")
+
+    assert refusal(answer, 405).startswith("DELETE /api/v1/settings: ")
+    assert answer.headers["allow"] == "GET, PATCH"
+
+
+def test_live_setting_is_changed_at_its_revision_and_removed(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
+    tag = client.get("/api/v1/settings").headers["etag"]
+
+    body = {"reason": "less churn", "pay_back_s": 300}
+    answer = client.patch("/api/v1/settings", json=body, headers={"If-Match": tag})
+
+    assert (answer.status_code, answer.headers["etag"]) == (200, '"2"')
+    assert setting(answer, "pay_back_s")["value"] == 300.0
+    assert store.live().live == LiveSettings(pay_back_s=300.0)
+    body = {"reason": "as before", "pay_back_s": None}
+    client.patch("/api/v1/settings", json=body, headers={"If-Match": answer.headers["etag"]})
+    assert store.live().effective == LiveSettings(pay_back_s=60.0)
+
+
+def test_second_change_at_the_same_revision_is_refused(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    body = {"reason": "first", "max_moves": 3}
+    first = client.patch("/api/v1/settings", json=body, headers={"If-Match": '"0"'})
+    second = client.patch("/api/v1/settings", json=body, headers={"If-Match": '"0"'})
+
+    assert first.status_code == 200
+    assert refusal(second, 412).endswith("at revision 0, found revision 1: read them again")
+    any_revision = client.patch("/api/v1/settings", json=body, headers={"If-Match": "*"})
+    assert any_revision.headers["etag"] == '"2"'
+
+
+@pytest.mark.parametrize(
+    ("body", "tag", "status", "detail"),
+    [
+        ({"observe": True}, None, 422, "header.if-match: field required"),
+        ({"observe": True}, "0", 422, "header.if-match: string should match pattern"),
+        ({"observe": True}, 'W/"0"', 422, "header.if-match: string should match pattern"),
+        ({}, '"0"', 422, "the body names no setting, expected one or more beside the reason"),
+        ({"port": 1}, '"0"', 422, "body.port: extra inputs are not permitted, found 1"),
+        ({"movement": 0}, '"0"', 422, "body.movement: input should be a valid boolean, found 0"),
+        (
+            {"plan_windows": True},
+            '"0"',
+            422,
+            "body.plan_windows: value error, expected a whole number",
+        ),
+        ({"plan_windows": "4"}, '"0"', 422, "body.plan_windows: value error, expected a whole"),
+        ({"plan_windows": 65}, '"0"', 422, "body.plan_windows: input should be less than or"),
+        ({"pay_back_s": -1}, '"0"', 422, "body.pay_back_s: input should be greater than or"),
+        ({"policy": "best"}, '"0"', 422, "unknown policy 'best', expected one of: auto"),
+    ],
+)
+def test_unusable_change_of_live_settings_is_refused(
+    client: httpx.Client,
+    store: MemoryStore,
+    body: dict[str, Any],
+    tag: str | None,
+    status: int,
+    detail: str,
+) -> None:
+    headers = {} if tag is None else {"If-Match": tag}
+
+    answer = client.patch("/api/v1/settings", json=body | {"reason": "a test"}, headers=headers)
+
+    assert refusal(answer, status).startswith(detail)
+    assert store.live() == LiveState()
+
+
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
@@ -287,13 +390,13 @@ def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore
         ({"reason": "x", "dryrun": 1}, "body.dryrun: extra inputs are not permitted, found 1"),
     ],
 )
-def test_a_body_that_does_not_fit_is_refused_by_key(
+def test_body_that_does_not_fit_is_refused_by_key(
     client: httpx.Client, body: dict[str, Any], detail: str
 ) -> None:
     assert refusal(client.post("/api/v1/rebalances", json=body), 422) == detail
 
 
-def test_a_patch_of_no_switch_is_refused(client: httpx.Client) -> None:
+def test_patch_of_no_switch_is_refused(client: httpx.Client) -> None:
     answer = client.patch("/api/v1/control", json={"reason": "x"})
 
     assert refusal(answer, 422) == "the body names no switch, expected movement or observe"
@@ -311,7 +414,7 @@ def test_names_of_other_sites_are_not_served(client: httpx.Client) -> None:
         assert client.get("/livez", headers={"Host": known}).status_code == 200
 
 
-def test_a_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryStore) -> None:
+def test_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryStore) -> None:
     answer = client.post(
         "/api/v1/pause", content=b'{"reason": "x"}', headers={"Content-Type": "text/plain"}
     )
@@ -332,7 +435,7 @@ def test_a_form_of_another_site_cannot_post(client: httpx.Client, store: MemoryS
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_a_page_of_another_site_cannot_change_state(
+def test_page_of_another_site_cannot_change_state(
     client: httpx.Client, store: MemoryStore, header: dict[str, str]
 ) -> None:
     answer = client.post("/api/v1/pause", json={"reason": "x"}, headers=header)
@@ -341,7 +444,7 @@ def test_a_page_of_another_site_cannot_change_state(
     assert store.control().movement
 
 
-def test_the_page_of_the_service_itself_may_change_state(
+def test_page_of_the_service_itself_may_change_state(
     client: httpx.Client, store: MemoryStore
 ) -> None:
     own = {"Origin": str(client.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
@@ -353,7 +456,7 @@ def test_the_page_of_the_service_itself_may_change_state(
 @pytest.mark.parametrize(
     "path", ["tasks/{}", "placement?generation={}", "events?after={}"], ids=lambda path: path[:6]
 )
-def test_an_id_beyond_what_a_store_can_hold_is_refused(client: httpx.Client, path: str) -> None:
+def test_id_beyond_what_a_store_can_hold_is_refused(client: httpx.Client, path: str) -> None:
     for number in (2**63, -1, 10**30):
         answer = client.get("/api/v1/" + path.format(number))
         assert "input should be" in refusal(answer, 422)
@@ -362,7 +465,7 @@ def test_an_id_beyond_what_a_store_can_hold_is_refused(client: httpx.Client, pat
 
 
 @pytest.mark.parametrize("value", ["no", "off", "false", 0, 1, None, 0.0, []])
-def test_a_dry_run_is_true_or_false_and_nothing_like_it(
+def test_dry_run_is_true_or_false_and_nothing_like_it(
     client: httpx.Client, store: MemoryStore, value: object
 ) -> None:
     answer = client.post("/api/v1/rebalances", json={"reason": "x", "dry_run": value})
@@ -388,13 +491,11 @@ def test_a_dry_run_is_true_or_false_and_nothing_like_it(
         ),
     ],
 )
-def test_an_unknown_query_parameter_is_refused(
-    client: httpx.Client, path: str, expected: str
-) -> None:
+def test_unknown_query_parameter_is_refused(client: httpx.Client, path: str, expected: str) -> None:
     assert refusal(client.get(path), 422) == expected
 
 
-def test_a_refusal_does_not_return_the_body(client: httpx.Client) -> None:
+def test_refusal_does_not_return_the_body(client: httpx.Client) -> None:
     for body in ({"reason": "x" * 60_000}, {"reason": "x", "k" * 60_000: 1}, ["x" * 60_000]):
         answer = client.post("/api/v1/pause", json=body)
 
@@ -420,7 +521,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 17
+    assert len(paths) == 18
 
 
 def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
@@ -432,7 +533,7 @@ def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
             service.start()
 
 
-def test_a_service_that_ended_gives_its_port_back(store: MemoryStore) -> None:
+def test_service_that_ended_gives_its_port_back(store: MemoryStore) -> None:
     service = HttpService(create_app(store))
     service.start()
     port = int(service.url.rpartition(":")[2])

@@ -80,7 +80,7 @@ def is_closed(opened: socket.socket) -> bool:
         return True
 
 
-def test_a_body_whose_length_is_too_large_is_refused_before_it_is_sent(
+def test_body_whose_length_is_too_large_is_refused_before_it_is_sent(
     service: HttpService,
 ) -> None:
     head = f"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}"
@@ -92,7 +92,7 @@ def test_a_body_whose_length_is_too_large_is_refused_before_it_is_sent(
     assert f"a body of {MAX_BODY_BYTES + 1} bytes, expected at most {MAX_BODY_BYTES}" in answer
 
 
-def test_a_chunked_body_is_refused_once_it_is_too_large(client: httpx.Client) -> None:
+def test_chunked_body_is_refused_once_it_is_too_large(client: httpx.Client) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(2 * MAX_BODY_BYTES // 1024):
             yield b"x" * 1024
@@ -105,7 +105,7 @@ def test_a_chunked_body_is_refused_once_it_is_too_large(client: httpx.Client) ->
     assert client.get("/livez").status_code == 200
 
 
-def test_a_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowStore) -> None:
+def test_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowStore) -> None:
     body = b'{"reason": "x"}'.ljust(MAX_BODY_BYTES)
 
     answer = client.post(
@@ -126,16 +126,14 @@ def test_a_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowSto
     ids=["nothing", "half a header", "half a body", "half a second request"],
 )
 @pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
-def test_a_request_that_does_not_arrive_in_time_is_closed(
-    service: HttpService, sent: bytes
-) -> None:
+def test_request_that_does_not_arrive_in_time_is_closed(service: HttpService, sent: bytes) -> None:
     with connect(service, sent) as opened:
         while not is_closed(opened):
             pass  # an answer to what was complete
 
 
 @pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
-def test_a_client_that_goes_on_slowly_is_closed_too(service: HttpService) -> None:
+def test_slow_client_is_closed_at_the_deadline(service: HttpService) -> None:
     with connect(service, HALF_A_REQUEST) as opened:
         opened.settimeout(0.02)
         for _ in range(int(DEADLINE_S / 0.02)):
@@ -166,7 +164,7 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
 
 # 1 of an address.
 @pytest.mark.parametrize("service", [HttpLimits(max_connections=2)], indirect=True)
-def test_a_request_that_is_answered_keeps_its_place(service: HttpService, store: SlowStore) -> None:
+def test_request_that_is_answered_keeps_its_place(service: HttpService, store: SlowStore) -> None:
     store.released.clear()
 
     with connect(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:
@@ -204,7 +202,7 @@ def test_requests_too_many_are_refused_and_probes_are_answered(
     assert httpx.get(f"{service.url}/healthz", timeout=DEADLINE_S).status_code == 200
 
 
-def test_a_probe_reports_for_how_long_the_store_has_not_answered(store: SlowStore) -> None:
+def test_probe_reports_for_how_long_the_store_has_not_answered(store: SlowStore) -> None:
     now = [100.0]
     released = threading.Event()
 

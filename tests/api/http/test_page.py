@@ -13,7 +13,7 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import RunInfo
+from telemetry.store import RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
@@ -75,7 +75,7 @@ def page(store: MemoryStore) -> Iterator[Any]:
     assert errors == []
 
 
-def test_the_heatmap_and_the_last_decision_are_seen(page: Any) -> None:
+def test_page_shows_heatmap_and_last_decision(page: Any) -> None:
     cells = page.locator("#heatmap td")
     cells.first.wait_for()
 
@@ -86,7 +86,7 @@ def test_the_heatmap_and_the_last_decision_are_seen(page: Any) -> None:
     )
 
 
-def test_a_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: MemoryStore) -> None:
+def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: MemoryStore) -> None:
     asked: list[dict[str, Any]] = []
 
     def controller() -> None:
@@ -95,7 +95,7 @@ def test_a_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: Me
             if (task := store.claim()) is not None:
                 asked.append(dict(task.request))
                 result = {"decision": "MOVE", "reason": "gain 60 %", "before": 1.6, "after": 1.0}
-                store.finish(task.id, "done", result)
+                store.finish(task.id, "done", TaskResult(detail=result))
             version = store.wait(version, DEADLINE_S)
 
     thread = threading.Thread(target=controller, daemon=True)

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
+from rank_reports import rank_report
 
 from api.http.app import create_app
 from api.http.server import HttpService
+from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
-from api.metrics.rows import Level
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
-from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.store import Control, LoadStore, RunInfo
 from telemetry.stores.memory import MemoryStore
 
 DEADLINE_S = 10.0
@@ -65,7 +66,7 @@ TYPES = {
     "eplb_scrubbed_slots": "counter",
     "eplb_telemetry_samples": "counter",
     "eplb_controller_lease_age_seconds": "gauge",
-    "eplb_process_turn_age_seconds": "gauge",
+    "eplb_process_report_age_seconds": "gauge",
     "eplb_process_up": "gauge",
     "eplb_process_restarts": "counter",
     "eplb_token_age_seconds": "gauge",
@@ -73,7 +74,7 @@ TYPES = {
 }
 
 OUTCOMES = ("repeated", "late", "future", "stale", "malformed", "unreadable")
-LEFT_OUT = {(outcome,): 0 for outcome in OUTCOMES}
+EXCLUDED = {(outcome,): 0 for outcome in OUTCOMES}
 
 Figures = dict[str, dict[tuple[str, ...], float]]
 
@@ -121,8 +122,10 @@ def ranks_report(store: LoadStore, **more: Any) -> None:
         "scrubbed": {"clean": 7, "damaged": 1, "repaired": 1, "lost": 0},
         "progress_age_s": 2.0,
     } | more
-    store.report(RankState("a", 0, NOW, 9, 2, "idle", 0, 0, 1, detail))
-    store.report(RankState("a", 1, NOW, 9, 1, "swap", 2, 0, 1, {"frozen": "a torn copy"}))
+    now = {"time": NOW, "step": 9}
+    store.report(rank_report("a", 0, generation=2, **now | detail))
+    swapping = {"generation": 1, "phase": "swap", "plan_id": 2, "frozen": "a torn copy"}
+    store.report(rank_report("a", 1, **now | swapping))
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_every_metric_has_a_type_and_a_help_text(store: MemoryStore) -> None:
         assert {sample.labels["deployment"] for sample in family.samples} == {"d"}
 
 
-def test_there_are_a_few_dozen_series_whatever_the_model(store: MemoryStore) -> None:
+def test_number_of_series_does_not_depend_on_the_model(store: MemoryStore) -> None:
     assert num_series(text_of(store)) <= NUM_SERIES
 
 
@@ -176,7 +179,7 @@ def num_series(text: str) -> int:
     return sum(len(family.samples) for family in families)
 
 
-def test_more_series_come_only_when_asked_for() -> None:
+def test_series_by_layer_and_rank_need_a_metrics_level() -> None:
     big = MemoryStore("d", clock=lambda: NOW)
     a_run_of(big, num_layers=5, num_experts=8, num_ranks=4)
     few, by_layer, by_rank = (num_series(text_of(big, level=level)) for level in get_args(Level))
@@ -256,7 +259,7 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
     assert found["eplb_mover_failures_total"] == {(): 1}
     scrubbed = {("clean",): 7, ("damaged",): 1, ("repaired",): 1, ("lost",): 0}
     assert found["eplb_scrubbed_slots_total"] == scrubbed
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 4, ("dropped",): 1} | LEFT_OUT
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 4, ("dropped",): 1} | EXCLUDED
     assert found["eplb_telemetry_dropped_total"] == {(): 1}
     assert found["eplb_store_errors_total"] == {("memory",): 2}
     assert set(found["eplb_anomalies_total"].values()) == {0}
@@ -271,10 +274,10 @@ def test_samples_excluded_by_the_controller_are_counted_as_last_reported(
     found = figures_in(text_of(store))["eplb_telemetry_samples_total"]
 
     wrong = {("late",): 2, ("malformed",): 3}
-    assert found == {("stored",): 4, ("dropped",): 1} | LEFT_OUT | wrong
+    assert found == {("stored",): 4, ("dropped",): 1} | EXCLUDED | wrong
 
 
-def test_a_sample_that_does_not_fit_ends_no_scrape(store: MemoryStore) -> None:
+def test_sample_that_does_not_fit_ends_no_scrape(store: MemoryStore) -> None:
     held, tokens = np.array([[0, 1, 2]]), np.array([[1, 2, 3]])  # one layer; the model has two
     steps = (4, 5, "mixed", 2, held, tokens)
     store.append([LoadSample("d", "a", 0, 9, NOW, *steps)])
@@ -331,7 +334,7 @@ def test_one_phase_is_marked_that_of_the_slowest_rank(store: MemoryStore) -> Non
     }
 
 
-def test_a_pause_is_seen(store: MemoryStore) -> None:
+def test_metrics_report_a_pause(store: MemoryStore) -> None:
     store.set_control(Control(movement=False), reason="test")
 
     assert figures_in(text_of(store))["eplb_paused"] == {(): 1}
@@ -345,7 +348,7 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
     found = figures_in(Exposition(store, monitor).text().decode())
 
-    assert found["eplb_process_turn_age_seconds"] == {("host_cache",): 7.0}
+    assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
     assert found["eplb_process_restarts_total"] == {("host_cache",): 3}
     assert found["eplb_token_age_seconds"] == {(): 0.1}
@@ -353,7 +356,7 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     assert found["eplb_unserved_seconds_total"] == {(): 50.0}
 
 
-def test_what_is_not_known_yet_has_no_series_and_no_made_up_figure() -> None:
+def test_unknown_figure_has_no_series() -> None:
     found = figures_in(text_of(MemoryStore("d")))
 
     assert "eplb_progress_age_seconds" not in found
@@ -384,14 +387,14 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
     assert after["eplb_telemetry_samples_total"][("stored",)] == 4
 
 
-def test_the_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
+def test_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
     model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
     store.begin_run(RunInfo("b", NOW, model, topology, window_steps=2))
 
     found = figures_in(text_of(store))
 
     assert set(found["eplb_rebalances_total"].values()) == {0}
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0} | LEFT_OUT
+    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0} | EXCLUDED
 
 
 def test_metrics_are_served_and_the_global_registry_stays_empty(

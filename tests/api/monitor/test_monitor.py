@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_reports import rank_report
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
@@ -48,8 +49,9 @@ def sample(rank: int, window: int, tokens: list[int], placement: Placement = FIR
     )
 
 
-def state(rank: int, *, plan_id: int = 0, phase: str = "idle", **detail: Any) -> RankState:
-    return RankState("a", rank, NOW, 4, 1, phase, plan_id, applied=0, sequence=2, detail=detail)
+def state(rank: int, *, plan_id: int = 0, phase: str = "idle", **more: Any) -> RankState:
+    at_work = {"time": NOW, "step": 4, "generation": 1, "phase": phase, "plan_id": plan_id}
+    return rank_report("a", rank, **at_work | more)
 
 
 @pytest.fixture
@@ -75,18 +77,18 @@ def seen_by(store: MemoryStore, now: float = NOW) -> Any:
     return monitor.snapshot()
 
 
-def test_a_window_is_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
+def test_window_is_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
     first, second = seen_by(store).series
 
     assert (first.measured, first.contiguous) == (1.6, 1.6)  # 80 of 100 on one rank: 80 / 50
     assert (second.measured, second.contiguous) == (1.0, 1.6)
 
 
-def test_a_window_that_a_migration_had_no_part_in_is_its_placement_s(store: MemoryStore) -> None:
+def test_window_that_a_migration_had_no_part_in_is_its_placement_s(store: MemoryStore) -> None:
     assert [score.is_migrating for score in seen_by(store).series] == [False, False]
 
 
-def test_a_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None:
+def test_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None:
     third = SECOND.with_generation(3)
     before = [replace(sample(rank, 2, [30, 20], SECOND), last_step=4) for rank in (0, 1)]
     after = [replace(sample(rank, 2, [30, 20], third), first_step=5) for rank in (0, 1)]
@@ -97,7 +99,7 @@ def test_a_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> No
     assert (last.generation, last.is_complete, last.is_migrating) == (3, True, True)
 
 
-def test_what_a_half_swapped_migration_serves_is_not_its_base_placement_s(
+def test_window_in_mid_migration_is_not_scored_as_its_base(
     store: MemoryStore,
 ) -> None:
     """Expert 2 comes to rank 0 by the first transaction; expert 1 to rank 1 by the last, at once
@@ -124,25 +126,25 @@ def test_heatmaps_are_load_over_mean_of_the_latest_window(store: MemoryStore) ->
     assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
 
 
-def test_a_commit_is_marked_at_the_first_step_that_it_served(store: MemoryStore) -> None:
+def test_commit_is_marked_at_the_first_step_that_it_served(store: MemoryStore) -> None:
     (mark,) = seen_by(store).marks
 
     assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
 
 
-def test_the_decision_is_kept_with_its_reason(store: MemoryStore) -> None:
+def test_decision_is_kept_with_its_reason(store: MemoryStore) -> None:
     (decision,) = seen_by(store).decisions
 
     assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
 
 
-def test_a_window_that_still_fills_is_not_scored(store: MemoryStore) -> None:
+def test_window_that_still_fills_is_not_scored(store: MemoryStore) -> None:
     store.append([sample(0, 2, [1, 1], SECOND)])
 
     assert [score.index for score in seen_by(store).series] == [0, 1]
 
 
-def test_a_window_that_stays_incomplete_is_scored_as_such(store: MemoryStore) -> None:
+def test_window_that_stays_incomplete_is_scored_as_such(store: MemoryStore) -> None:
     store.append([sample(0, index, [1, 1], SECOND) for index in (2, 3, 4)])
 
     seen = seen_by(store)
@@ -176,7 +178,7 @@ def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
     assert (first.measured, second.measured) == (1.6, 1.6)
 
 
-def test_what_is_read_once_is_not_read_again(store: MemoryStore) -> None:
+def test_monitor_reads_each_sample_once(store: MemoryStore) -> None:
     monitor = Monitor(store, clock=lambda: NOW)
     monitor.refresh()
     store.append([sample(0, 2, [1, 1], SECOND), sample(1, 2, [1, 1], SECOND)])
@@ -289,7 +291,7 @@ def printed(seen: Any, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
-def test_the_picture_fits_and_shows_load_marks_and_reasons(
+def test_picture_fits_and_shows_load_marks_and_reasons(
     store: MemoryStore, width: int, height: int
 ) -> None:
     store.set_control(Control(movement=False), reason="test")
@@ -340,7 +342,7 @@ def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
     )
 
 
-def test_elsewhere_than_on_a_terminal_the_view_is_plain(store: MemoryStore) -> None:
+def test_view_is_plain_without_a_terminal(store: MemoryStore) -> None:
     out = io.StringIO()
     with LiveView(Monitor(store), console=Console(file=out)):
         pass
@@ -348,7 +350,7 @@ def test_elsewhere_than_on_a_terminal_the_view_is_plain(store: MemoryStore) -> N
     assert "window=1 steps=2..3 imbalance=1.000" in out.getvalue()
 
 
-def test_a_live_view_draws_and_gives_the_terminal_back(store: MemoryStore) -> None:
+def test_live_view_draws_and_gives_the_terminal_back(store: MemoryStore) -> None:
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=100, height=30)
     with LiveView(Monitor(store), console=terminal):

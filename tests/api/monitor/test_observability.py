@@ -18,14 +18,14 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.metrics.definitions import Metric, Scrape, metrics_of
 from api.metrics.exposition import Exposition
 from api.metrics.observability import ALERTS, DASHBOARD
-from api.metrics.rows import Metric, Scrape, metrics_of
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from telemetry.drift.detector import Drift
 from telemetry.stores.memory import MemoryStore
-from telemetry.windows.step_windows import Window
+from telemetry.windows.folder import Window
 
 DEADLINE_S = 30.0
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them itself
@@ -133,7 +133,7 @@ EXPRESSIONS = dashboard_expressions() + [rule["expr"] for rule in rules()]
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
-def test_an_expression_asks_for_what_is_there(text: str) -> None:
+def test_dashboard_expressions_use_existing_metrics(text: str) -> None:
     for selector in selectors(text):
         known = labels_of(selector.name)
         assert grouped_by(text) <= known
@@ -153,16 +153,16 @@ def assert_has_value(name: str, matcher: Any) -> None:
         assert wanted in values, f"{name} has no {matcher.name} {wanted}, found {sorted(values)}"
 
 
-def test_a_name_or_label_that_is_not_there_is_found() -> None:
+def test_name_or_label_that_is_not_there_is_found() -> None:
     with pytest.raises(AssertionError, match="eplb_balance is not among the metrics"):
-        test_an_expression_asks_for_what_is_there("eplb_balance > 1")
+        test_dashboard_expressions_use_existing_metrics("eplb_balance > 1")
     with pytest.raises(AssertionError, match="eplb_paused has no label rank"):
-        test_an_expression_asks_for_what_is_there('eplb_paused{rank="1"}')
+        test_dashboard_expressions_use_existing_metrics('eplb_paused{rank="1"}')
     with pytest.raises(AssertionError, match="eplb_balancedness has no agg p99"):
-        test_an_expression_asks_for_what_is_there('eplb_balancedness{agg="p99"}')
+        test_dashboard_expressions_use_existing_metrics('eplb_balancedness{agg="p99"}')
 
 
-def test_the_dashboard_can_be_imported_anywhere() -> None:
+def test_dashboard_can_be_imported_anywhere() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
 
     assert dashboard["uid"] is None
@@ -188,7 +188,7 @@ def test_panels_have_own_ids_descriptions_and_do_not_overlap() -> None:
     assert max(x for x, _ in cells) < 24
 
 
-def test_what_an_operator_needs_is_shown_and_watched() -> None:
+def test_dashboard_and_alerts_cover_the_required_metrics() -> None:
     shown = {one.name for text in dashboard_expressions() for one in selectors(text)}
     watched = {one.name for rule in rules() for one in selectors(rule["expr"])}
 
@@ -215,7 +215,7 @@ def test_every_alert_keeps_the_deployment_label() -> None:
         assert not grouped or "deployment" in grouped, rule["alert"]
 
 
-def test_the_command_writes_both_files(tmp_path: Path) -> None:
+def test_command_writes_both_files(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     result = CliRunner().invoke(app, ["observability", str(folder)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -17,7 +18,7 @@ from eplb.errors import ConfigError, StoreError
 from telemetry import open_store
 from telemetry.store import LoadStore
 from telemetry.stores.memory import MemoryStore
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 
 LONG_S, SHORT_S = 30.0, 0.3
 
@@ -41,7 +42,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         store.close()
 
 
-def test_a_second_start_is_refused_with_who_holds_the_deployment(
+def test_second_start_is_refused_with_who_holds_the_deployment(
     opened: Callable[[], LoadStore],
 ) -> None:
     first = DeploymentLease(opened(), SHORT_S)
@@ -57,7 +58,7 @@ def test_a_second_start_is_refused_with_who_holds_the_deployment(
     first.release()
 
 
-def test_a_second_start_joins_on_purpose_and_the_first_stays_the_owner(
+def test_second_start_joins_on_purpose_and_the_first_stays_the_owner(
     opened: Callable[[], LoadStore],
 ) -> None:
     store = opened()
@@ -102,7 +103,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{server.url}?prefix={tmp_path.name}"
 
 
-def test_after_a_kill_a_start_on_the_same_host_goes_on_at_once(
+def test_start_on_the_same_host_after_a_kill_need_not_wait(
     url: str, fork: Callable[..., Any]
 ) -> None:
     owner = fork(hold, url, LONG_S)
@@ -127,7 +128,9 @@ def test_overtaken_owner_ends_and_names_the_new_holder() -> None:
     assert held is not None
     assert store.release_lease(held)  # as if it had stood still for too long
     assert store.acquire_lease("host:1:another", LONG_S, "deployment") is not None
-    first._thread.join(LONG_S)
+    for thread in threading.enumerate():
+        if thread.name == "deployment-lease":
+            thread.join(LONG_S)
 
     with pytest.raises(StoreError, match="was taken over by 'host:1:another'"):
         first.check()

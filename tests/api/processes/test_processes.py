@@ -34,13 +34,13 @@ def crash(parent: Parent) -> None:
     raise SystemExit(7)
 
 
-def listen(parent: Parent) -> None:
+def receive_commands(parent: Parent) -> None:
     """Answer each command with itself, for ever."""
 
     def answer(command: Message) -> None:
         parent.send(*command)
 
-    parent.listen(answer)
+    parent.receive_commands(answer)
     parent.send("ready", Path("/proc/self/comm").read_text().strip())
     threading.Event().wait()
 
@@ -76,10 +76,10 @@ def test_messages_arrive_in_order_and_then_the_end(start: StartChild) -> None:
     child.process.join(DEADLINE_S)
 
     assert heard == [("number", 0), ("number", 1), ("number", 2), None]
-    assert child.how_it_ended() == "the counter exited with status 0"
+    assert child.exit_text() == "the counter exited with status 0"
 
 
-def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
+def test_refusal_of_a_child_reaches_the_parent_as_its_sentence(start: StartChild) -> None:
     child = start("rank 2", refuse)
 
     kind, body = next_message(child) or ("", None)
@@ -87,10 +87,10 @@ def test_a_refusal_comes_back_as_its_sentence(start: StartChild) -> None:
 
     assert (kind, body) == ("failed", ("PlacementError", "layer 3: expert 5 has no slot"))
     assert str(refusal("rank 2", body)) == "rank 2: layer 3: expert 5 has no slot"
-    assert child.how_it_ended() == f"rank 2 exited with status {FAILED}"
+    assert child.exit_text() == f"rank 2 exited with status {FAILED}"
 
 
-def test_a_rank_names_itself_in_its_own_errors() -> None:
+def test_rank_names_itself_in_its_own_errors() -> None:
     told = refusal("rank 2", ("RankError", "rank 2: a peer is dead"))
 
     assert isinstance(told, RankError)
@@ -104,19 +104,19 @@ def test_exit_without_a_message_is_reported_with_its_status(start: StartChild) -
 
     assert next_message(child) is None
     child.process.join(DEADLINE_S)
-    assert child.how_it_ended() == "rank 1 exited with status 7"
+    assert child.exit_text() == "rank 1 exited with status 7"
 
 
 def test_killed_child_is_reported_with_its_signal(start: StartChild) -> None:
-    child = start("rank 1", listen)
+    child = start("rank 1", receive_commands)
     next_message(child)
-    assert child.how_it_ended() == "rank 1 is still running"
+    assert child.exit_text() == "rank 1 is still running"
 
     child.process.kill()
 
     assert next_message(child) is None
     child.process.join(DEADLINE_S)
-    assert child.how_it_ended() == "rank 1 was killed by SIGKILL"
+    assert child.exit_text() == "rank 1 was killed by SIGKILL"
 
 
 def test_command_to_an_exited_child_is_dropped(start: StartChild) -> None:
@@ -129,7 +129,7 @@ def test_command_to_an_exited_child_is_dropped(start: StartChild) -> None:
 
 
 def test_interrupts_are_left_to_the_parent(start: StartChild) -> None:
-    child = start("rank 0", listen)
+    child = start("rank 0", receive_commands)
     next_message(child)
     pid = child.process.pid
     assert pid is not None
@@ -141,7 +141,7 @@ def test_interrupts_are_left_to_the_parent(start: StartChild) -> None:
 
 
 def test_stop_ends_a_child_by_closing_its_command_pipe(start: StartChild) -> None:
-    child = start("rank 0", listen)
+    child = start("rank 0", receive_commands)
     next_message(child)
 
     child.stop(DEADLINE_S)
@@ -160,7 +160,7 @@ def test_stop_kills_a_child_that_ignores_commands(start: StartChild) -> None:
 
 
 def test_processes_carry_their_names_as_titles(start: StartChild) -> None:
-    child = start("the preload process of host 0", listen)
+    child = start("the preload process of host 0", receive_commands)
 
     assert next_message(child) == ("ready", "preload process")
     assert title_of("rank 17") == "rank 17"
@@ -168,10 +168,10 @@ def test_processes_carry_their_names_as_titles(start: StartChild) -> None:
 
 PARENT = """
 from api.processes.children import Child
-from tests.api.processes.test_processes import listen
+from tests.api.processes.test_processes import receive_commands
 
 if __name__ == "__main__":
-    child = Child("rank 0", listen)
+    child = Child("rank 0", receive_commands)
     child.receive()
     print(child.process.pid, flush=True)
     child.process.join()

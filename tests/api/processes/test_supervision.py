@@ -51,7 +51,7 @@ class Scene:
             clock=self.clock,
         )
         self.process.begin()
-        self.process.turned()
+        self.process.reported()
 
     def _start(self) -> Callable[[], None]:
         self.started.append(Process())
@@ -62,13 +62,13 @@ class Scene:
         until = self.clock.now + seconds
         while self.clock.now < until:
             self.clock.now = min(until, self.clock.now + step_s)
-            self.process.look()
+            self.process.check()
 
     def dies(self) -> None:
         self.process.ended("the controller was killed by SIGKILL")
 
 
-def test_a_budget_counts_within_its_window_alone() -> None:
+def test_restart_budget_counts_within_its_window() -> None:
     clock = Clock()
     budget = RestartBudget(2, 100.0, clock)
     budget.spend()
@@ -82,7 +82,7 @@ def test_a_budget_counts_within_its_window_alone() -> None:
     assert not budget.is_used_up
 
 
-def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
+def test_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     scene = Scene()
     scene.dies()
     assert scene.notes[-1] == (
@@ -97,7 +97,7 @@ def test_a_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     assert scene.notes[-1].endswith("; restarting in 0.2 s")
 
 
-def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
+def test_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
     scene = Scene(restarts=2)
     for _ in range(3):
         scene.dies()
@@ -108,11 +108,11 @@ def test_a_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
     assert (len(scene.started), scene.process.restarts) == (3, 2)
 
     scene.passes(600.0)
-    scene.process.turned()
+    scene.process.reported()
     assert scene.process.view().state is ProcessState.RUNNING
 
 
-def test_a_hung_process_is_late_then_killed_then_started_again() -> None:
+def test_hung_process_is_late_then_killed_then_started_again() -> None:
     scene = Scene()
     scene.passes(14.0, 1.0)
     assert not scene.process.view().is_late
@@ -144,9 +144,9 @@ def test_process_without_a_first_report_is_killed() -> None:
 
 def test_suspended_supervisor_kills_no_process() -> None:
     scene = Scene()
-    scene.process.look()
+    scene.process.check()
     scene.clock.now += 100
-    scene.process.look()
+    scene.process.check()
 
     assert not scene.started[0].is_killed
     assert scene.notes == []
@@ -181,18 +181,18 @@ def lease(renewals: int) -> Lease:
     return Lease("a", 1, 2000.0 + renewals, 10.0, 1990.0, renewals)
 
 
-def test_the_age_of_a_lease_that_is_not_renewed_grows() -> None:
+def test_age_of_a_lease_that_is_not_renewed_grows() -> None:
     clock = Clock()
     supervisor = Supervisor(SupervisionSettings(), clock)
-    supervisor.see_lease(None)
+    supervisor.record_lease(None)
     assert supervisor.view().lease_age_s is None
 
-    supervisor.see_lease(lease(renewals=1))
+    supervisor.record_lease(lease(renewals=1))
     clock.now += 5
-    supervisor.see_lease(lease(renewals=2))
+    supervisor.record_lease(lease(renewals=2))
     clock.now += 7
-    supervisor.see_lease(lease(renewals=2))
+    supervisor.record_lease(lease(renewals=2))
     clock.now += 2
-    supervisor.see_lease(None)
+    supervisor.record_lease(None)
 
     assert supervisor.view().lease_age_s == 9.0

@@ -23,7 +23,7 @@ print(eplb.__file__, jit(lambda number: 2 * number)(21))
 """
 
 
-def test_an_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Path) -> None:
+def test_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Path) -> None:
     package = tmp_path / "eplb"
     shutil.copytree(
         Path(eplb.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
@@ -47,7 +47,7 @@ def test_an_install_that_cannot_be_written_compiles_without_a_cache(tmp_path: Pa
 
 
 @pytest.mark.slow  # 92 s of CPU
-def test_the_program_that_compiles_for_tests_calls_each_kernel(tmp_path: Path) -> None:
+def test_program_that_compiles_for_tests_calls_each_kernel(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, str(ALL_KERNELS), "--check"],
         env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},

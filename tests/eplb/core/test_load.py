@@ -8,7 +8,7 @@ from eplb.core.load import as_history
 from eplb.errors import HistoryError
 
 
-def test_one_window_may_come_without_its_axis() -> None:
+def test_load_of_one_window_needs_no_window_axis() -> None:
     assert as_history([[1, 2, 3]]).tokens.shape == (1, 1, 3)
     assert as_history(np.ones((4, 2, 3))).num_windows == 4
 
@@ -51,7 +51,7 @@ def test_figures_of_any_size_can_be_planned_on(load: list[list[float]]) -> None:
     assert 0 <= tokens.sum() < 2**41
 
 
-def test_the_latest_windows_keep_their_steps() -> None:
+def test_latest_windows_keep_their_steps() -> None:
     history = LoadHistory(
         np.arange(6).reshape(3, 1, 2), first_step=np.array([0, 5, 10]), last_step=[4, 9, 14]
     )
@@ -69,7 +69,7 @@ def test_lengths_that_differ_are_refused() -> None:
         LoadHistory(np.ones((2, 1, 2)), first_step=np.array([0]), last_step=np.array([1]))
 
 
-def test_a_sample_in_the_wrong_order_is_refused() -> None:
+def test_sample_in_the_wrong_order_is_refused() -> None:
     def sample(last_step: int, tokens: list[list[int]]) -> LoadSample:
         held = np.array([[0, 1]])
         counted = np.array(tokens)

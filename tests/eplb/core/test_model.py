@@ -44,13 +44,13 @@ def test_bytes_default_to_three_matrices_of_bfloat16() -> None:
         ({"expert_cost": np.ones(3)}, r"expert_cost has shape \(3,\), expected \(4,\)"),
     ],
 )
-def test_what_no_model_can_be_is_refused(fields: dict[str, object], message: str) -> None:
+def test_model_with_impossible_counts_is_refused(fields: dict[str, object], message: str) -> None:
     usual = {"layer_ids": (0,), "num_experts": 4, "top_k": 1, "hidden": 2, "intermediate": 2}
 
     with pytest.raises(ConfigError, match=message):
         ModelShape(**(usual | fields))
 
 
-def test_an_unknown_preset_lists_the_known_ones() -> None:
+def test_unknown_preset_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown model 'gpt-9', expected one of: deepseek-r1"):
         preset("gpt-9")

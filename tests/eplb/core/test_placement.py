@@ -33,7 +33,7 @@ def test_empty_slots_hold_nothing_and_get_nothing() -> None:
         ([0, 1, 2], r"shape \(3,\), expected \[layers, slots\]"),
     ],
 )
-def test_a_placement_that_must_not_serve_is_refused(held: list[list[int]], message: str) -> None:
+def test_placement_that_must_not_serve_is_refused(held: list[list[int]], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         Placement(np.array(held), num_experts=3)
 
@@ -95,7 +95,7 @@ def test_two_replicas_on_one_rank_do_not_fit() -> None:
         check_fits(doubled, TWO_RANKS)
 
 
-def test_an_expert_on_a_dead_rank_does_not_fit() -> None:
+def test_expert_on_a_dead_rank_does_not_fit() -> None:
     topology = Topology(np.zeros(2), np.full(2, 2), alive=np.array([True, False]))
 
     with pytest.raises(PlacementError, match="slot 2 holds expert 0 on rank 1, which is not alive"):
@@ -107,6 +107,6 @@ def test_another_number_of_slots_does_not_fit() -> None:
         check_fits(PLACED, Topology.uniform(1, 2, 3))
 
 
-def test_the_hash_names_what_ranks_route_by() -> None:
+def test_hash_names_what_ranks_route_by() -> None:
     assert PLACED.hash == PLACED.with_generation(9).hash
     assert PLACED.hash != Placement(np.array([[0, 2, 0, 1]]), num_experts=3).hash

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb import Constraints, Decision, LoadHistory, Placement, Topology, imbalance, plan
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.policies.legality import why_it_cannot_serve
+from eplb.policies.legality import first_violation
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 
@@ -35,7 +35,7 @@ def test_load_that_cannot_be_is_refused_with_its_place(load: Any, message: str) 
         plan(load, TWO_RANKS)
 
 
-def test_a_history_whose_windows_all_miss_a_rank_is_refused() -> None:
+def test_history_whose_windows_all_miss_a_rank_is_refused() -> None:
     missed = LoadHistory(np.ones((2, 1, 4)), missing_ranks=(frozenset({0}), frozenset({1})))
 
     with pytest.raises(HistoryError, match=r"each of the 2 windows misses ranks \[1\]"):
@@ -46,10 +46,10 @@ def test_layers_without_load_are_even_and_spread_all_the_same() -> None:
     found = plan([[0, 0, 0, 0], [4, 3, 2, 1]], TWO_RANKS)
 
     assert found.after_per_layer[0] == found.lower_bound[0] == 1.0
-    assert why_it_cannot_serve(found.problem, found.target) is None
+    assert first_violation(found.problem, found.target) is None
 
 
-def test_an_idle_window_counts_as_even_in_the_bound_too() -> None:
+def test_idle_window_counts_as_even_in_the_bound_too() -> None:
     one_rank_of_two = Topology(np.zeros(2), np.array([1, 1]))
     windows = np.array([[[30, 10]], [[0, 0]]])  # 30 over a mean of 20, and nothing
 
@@ -58,7 +58,7 @@ def test_an_idle_window_counts_as_even_in_the_bound_too() -> None:
     assert found.lower_bound.tolist() == found.after_per_layer.tolist() == [1.25]
 
 
-def test_a_history_without_any_load_keeps_what_serves() -> None:
+def test_history_without_any_load_keeps_what_serves() -> None:
     serving = Placement(np.array([[0, 1, 2, 3, -1, -1]]), num_experts=4)
 
     found = plan(np.zeros((1, 4)), TWO_RANKS, current=serving)
@@ -102,7 +102,7 @@ def test_pins_that_contradict_slots_are_refused() -> None:
         (Placement(np.array([[0, 1, 2, -1, -1, -1]] * 2), 3), "2 layers x 3 experts, the history"),
     ],
 )
-def test_a_current_placement_of_another_system_is_refused(current: Placement, message: str) -> None:
+def test_current_placement_of_another_system_is_refused(current: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan([[3, 2, 1]], TWO_RANKS, current=current)
 
@@ -121,4 +121,4 @@ def test_no_plan_is_worse_than_what_serves_under_its_own_objective(seed: int) ->
 
     if found.decision is Decision.MOVE:
         assert found.after <= found.before
-    assert why_it_cannot_serve(found.problem, found.target) is None
+    assert first_violation(found.problem, found.target) is None

@@ -29,7 +29,7 @@ def test_hosts_follow_nodes_and_failure_domains_follow_hosts() -> None:
     assert (rack.rank_speed == 1.0).all()
 
 
-def test_the_usual_case_is_uniform() -> None:
+def test_usual_case_is_uniform() -> None:
     usual = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 
     assert usual.node_of_rank.tolist() == [0, 0, 1, 1]
@@ -56,13 +56,15 @@ def test_arrays_are_copied_and_read_only() -> None:
         ({"alive": [False, False]}, "no rank is alive of 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict[str, list[float]], message: str) -> None:
+def test_topology_with_arrays_of_unequal_length_is_refused(
+    fields: dict[str, list[float]], message: str
+) -> None:
     usual = {"node_of_rank": [0, 0], "slots_of_rank": [1, 1]}
 
     with pytest.raises(TopologyError, match=message):
         Topology(**{name: np.array(value) for name, value in (usual | fields).items()})
 
 
-def test_nothing_of_something_is_refused() -> None:
+def test_uniform_topology_without_nodes_is_refused() -> None:
     with pytest.raises(TopologyError, match="0 nodes x 2 ranks x 3 slots"):
         Topology.uniform(num_nodes=0, ranks_per_node=2, slots_per_rank=3)

@@ -63,7 +63,7 @@ def test_resplit_and_scenarios_given_bfloat16_tensors_accept_them() -> None:
     assert plan(HOT, TWO_RANKS, scenarios=load[None]).decision is Decision.MOVE
 
 
-def test_drop_in_given_a_bfloat16_tensor_with_gradients_returns_int64_tensors() -> None:
+def test_drop_in_returns_int64_for_a_bfloat16_tensor_with_gradients() -> None:
     load = torch.tensor(HOT, dtype=torch.bfloat16, requires_grad=True)
 
     held, _, count = rebalance_experts(load, 4, 1, 1, 2)
@@ -75,7 +75,7 @@ def test_drop_in_given_a_bfloat16_tensor_with_gradients_returns_int64_tensors() 
 
 @pytest.mark.parametrize("value", [1.5, 1.0, True, "1", float("nan")])
 @pytest.mark.parametrize("name", ["max_moves", "max_bytes"])
-def test_budget_given_no_whole_number_refuses_it(name: str, value: Any) -> None:
+def test_budget_refuses_a_fraction(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"budget: {name} is .*, expected a whole number"):
         Budget(**{name: value})
 

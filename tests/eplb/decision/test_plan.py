@@ -37,7 +37,7 @@ def lognormal(num_layers: int, num_experts: int, seed: int) -> NDArray[np.int64]
     return np.rint(rng.lognormal(0, 1, (num_layers, num_experts)) * 10_000).astype(np.int64)
 
 
-def test_a_hot_expert_gets_the_spare_slot() -> None:
+def test_hot_expert_gets_the_spare_slot() -> None:
     found = plan(HOT_FIRST, TWO_RANKS)
 
     assert found.decision is Decision.MOVE
@@ -47,7 +47,7 @@ def test_a_hot_expert_gets_the_spare_slot() -> None:
     assert found.target.generation == 1
 
 
-def test_a_balanced_placement_is_kept_and_says_so() -> None:
+def test_balanced_placement_is_kept_with_a_reason() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=EVEN_SPLIT)
 
     assert found.decision is Decision.KEEP
@@ -56,7 +56,7 @@ def test_a_balanced_placement_is_kept_and_says_so() -> None:
     assert "imbalance 1.000 -> 1.000, within the sampling noise of a window" in found.reason
 
 
-def test_a_move_follows_the_generation_it_was_planned_on() -> None:
+def test_move_follows_the_generation_it_was_planned_on() -> None:
     found = plan(np.array([[2000, 2000, 6000]]), TWO_RANKS, current=EVEN_SPLIT)
 
     assert found.decision is Decision.MOVE
@@ -66,7 +66,7 @@ def test_a_move_follows_the_generation_it_was_planned_on() -> None:
     assert "for 1 moves" in found.reason
 
 
-def test_a_gain_below_the_threshold_is_kept() -> None:
+def test_gain_below_the_threshold_is_kept() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=CostModel(pay_back_s=0.0))
 
     assert found.decision is Decision.KEEP
@@ -82,7 +82,7 @@ def test_imbalance_that_chance_explains_is_kept() -> None:
     assert "sampling noise" in found.reason
 
 
-def test_a_move_that_costs_more_than_it_saves_is_kept() -> None:
+def test_move_that_costs_more_than_it_saves_is_kept() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=DEAR_MOVES)
 
     assert found.decision is Decision.KEEP
@@ -108,7 +108,7 @@ def test_without_a_budget_of_moves_there_are_still_shares() -> None:
     assert found.after < found.before
 
 
-def test_moving_must_pay_beside_what_shares_alone_bring() -> None:
+def test_move_must_pay_beyond_new_shares_alone() -> None:
     # Shares alone bring 1.4 to 1.2, another replica of expert 2 in place of 0 brings 1.0.
     cost = CostModel(seconds_per_expert=2.0)
     assert plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, cost=CostModel()).num_moves == 1
@@ -119,7 +119,7 @@ def test_moving_must_pay_beside_what_shares_alone_bring() -> None:
     assert "1 moves more do not pay: imbalance 1.2" in found.reason
 
 
-def test_shares_that_mend_a_layer_are_not_undone_by_the_next_plan() -> None:
+def test_shares_that_balance_a_layer_are_kept_by_the_next_plan() -> None:
     mended = plan(HOT_LAST, TWO_RANKS, current=EVEN_SPLIT, budget=Budget(max_moves=0)).target
 
     again = plan(HOT_LAST, TWO_RANKS, current=mended, budget=Budget(max_moves=0))
@@ -133,7 +133,7 @@ TWO_AND_ONE = Topology(np.zeros(2), np.array([2, 1]))
 SEVENTY_THIRTY = np.array([[70, 30]]) * 100_000
 
 
-def test_a_move_carries_the_shares_of_its_target() -> None:
+def test_move_carries_the_shares_of_its_target() -> None:
     found = plan(SEVENTY_THIRTY, TWO_AND_ONE)
 
     # 20 of the 70 beside the 30 make 50 and 50; equal split would make 65 and 35.
@@ -142,7 +142,7 @@ def test_a_move_carries_the_shares_of_its_target() -> None:
     assert found.after == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_plan_without_a_current_placement_is_no_worse_than_no_plan() -> None:
+def test_plan_without_a_current_placement_is_no_worse_than_no_plan() -> None:
     # A rank three times as fast carries the hot expert alone; any replica would only slow it.
     fast = Topology(np.zeros(2), np.array([2, 2]), rank_speed=np.array([3.0, 1.0]))
 
@@ -167,7 +167,7 @@ def test_every_policy_plans_by_its_name(policy: str) -> None:
     assert (found.gap >= 0).all()
 
 
-def test_the_gap_says_how_far_from_the_bound_a_plan_is() -> None:
+def test_gap_is_the_distance_of_a_plan_from_its_bound() -> None:
     one_each = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
 
     found = plan(np.array([[3000, 1000]]), one_each)
@@ -187,7 +187,7 @@ def test_peaks_in_different_windows_are_not_averaged_away() -> None:
     assert found.after == 1.0
 
 
-def test_a_budget_of_moves_is_kept() -> None:
+def test_budget_of_moves_is_kept() -> None:
     load, topology = lognormal(4, 64, seed=1), Topology.uniform(2, 4, 9)
     current = plan(load, topology).target
     drifted = lognormal(4, 64, seed=2)
@@ -216,7 +216,7 @@ def test_more_moves_never_balance_worse(policy: str) -> None:
     assert found.after <= found.curve[-1][1] + 1e-9
 
 
-def test_a_budget_of_bytes_needs_a_model() -> None:
+def test_budget_of_bytes_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="max_bytes is set without a model"):
         plan(HOT_FIRST, TWO_RANKS, budget=Budget(max_bytes=1))
 
@@ -229,7 +229,7 @@ def test_bytes_are_counted_by_link() -> None:
     assert found.bytes_by_link == {"same_rank": 0, "node": 100, "network": 0, "host": 0}
 
 
-def test_an_expert_that_costs_nothing_balances_nothing() -> None:
+def test_expert_that_costs_nothing_balances_nothing() -> None:
     free_last = np.array([1.0, 1.0, 0.0])
     model = ModelShape((0,), 3, top_k=1, hidden=4, intermediate=2, expert_cost=free_last)
 
@@ -239,7 +239,7 @@ def test_an_expert_that_costs_nothing_balances_nothing() -> None:
     assert found.after == 1.0
 
 
-def test_a_dead_rank_forces_a_move() -> None:
+def test_dead_rank_forces_a_move() -> None:
     topology = Topology(
         node_of_rank=np.zeros(3), slots_of_rank=np.full(3, 2), alive=np.array([True, False, True])
     )
@@ -252,7 +252,7 @@ def test_a_dead_rank_forces_a_move() -> None:
     assert (found.target.slot_to_expert[0, 2:4] == EMPTY).all()
 
 
-def test_an_expert_lost_with_its_rank_comes_back() -> None:
+def test_expert_lost_with_its_rank_is_placed_again() -> None:
     topology = Topology(
         node_of_rank=np.zeros(3), slots_of_rank=np.full(3, 2), alive=np.array([True, True, False])
     )
@@ -264,7 +264,7 @@ def test_an_expert_lost_with_its_rank_comes_back() -> None:
     assert found.num_moves == 1
 
 
-def test_a_slow_rank_gets_less() -> None:
+def test_slow_rank_gets_less() -> None:
     topology = Topology(
         node_of_rank=np.zeros(2), slots_of_rank=np.full(2, 3), rank_speed=np.array([1.0, 0.5])
     )
@@ -307,19 +307,19 @@ def test_too_few_slots_are_refused() -> None:
         plan(np.ones((1, 5), dtype=np.int64), TWO_RANKS)
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown policy 'best'.*auto, contiguous, exact, greedy"
     ):
         plan(HOT_FIRST, TWO_RANKS, policy="best")
 
 
-def test_a_placement_of_another_shape_is_refused() -> None:
+def test_placement_of_another_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="the current placement has 1 layers x 2 experts"):
         plan(HOT_FIRST, TWO_RANKS, current=Placement(np.array([[0, 1, 0, 1]]), num_experts=2))
 
 
-def test_windows_that_miss_ranks_are_left_out() -> None:
+def test_plan_excludes_windows_with_missing_ranks() -> None:
     tokens = np.array([[[9000, 0, 0]], HOT_FIRST])
     history = LoadHistory(tokens, missing_ranks=(frozenset({1}), frozenset()))
 
@@ -329,13 +329,13 @@ def test_windows_that_miss_ranks_are_left_out() -> None:
         plan(LoadHistory(tokens, missing_ranks=(frozenset({1}),) * 2), TWO_RANKS)
 
 
-def test_a_layer_without_tokens_is_no_reason_to_move() -> None:
+def test_layer_without_tokens_is_no_reason_to_move() -> None:
     found = plan(np.array([[0, 0, 0]]), TWO_RANKS, current=EVEN_SPLIT)
 
     assert found.decision is Decision.KEEP
 
 
-def test_the_summary_is_json_ready() -> None:
+def test_summary_is_json_ready() -> None:
     import json
 
     found = plan(HOT_FIRST, TWO_RANKS)

@@ -45,7 +45,7 @@ def steady(seed: int, windows: int, layers: int = 4, experts: int = 32) -> np.nd
 
 
 @pytest.mark.parametrize(("ranks", "slots"), SHAPES)
-def test_a_price_is_the_same_seconds_at_any_slots_a_rank(ranks: int, slots: int) -> None:
+def test_price_is_the_same_seconds_at_any_slots_a_rank(ranks: int, slots: int) -> None:
     topology = Topology.uniform(1, ranks, slots)
     cost = CostModel(pay_back_s=10.0, expert_part=0.5, seconds_per_expert=0.01)
     problem = Problem(
@@ -58,7 +58,7 @@ def test_a_price_is_the_same_seconds_at_any_slots_a_rank(ranks: int, slots: int)
     assert saved == pytest.approx(0.01 / ranks)
 
 
-def test_a_layer_with_little_load_pays_more_for_a_move() -> None:
+def test_layer_with_little_load_pays_more_for_a_move() -> None:
     load = np.array([[[300, 100], [30, 10], [0, 0]]])
     price = Problem(LoadHistory(load), Topology.uniform(1, 2, 2)).price
 
@@ -66,7 +66,7 @@ def test_a_layer_with_little_load_pays_more_for_a_move() -> None:
     assert price[2] == inf
 
 
-def test_an_unknown_model_is_charged_for_a_nominal_expert() -> None:
+def test_unknown_model_is_charged_for_a_nominal_expert() -> None:
     cost = CostModel(bytes_per_s=1e9)
 
     assert cost.move_seconds(2_000_000_000) == pytest.approx(2.0)
@@ -75,18 +75,18 @@ def test_an_unknown_model_is_charged_for_a_nominal_expert() -> None:
 
 @pytest.mark.parametrize("name", ["pay_back_s", "seconds_per_expert", "seconds_per_rebalance"])
 @pytest.mark.parametrize("value", [-1.0, nan])
-def test_a_price_that_is_no_amount_is_refused(name: str, value: float) -> None:
+def test_price_that_is_no_amount_is_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"cost: {name} is {value}, expected 0 or more"):
         CostModel(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), [("expert_part", 0.0), ("bytes_per_s", 0.0)])
-def test_a_price_that_divides_by_nothing_is_refused(name: str, value: float) -> None:
+def test_price_that_divides_by_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"cost: {name} is 0.0"):
         CostModel(**{name: value})
 
 
-def test_the_pay_back_dial_decides_between_keep_and_move() -> None:
+def test_pay_back_dial_decides_between_keep_and_move() -> None:
     never, at_once = CostModel(pay_back_s=0.0), CostModel(pay_back_s=1e9)
 
     kept = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=never)
@@ -95,7 +95,7 @@ def test_the_pay_back_dial_decides_between_keep_and_move() -> None:
     assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
 
 
-def test_the_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
+def test_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     cost = CostModel(pay_back_s=10.0, expert_part=0.5, seconds_per_rebalance=0.1)
     sure = Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9)
 
@@ -105,14 +105,14 @@ def test_the_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     assert "40% is counted on: saves 0.8 s in 10 s, costs 1 s" in reason
 
 
-def test_a_placement_without_unseen_windows_is_kept() -> None:
+def test_placement_without_unseen_windows_is_kept() -> None:
     load = np.repeat(HOT_FIRST[None], 4, axis=0)
 
     assert plan(load, TWO_RANKS, current=SINGLE).decision is Decision.MOVE
     assert plan(load, TWO_RANKS, current=SINGLE, unseen=0).decision is Decision.KEEP
 
 
-def test_a_promise_that_unseen_windows_confirm_is_believed_more() -> None:
+def test_promise_confirmed_by_unseen_windows_counts_more() -> None:
     ranks = Topology.uniform(1, 4, 9)
     same = Problem(LoadHistory(np.repeat(skewed(1, (1, 2, 32)), 8, axis=0)), ranks)
     drawn = Problem(LoadHistory(skewed(1, (8, 2, 32))), ranks)
@@ -141,14 +141,14 @@ def test_windows_too_few_to_judge_leave_the_record_as_the_estimate(windows: int)
     assert not found.is_judged
 
 
-def test_a_plan_promises_its_estimate_and_is_decided_on_less() -> None:
+def test_plan_promises_its_estimate_and_is_decided_on_less() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, unseen=1)
 
     assert found.expected_gain == pytest.approx(0.5 * (found.before - found.after))
     assert "of which 38% is counted on" in found.reason
 
 
-def test_a_large_gain_on_too_few_windows_to_judge_is_taken_however_long_one_has_served() -> None:
+def test_large_gain_on_too_few_windows_moves_a_long_serving_placement() -> None:
     ranks = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
     load = np.array([[[90_000, 80_000, 70_000, 10, 10, 10, 10, 10]]])
     current = Placement(np.array([[0, 1, 2, 3, 4, 5, 6, 7, -1, -1, -1, -1]]), 8, generation=3)
@@ -172,7 +172,7 @@ def test_one_window_without_an_account_of_windows_is_the_load_itself() -> None:
     assert found.num_moves < 0.12 * current.slot_to_expert.size
 
 
-def test_a_record_of_broken_promises_raises_the_price() -> None:
+def test_record_of_broken_promises_raises_the_price() -> None:
     broken = Record().with_plan(1.0, 0.0)
     kept = Record().with_plan(1.0, 1.0)
     history = LoadHistory(np.ones((1, 1, 4)))
@@ -183,7 +183,7 @@ def test_a_record_of_broken_promises_raises_the_price() -> None:
 
 
 @pytest.mark.parametrize("sums", [(nan, 0.0), (-1.0, 0.0), (1.0, inf)])
-def test_a_record_that_is_no_sum_is_refused(sums: tuple[float, float]) -> None:
+def test_record_that_is_no_sum_is_refused(sums: tuple[float, float]) -> None:
     with pytest.raises(ConfigError, match="expected finite sums"):
         Record(*sums)
 
@@ -200,7 +200,7 @@ def test_small_batches_are_in_the_dead_zone_and_large_ones_are_not() -> None:
     assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
 
 
-def test_the_dead_zone_ends_where_the_curve_rises() -> None:
+def test_dead_zone_ends_where_the_curve_rises() -> None:
     flat_to_100 = ((1.0, 10.0), (100.0, 10.0), (1000.0, 100.0))
     cost = CostModel(curve=flat_to_100, seconds_per_rebalance=0.0)
     slots = Topology.uniform(1, 2, 2)
@@ -219,7 +219,7 @@ def test_steady_traffic_moves_nothing_once_it_has_settled() -> None:
     assert sum(one.moves for one in found.rebalances if one.window >= 32) == 0
 
 
-def test_a_time_limit_below_one_step_is_said_in_the_reason() -> None:
+def test_reason_names_a_time_limit_below_one_step() -> None:
     limited = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, budget=Budget(time_ms=1e-6))
 
     assert limited.num_moves <= 1
@@ -228,7 +228,7 @@ def test_a_time_limit_below_one_step_is_said_in_the_reason() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
-def test_the_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
+def test_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
     history = generate(workload_named(f"generated:{profile}"), seed=0)
     topology = Topology.uniform(4, 8, 9)
     always = CostModel(pay_back_s=1e9)

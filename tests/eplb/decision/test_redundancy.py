@@ -34,7 +34,7 @@ def planned(load: NDArray[np.int64], usable: NDArray[np.int64], topology: Topolo
     return float(np.mean(ratios))
 
 
-def test_the_layer_with_a_hot_expert_gets_the_spare_slots() -> None:
+def test_layer_with_a_hot_expert_gets_the_spare_slots() -> None:
     even, hot = [10, 10, 10, 10], [70, 10, 10, 10]
 
     slots = allocate_redundancy([even, hot], TWO_RANKS, total_slots=10)
@@ -47,7 +47,7 @@ def test_slots_that_no_layer_gains_by_stay_free() -> None:
     assert allocate_redundancy([[10, 10, 10, 10]], TWO_RANKS, total_slots=8).tolist() == [4]
 
 
-def test_a_layer_never_gets_more_than_the_live_ranks_have() -> None:
+def test_layer_never_gets_more_than_the_live_ranks_have() -> None:
     one_alive = replace(TWO_RANKS, alive=np.array([True, False]))
 
     assert allocate_redundancy([[9, 1, 1, 1]], one_alive, total_slots=99).tolist() == [4]
@@ -76,7 +76,7 @@ def test_ranks_hold_equally_much_over_all_layers() -> None:
     assert usable.tolist() == [[2, 1, 1, 1], [1, 2, 2, 1], [1, 1, 1, 2]]
 
 
-def test_a_small_rank_gets_what_fits_and_a_dead_one_nothing() -> None:
+def test_small_rank_gets_what_fits_and_a_dead_one_nothing() -> None:
     uneven = Topology(np.zeros(3), np.array([1, 4, 4]), alive=np.array([True, True, False]))
 
     assert slots_per_layer([4], uneven).tolist() == [[1, 3, 0]]

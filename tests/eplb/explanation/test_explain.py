@@ -16,7 +16,7 @@ LOAD = np.array([[600, 200, 200]]) * 1000
 # The one way to even ranks is to put expert 0 into the empty slot.
 
 
-def test_a_hot_expert_needs_more_replicas_than_one() -> None:
+def test_hot_expert_needs_more_replicas_than_one() -> None:
     found = plan(LOAD, TWO_RANKS, current=SERVING)
 
     told = explain(found, 0, 0)
@@ -26,27 +26,27 @@ def test_a_hot_expert_needs_more_replicas_than_one() -> None:
     assert told.rank_loads == (RankLoad(0, 1.6, 1.0), RankLoad(1, 0.4, 1.0))
     assert [(move.expert, move.dst_slot, move.src_slot) for move in told.moves] == [(0, 3, 0)]
     assert str(told).splitlines() == [
-        "Layer 0, expert 0: 60.0% of the layer's tokens, number 1 of 3; "
-        "1.20 times what a rank carries on average.",
-        "Replicas: 1 -> 2. One alone would hold its rank at 1.20 or more: even ranks need 2. "
+        "Layer 0, expert 0: 60.0% of the layer's tokens, number 1 of 3 by load; "
+        "1.20 times the mean load of a rank.",
+        "Replicas: 1 -> 2. A single one would load its rank to 1.20 or more: balance needs 2. "
         "With one fewer the layer would be at 1.60.",
         "Ranks before: 0; after: 0, 1.",
-        "New there: rank 1 was number 1 of 2 from the least busy (0.40).",
+        "Added: rank 1 was number 1 of 2 from the least busy (0.40).",
         "Load of its ranks: rank 0: 1.60 -> 1.00, rank 1: 0.40 -> 1.00.",
         "Moves that touch it: expert 0 to rank 1 (slot 3) from rank 0 (slot 0).",
-        "Layer 0: imbalance 1.60 -> 1.00; no placement in these slots does better than 1.00.",
+        "Layer 0: imbalance 1.60 -> 1.00; the lower bound of any placement in these slots is 1.00.",
     ]
 
 
-def test_a_cold_expert_is_left_where_it_is_and_that_is_said() -> None:
+def test_explanation_of_a_cold_expert_reports_no_change() -> None:
     told = str(explain(plan(LOAD, TWO_RANKS, current=SERVING), 0, 2))
 
-    assert "Replicas: 1, as before. One would do: it fills no rank." in told
+    assert "Replicas: 1, as before. One is enough: its load is at most the mean of a rank." in told
     assert "Ranks before: 1; after: 1." in told
     assert "Moves that touch it: none." in told
 
 
-def test_a_layer_says_who_was_busy_and_what_changed() -> None:
+def test_explanation_of_a_layer_names_busy_ranks_and_changes() -> None:
     told = explain_layer(plan(LOAD, TWO_RANKS, current=SERVING), 0)
 
     assert (told.before, told.after, told.bound) == (1.6, 1.0, 1.0)
@@ -60,17 +60,17 @@ def test_a_layer_says_who_was_busy_and_what_changed() -> None:
     ]
 
 
-def test_a_plan_that_keeps_gives_its_reason() -> None:
+def test_plan_that_keeps_gives_its_reason() -> None:
     kept = plan(LOAD, TWO_RANKS, current=plan(LOAD, TWO_RANKS, current=SERVING).target)
     assert kept.decision is Decision.KEEP
 
     told = explain(kept, 0, 0)
 
     assert told.moves == ()
-    assert f"The plan keeps what serves: {kept.reason}." in str(told)
+    assert f"The plan keeps the serving placement: {kept.reason}." in str(told)
 
 
-def test_a_replica_on_a_dead_rank_is_said_to_be_lost() -> None:
+def test_explanation_reports_a_replica_lost_on_a_dead_rank() -> None:
     dead = Topology(np.zeros(2), np.array([2, 3]), alive=np.array([False, True]))
     serving = Placement(np.array([[0, 1, 2, -1, -1]]), num_experts=3)
 
@@ -78,10 +78,10 @@ def test_a_replica_on_a_dead_rank_is_said_to_be_lost() -> None:
 
     assert (told.ranks_before, told.ranks_after) == ((0,), (1,))
     assert [at.rank for at in told.rank_loads] == [1]
-    assert "Gone from there: rank 0 is dead." in str(told)
+    assert "Removed: rank 0 is dead." in str(told)
 
 
-def test_a_fast_rank_carries_a_hot_expert_alone() -> None:
+def test_explanation_of_one_replica_on_a_fast_rank_names_its_load() -> None:
     fast = Topology(np.zeros(2), np.array([2, 2]), rank_speed=np.array([3.0, 1.0]))
     load = np.array([[900, 300]])
 
@@ -89,10 +89,10 @@ def test_a_fast_rank_carries_a_hot_expert_alone() -> None:
 
     # A rank of speed 1 would carry 300 at best; expert 0 is three times that, and so is rank 0.
     assert told.load == 3.0
-    assert "it fills no rank" in str(told)
+    assert "One is enough" in str(told)
 
 
-def test_a_layer_without_tokens_has_nothing_to_say_of_parts() -> None:
+def test_explanation_of_an_idle_layer_has_no_parts_of_load() -> None:
     idle = np.zeros((1, 3), dtype=np.int64)
 
     told = explain(plan(idle, TWO_RANKS, current=SERVING), 0, 1)
@@ -101,14 +101,14 @@ def test_a_layer_without_tokens_has_nothing_to_say_of_parts() -> None:
 
 
 @pytest.mark.parametrize(("layer", "expert"), [(1, 0), (-1, 0), (0, 3), (0, -1)])
-def test_what_is_not_there_is_refused(layer: int, expert: int) -> None:
+def test_explanation_of_an_unknown_expert_is_refused(layer: int, expert: int) -> None:
     found = plan(LOAD, TWO_RANKS, current=SERVING)
 
     with pytest.raises(ConfigError, match=r"layer -?\d+, expected 0\.\.[02]"):
         explain(found, layer, expert)
 
 
-def test_one_replica_more_says_what_it_would_bring() -> None:
+def test_explanation_gives_imbalance_with_one_more_replica() -> None:
     even = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=4)
     load = np.array([[600, 300, 100]]) * 1000
 
@@ -120,7 +120,7 @@ def test_one_replica_more_says_what_it_would_bring() -> None:
     assert "With one more, and nothing else moved, at 1.30." in str(told)
 
 
-def test_new_shares_are_told() -> None:
+def test_explanation_lists_new_shares() -> None:
     load = np.array([[600, 300, 100]]) * 1000
     even = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=4)
 
@@ -131,7 +131,7 @@ def test_new_shares_are_told() -> None:
     assert "Shares of its tokens: 3" in str(told)
 
 
-def test_an_explanation_is_json_ready_and_names_bytes_and_links() -> None:
+def test_explanation_is_json_ready_and_names_bytes_and_links() -> None:
     model = ModelShape((0,), num_experts=3, top_k=1, hidden=4, intermediate=2, expert_bytes=10**6)
     found = plan(LOAD, TWO_RANKS, model=model, current=SERVING)
 

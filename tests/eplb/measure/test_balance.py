@@ -12,7 +12,7 @@ TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PLACED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)
 
 
-def test_a_replica_halves_the_load_of_its_expert() -> None:
+def test_replica_halves_the_load_of_its_expert() -> None:
     hot = np.array([[60, 20, 20]])
 
     assert rank_load(hot, PLACED, TWO_RANKS).tolist() == [[50.0, 50.0]]
@@ -32,25 +32,25 @@ def test_windows_are_judged_one_by_one() -> None:
     assert imbalance(tokens, PLACED, TWO_RANKS).tolist() == [[1.0], [1.4]]
 
 
-def test_an_idle_layer_is_balanced() -> None:
+def test_idle_layer_is_balanced() -> None:
     assert imbalance(np.zeros((1, 3), dtype=np.int64), PLACED, TWO_RANKS).tolist() == [1.0]
 
 
-def test_a_slow_rank_takes_longer_for_the_same_load() -> None:
+def test_slow_rank_takes_longer_for_the_same_load() -> None:
     topology = Topology(np.zeros(2), np.full(2, 2), rank_speed=np.array([1.0, 0.5]))
 
     # Times are 50 and 100; at perfect balance both ranks would need 100 / 1.5.
     assert imbalance(np.array([[60, 20, 20]]), PLACED, topology).tolist() == [1.5]
 
 
-def test_a_dead_rank_counts_neither_in_the_maximum_nor_in_the_mean() -> None:
+def test_dead_rank_counts_neither_in_the_maximum_nor_in_the_mean() -> None:
     topology = Topology(np.zeros(3), np.full(3, 1), alive=np.array([True, True, False]))
     placement = Placement(np.array([[0, 1, -1]]), num_experts=2)
 
     assert imbalance(np.array([[30, 10]]), placement, topology).tolist() == [1.5]
 
 
-def test_the_bound_is_the_smallest_largest_replica() -> None:
+def test_bound_is_the_smallest_largest_replica() -> None:
     # Four slots: the hot expert gets two of 450 each, and a rank's mean is 500.
     assert lower_bound(np.array([[900, 50, 50]]), TWO_RANKS).tolist() == [1.0]
     # One slot a rank: three ranks, mean 400, and no rank can hold less than 1000 / 1.
@@ -65,7 +65,7 @@ def test_the_bound_is_the_smallest_largest_replica() -> None:
     spare=st.integers(0, 6),
     num_ranks=st.integers(1, 4),
 )
-def test_the_bound_is_what_greedy_replication_reaches(
+def test_bound_is_what_greedy_replication_reaches(
     loads: list[int], spare: int, num_ranks: int
 ) -> None:
     slots_per_rank = -(-(len(loads) + spare) // num_ranks)

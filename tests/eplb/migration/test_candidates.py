@@ -16,7 +16,7 @@ TWO_HOSTS = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=3)
 HELD = Placement(np.array([[0, 1, 2, 3, 0, -1]] * 2), num_experts=4)
 
 
-def test_a_host_is_named_the_hot_experts_that_it_lacks_hottest_first() -> None:
+def test_host_is_named_the_hot_experts_that_it_lacks_hottest_first() -> None:
     # Means are 10. In layer 0 expert 0 is hottest and on both hosts; in layer 1 expert 3 is hot.
     tokens = np.array([[22, 12, 4, 2], [2, 14, 4, 20]])
 
@@ -28,7 +28,7 @@ def test_a_host_is_named_the_hot_experts_that_it_lacks_hottest_first() -> None:
     assert found.of(7) == ()
 
 
-def test_an_expert_that_has_replicas_already_is_as_hot_as_each_of_them() -> None:
+def test_expert_that_has_replicas_already_is_as_hot_as_each_of_them() -> None:
     tokens = np.array([[0, 0, 0, 40]] * 2)
     doubled = Placement(np.array([[0, 1, 2, 3, 3, 3]] * 2), num_experts=4)
 
@@ -47,7 +47,7 @@ def test_one_host_lacks_nothing_and_a_dead_rank_holds_nothing() -> None:
     assert candidates_for(tokens, HELD, without_rank_1).of(1) == ((0, 0), (1, 0))
 
 
-def test_candidates_come_back_from_json() -> None:
+def test_candidates_round_trip_through_json() -> None:
     given = Candidates((((0, 3), (1, 2)), ()))
 
     assert Candidates.from_dict(json.loads(json.dumps(given.to_dict()))) == given

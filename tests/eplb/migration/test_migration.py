@@ -36,7 +36,7 @@ def moved(*changes: tuple[int, int]) -> Placement:
     return Placement(held, num_experts=8)
 
 
-def test_the_nearest_holder_is_the_source() -> None:
+def test_nearest_holder_is_the_source() -> None:
     # Slots 0 and 1 trade on one rank; 3 and 4 trade across nodes.
     target = moved((0, 1), (1, 0), (3, 4), (4, 3))
 
@@ -48,7 +48,7 @@ def test_the_nearest_holder_is_the_source() -> None:
     ]
 
 
-def test_a_peer_on_the_same_host_is_read_directly() -> None:
+def test_peer_on_the_same_host_is_read_directly() -> None:
     target = moved((1, 2), (2, 1))
 
     assert moves_between(BASE, target, TWO_NODES) == [
@@ -57,7 +57,7 @@ def test_a_peer_on_the_same_host_is_read_directly() -> None:
     ]
 
 
-def test_a_dead_peer_is_no_source() -> None:
+def test_dead_peer_is_no_source() -> None:
     topology = Topology(
         TWO_NODES.node_of_rank,
         TWO_NODES.slots_of_rank,
@@ -79,12 +79,12 @@ def test_peers_that_hold_an_expert_take_turns() -> None:
     assert [move.src_slot for move in moves_between(base, target, topology)] == [0, 2]
 
 
-def test_placements_of_another_shape_have_no_way_between_them() -> None:
+def test_moves_between_placements_of_different_shapes_are_refused() -> None:
     with pytest.raises(MigrationError, match="expected the same"):
         moves_between(BASE, Placement(np.array([[0, 1]]), num_experts=2), TWO_NODES)
 
 
-def test_the_staging_ring_limits_a_transaction() -> None:
+def test_staging_ring_limits_a_transaction() -> None:
     base = Placement(np.array([[0, 1, 2, 3]] * 3), num_experts=4)
     target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -102,7 +102,7 @@ def test_the_staging_ring_limits_a_transaction() -> None:
         build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=1))
 
 
-def test_a_target_that_cannot_serve_is_refused() -> None:
+def test_target_that_cannot_serve_is_refused() -> None:
     doubled = Placement(np.array([[0, 0, 1, 2]]), num_experts=3)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
@@ -122,7 +122,7 @@ def test_shares_alone_need_a_transaction_without_moves() -> None:
     assert migration.target.generation == 6
 
 
-def test_the_hash_covers_what_ranks_must_agree_on() -> None:
+def test_hash_covers_what_ranks_must_agree_on() -> None:
     def made(plan_id: int, pace: Pace, target: Placement) -> Migration:
         return build_migration(BASE, target, TWO_NODES, plan_id=plan_id, pace=pace)
 
@@ -146,7 +146,7 @@ SPARED = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 2), num_experts=4, ge
 TRADED = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]] * 2), num_experts=4)
 
 
-def test_a_flip_fills_spares_and_frees_what_was_left() -> None:
+def test_flip_fills_spares_and_frees_what_was_left() -> None:
     target = Placement(np.array([[0, 2, EMPTY, 1, 3, EMPTY], [0, 1, EMPTY, 2, 3, EMPTY]]), 4)
 
     migration = build_migration(SPARED, target, ONE_SPARE, plan_id=1, pace=FLIP)
@@ -158,7 +158,7 @@ def test_a_flip_fills_spares_and_frees_what_was_left() -> None:
     assert migration.target.slot_to_expert[0].tolist() == [0, EMPTY, 2, EMPTY, 3, 1]
 
 
-def test_a_second_flip_of_a_layer_waits_until_the_first_is_applied_everywhere() -> None:
+def test_second_flip_of_a_layer_waits_for_the_first_on_every_rank() -> None:
     migration = build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
 
     first, second = migration.transactions
@@ -207,7 +207,7 @@ def test_shares_alone_flip_without_moves() -> None:
     assert migration.placement_after(1).slot_share.tolist() == share.tolist()
 
 
-def test_a_base_without_its_spares_cannot_flip() -> None:
+def test_base_without_its_spares_cannot_flip() -> None:
     full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]] * 2), num_experts=4)
 
     with pytest.raises(PlacementError, match="rank 0 has fewer than 1 EMPTY slots"):
@@ -223,12 +223,12 @@ def test_a_base_without_its_spares_cannot_flip() -> None:
         ({"transactions_per_commit": 0}, "transactions_per_commit is 0, expected 1 or more"),
     ],
 )
-def test_a_pace_that_cannot_be_kept_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_pace_that_cannot_be_kept_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Pace(**fields)
 
 
-def test_the_hash_covers_what_flips_must_agree_on() -> None:
+def test_hash_covers_what_flips_must_agree_on() -> None:
     def made(**fields: Any) -> str:
         pace = Pace(mode="flip", spare_slots=1, **fields)
         return build_migration(SPARED, TRADED, ONE_SPARE, plan_id=1, pace=pace).hash
@@ -255,7 +255,7 @@ def test_the_hash_covers_what_flips_must_agree_on() -> None:
     spare_slots=st.integers(1, 2),
     most_layers=st.integers(0, 3),
 )
-def test_a_flip_never_writes_what_serves_nor_reads_what_is_not_there(
+def test_flip_never_writes_what_serves_nor_reads_what_is_not_there(
     seed: int, num_ranks: int, slots: int, spare_slots: int, most_layers: int
 ) -> None:
     smaller = Topology.uniform(1, num_ranks, slots)
@@ -314,7 +314,7 @@ def check_every_flip(migration: Migration, topology: Topology) -> None:
     slots=st.integers(1, 4),
     staging=st.integers(4, 9),
 )
-def test_a_migration_reaches_its_target_without_contention(
+def test_migration_reaches_its_target_without_contention(
     seed: int, num_ranks: int, slots: int, staging: int
 ) -> None:
     topology = Topology.uniform(1, num_ranks, slots)

@@ -13,14 +13,14 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
 from eplb.measure.balance import rank_load
-from eplb.migration.spares import compact, expand, on_the_way, steps_towards, take
+from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards, take
 
 THREE_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 TWO_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 BASE = Placement(np.array([[0, EMPTY, 1, 2, 3, EMPTY]]), num_experts=4, generation=6)
 
 
-def test_a_policy_sees_no_spares() -> None:
+def test_compact_hides_spares_from_policies() -> None:
     placement, topology = compact(BASE, THREE_SLOTS, 1)
 
     assert placement.slot_to_expert.tolist() == [[0, 1, 2, 3]]
@@ -64,41 +64,41 @@ def test_more_newcomers_than_spares_take_more_steps() -> None:
     assert [len(step.fills) for step in two] == [4]
 
 
-def test_a_layer_that_stays_takes_no_step() -> None:
+def test_layer_that_stays_takes_no_step() -> None:
     target, _ = compact(BASE, THREE_SLOTS, 1)
 
     assert steps_towards(target, BASE, THREE_SLOTS, 1) == [[]]
 
 
-def test_on_the_way_tokens_go_where_the_target_sends_them_already() -> None:
+def test_intermediate_placement_has_the_target_s_shares() -> None:
     target = Placement(np.array([[0, 0, EMPTY, 1]]), 2, slot_share=np.array([[0.25, 0.75, 0, 1]]))
 
     # Slot 1 has not got its expert 0 yet, slot 2 still holds one; expert 1 is elsewhere as yet.
-    between = on_the_way(np.array([[0, 1, 0, EMPTY]], dtype=np.int32), target)
+    between = intermediate_placement(np.array([[0, 1, 0, EMPTY]], dtype=np.int32), target)
 
     assert between.slot_share.tolist() == [[1, 1, 0, 0]]
 
 
-def test_a_rank_without_its_spares_is_refused() -> None:
+def test_rank_without_its_spares_is_refused() -> None:
     full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]]), num_experts=4)
 
     with pytest.raises(PlacementError, match="layer 0: rank 0 has fewer than 1 EMPTY slots"):
         compact(full, THREE_SLOTS, 1)
 
 
-def test_a_rank_with_fewer_slots_than_spares_is_refused() -> None:
+def test_rank_with_fewer_slots_than_spares_is_refused() -> None:
     uneven = Topology(np.array([0, 0]), np.array([4, 1]))
 
     with pytest.raises(TopologyError, match="rank 1 has 1 slots, expected"):
         compact(Placement(np.array([[0, 1, 2, EMPTY, EMPTY]]), 3), uneven, 2)
 
 
-def test_a_target_that_still_has_its_spares_is_refused() -> None:
+def test_target_that_still_has_its_spares_is_refused() -> None:
     with pytest.raises(PlacementError, match="the target placement has 6 slots a layer, expected"):
         expand(BASE, BASE, THREE_SLOTS, 1)
 
 
-def test_a_way_without_spares_is_refused() -> None:
+def test_steps_without_spares_are_refused() -> None:
     with pytest.raises(TopologyError, match="found 0 spares on each rank, expected 1 or more"):
         expand(BASE, BASE, THREE_SLOTS, 0)
 
@@ -159,7 +159,7 @@ def check_every_step(
     slots=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(lambda s: sum(s) > 0),
     spare_slots=st.integers(1, 3),
 )
-def test_what_ranks_hold_and_bear_is_the_compact_target_s(
+def test_expanded_placement_holds_and_loads_as_the_compact_target(
     seed: int, slots: list[int], spare_slots: int
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -62,7 +62,7 @@ def test_colocate_coactivated_wrong_input_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_colocate_coactivated_v2_lite_sends_a_tenth_fewer_copies_on_unseen_requests() -> None:
+def test_colocated_v2_lite_sends_a_tenth_fewer_copies_on_unseen_requests() -> None:
     path = DATA / "dsv2lite_intent.npz"
     if not path.is_file():
         pytest.skip(f"recorded routing is not at {path}: set EPLB_DATA")

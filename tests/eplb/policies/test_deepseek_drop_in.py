@@ -23,7 +23,7 @@ def gpu_loads(
     return per_slot.reshape(len(weight), num_gpus, -1).sum(axis=2)
 
 
-def test_the_hottest_expert_of_each_layer_is_replicated() -> None:
+def test_hottest_expert_of_each_layer_is_replicated() -> None:
     held, slots, count = rebalance_experts(SMALL, 4, 1, 1, 2)
 
     assert count.tolist() == [[2, 1, 1], [1, 1, 2]]
@@ -32,7 +32,7 @@ def test_the_hottest_expert_of_each_layer_is_replicated() -> None:
     assert {held.dtype, slots.dtype, count.dtype} == {np.dtype(np.int64)}
 
 
-def test_the_maps_are_each_other_s_inverse() -> None:
+def test_maps_are_each_other_s_inverse() -> None:
     held, slots, count = rebalance_experts(SMALL, 6, 1, 1, 3)
 
     for layer, expert in np.ndindex(*SMALL.shape):
@@ -108,7 +108,7 @@ def test_numbers_that_do_not_fit_are_refused(
         rebalance_experts(SMALL, *arguments)
 
 
-def test_a_load_that_is_not_finite_is_refused() -> None:
+def test_load_that_is_not_finite_is_refused() -> None:
     with pytest.raises(HistoryError, match="expected a finite number"):
         rebalance_experts(np.array([[1.0, np.nan, 1.0]]), 4, 1, 1, 2)
 

@@ -33,7 +33,7 @@ def best_of_all(work: NDArray[np.int64], topology: Topology) -> float:
     return best
 
 
-def test_the_published_example_is_proved_to_the_last_token() -> None:
+def test_published_example_is_proved_to_the_last_token() -> None:
     # Loads, slots and devices of vllm-ascend's FlashLB example (vllm-project/vllm pull request
     # 37656), where greedy replication gives a busiest device of 232.
     load = [[600, 560, 120, 120, 20, 10, 10, 10]]
@@ -49,7 +49,7 @@ def test_the_published_example_is_proved_to_the_last_token() -> None:
 
 @pytest.mark.parametrize("num_windows", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_nothing_beats_it(seed: int, num_windows: int) -> None:
+def test_exact_is_at_least_as_good_as_brute_force(seed: int, num_windows: int) -> None:
     rng = np.random.default_rng(seed)
     topology = Topology(
         np.zeros(3), np.array([3, 2, 2]), rank_speed=rng.choice([0.5, 1.0, 2.0], size=3)
@@ -63,7 +63,7 @@ def test_nothing_beats_it(seed: int, num_windows: int) -> None:
     assert imbalance(load, found.placement, topology).mean() == pytest.approx(found.objective[0])
 
 
-def test_a_dead_rank_is_left_alone() -> None:
+def test_exact_puts_nothing_on_a_dead_rank() -> None:
     topology = Topology(np.zeros(3), np.array([2, 3, 2]), alive=np.array([True, False, True]))
     load = np.array([[50, 30, 20]])
 
@@ -97,7 +97,7 @@ def test_ranks_that_are_alike_keep_what_they_have() -> None:
     assert moved <= 2  # the two tens may have traded places: that is as good
 
 
-def test_too_little_effort_leaves_a_gap_and_says_so() -> None:
+def test_exact_with_too_little_effort_reports_a_gap() -> None:
     rng = np.random.default_rng(0)
     load = np.rint(rng.lognormal(0, 1, (1, 24)) * 1000).astype(np.int64)
     problem = Problem(as_history(load), Topology.uniform(1, 6, 5))
@@ -110,13 +110,13 @@ def test_too_little_effort_leaves_a_gap_and_says_so() -> None:
     assert solve_exact(problem, effort=0.01).placement.hash == found.placement.hash
 
 
-def test_a_layer_without_tokens_is_perfect() -> None:
+def test_layer_without_tokens_is_perfect() -> None:
     found = solve_exact(Problem(as_history([[0, 0, 0]]), Topology.uniform(1, 2, 2)))
 
     assert (found.objective[0], found.is_proved[0]) == (1.0, True)
 
 
-def test_a_large_model_is_refused_before_it_is_tried() -> None:
+def test_large_model_is_refused_before_it_is_tried() -> None:
     problem = Problem(as_history(np.ones((1, 256), dtype=np.int64)), Topology.uniform(4, 8, 9))
 
     with pytest.raises(ConfigError, match=r"layer 0 has \d+ choices .* expected at most 20000"):

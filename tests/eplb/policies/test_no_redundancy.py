@@ -39,7 +39,7 @@ def test_plan_without_redundancy_trades_one_pair_when_one_pair_is_enough() -> No
     assert found.after == 1.0
 
 
-def test_redundancy_price_tells_balance_won_and_kv_cache_taken() -> None:
+def test_redundancy_price_reports_gain_in_balance_and_kv_cache_taken() -> None:
     two = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
 
     # One expert a rank: 300 over a mean of 200. With one slot more on each, both share all.

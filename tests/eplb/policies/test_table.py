@@ -42,7 +42,7 @@ def all_on_one(problem: Problem) -> Placement:
     return Placement(np.array([[0, -1, 1, 2]], dtype=np.int32), problem.num_experts)
 
 
-def test_a_registered_policy_plans_by_its_name() -> None:
+def test_registered_policy_plans_by_its_name() -> None:
     register_policy("hot_twice", hot_twice)
 
     found = plan(LOAD, TWO_RANKS, policy="hot_twice")
@@ -52,7 +52,9 @@ def test_a_registered_policy_plans_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(("resplits", "imbalance"), [(False, 4 / 3), (True, 1.0)])
-def test_an_entry_says_whether_token_shares_are_optimised(resplits: bool, imbalance: float) -> None:
+def test_policy_entry_decides_whether_shares_are_optimised(
+    resplits: bool, imbalance: float
+) -> None:
     register_policy("hot_twice", PolicyEntry(hot_twice, resplits=resplits))
 
     found = plan(np.array([[[4000, 2000, 0]]]), TWO_RANKS, policy="hot_twice")
@@ -60,7 +62,7 @@ def test_an_entry_says_whether_token_shares_are_optimised(resplits: bool, imbala
     assert found.after == pytest.approx(imbalance, abs=0.03)  # shares leave room for chance
 
 
-def test_a_second_policy_of_one_name_is_rejected() -> None:
+def test_second_policy_of_one_name_is_rejected() -> None:
     register_policy("mine", hot_twice)
     register_policy("mine", hot_twice)
 
@@ -68,9 +70,7 @@ def test_a_second_policy_of_one_name_is_rejected() -> None:
         register_policy("mine", all_on_one)
 
 
-def test_an_installed_package_adds_a_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_adds_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policy_of_mine.py").write_text(MODULE)
     metadata = tmp_path / "policy_of_mine-1.0.dist-info"
     metadata.mkdir()
@@ -89,6 +89,6 @@ def test_an_installed_package_adds_a_policy(
     assert found.policy == "reversed"
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown policy 'gready', expected one of: auto, cont"):
         plan(LOAD, TWO_RANKS, policy="gready")

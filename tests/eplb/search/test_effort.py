@@ -57,7 +57,7 @@ def test_plans_on_1_2_and_4_threads_are_equal_byte_for_byte(
 
 
 @pytest.mark.parametrize("windows", [1, 6])
-def test_a_plan_does_not_depend_on_which_layer_ends_first(
+def test_plan_does_not_depend_on_which_layer_ends_first(
     windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, budget = loads(9, 48, windows), Budget(time_ms=2.0)
@@ -96,7 +96,7 @@ def test_perturbation_over_several_windows_changes_replica_counts() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "greedy"])
-def test_a_fresh_plan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
+def test_fresh_plan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
     load = loads(3, 64)
 
     found = plan(load, ONE_EACH, policy=policy)
@@ -105,7 +105,7 @@ def test_a_fresh_plan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "greedy"])
-def test_a_replan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
+def test_replan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
     load = loads(3, 64)
     shuffled = np.random.default_rng(1).permuted(np.tile(np.arange(64), (3, 1)), axis=1)
     current = Placement(shuffled.astype(np.int32), num_experts=64, generation=3)
@@ -126,7 +126,7 @@ def test_replicas_on_ranks_of_one_slot_move_only_where_counts_change() -> None:
     assert 0 < found.num_moves < 0.2 * current.slot_to_expert.size
 
 
-def test_a_fresh_plan_with_replicas_on_ranks_of_one_slot_moves_only_the_replicas() -> None:
+def test_fresh_plan_with_one_slot_ranks_moves_only_the_replicas() -> None:
     found = plan(loads(3, 48), ONE_EACH, policy="greedy")
 
     assert found.num_moves == 3 * (64 - 48)
@@ -143,7 +143,7 @@ def test_ranks_of_one_slot_and_other_speeds_are_not_taken_for_alike() -> None:
         assert set(found.target.slot_to_expert[layer, :8]) == set(hottest[layer])
 
 
-def test_a_layer_that_a_fresh_plan_does_not_improve_stays_as_it_is() -> None:
+def test_layer_that_a_fresh_plan_does_not_improve_stays_as_it_is() -> None:
     even, uneven = np.full((1, 1, 8), 100), np.array([[[800, 10, 10, 10, 10, 10, 10, 10]]])
     ranks = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
 
@@ -153,7 +153,7 @@ def test_a_layer_that_a_fresh_plan_does_not_improve_stays_as_it_is() -> None:
     assert moved.any(axis=1).tolist() == [False, True]
 
 
-def test_a_perturbation_that_finds_nothing_leaves_the_best_state(
+def test_perturbation_that_finds_nothing_leaves_the_best_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load = np.array([[600, 560, 120, 120, 20, 10, 10, 10]])

@@ -45,7 +45,7 @@ def test_windows_that_really_differ_stay_apart() -> None:
     assert np.abs(smooth - windows).max() < 100  # of 10,000
 
 
-def test_a_plan_on_windows_of_chance_is_the_greedy_plan() -> None:
+def test_plan_on_windows_of_chance_is_the_greedy_plan() -> None:
     windows = drawn(np.random.default_rng(3).dirichlet(np.ones(12), size=2), 400, 16, seed=3)
 
     auto, greedy = (plan(windows, FOUR, policy=name).target for name in ("auto", "greedy"))
@@ -53,7 +53,7 @@ def test_a_plan_on_windows_of_chance_is_the_greedy_plan() -> None:
     assert auto.hash == greedy.hash
 
 
-def test_a_scenario_is_planned_for() -> None:
+def test_scenario_is_planned_for() -> None:
     calm = np.array([[3000, 1000, 1000, 1000, 1000, 1000, 1000, 1000]])
     burst = np.array([[[1000, 1000, 1000, 1000, 1000, 1000, 1000, 9000]]])
 
@@ -100,7 +100,7 @@ def test_many_tokens_are_split() -> None:
     assert by_time.target.replica_count[0, 0] > 1
 
 
-def test_a_shared_expert_is_time_on_every_rank() -> None:
+def test_shared_expert_is_time_on_every_rank() -> None:
     load = np.array([[4000, 800, 800, 800, 800, 800, 800, 800]])
     model = ModelShape((0,), 8, top_k=1, hidden=4, intermediate=2)
     shared = replace(model, num_shared_experts=2)
@@ -111,7 +111,7 @@ def test_a_shared_expert_is_time_on_every_rank() -> None:
     assert 1.0 < with_shared < without
 
 
-def test_an_unknown_objective_is_refused() -> None:
+def test_unknown_objective_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="unknown objective 'speed', expected one of: tokens, time"
     ):
@@ -121,14 +121,14 @@ def test_an_unknown_objective_is_refused() -> None:
 @pytest.mark.parametrize(
     "curve", [((1.0, 1.0),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))]
 )
-def test_a_curve_that_is_none_is_refused(curve: tuple[tuple[float, float], ...]) -> None:
+def test_curve_that_is_none_is_refused(curve: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ConfigError, match="cost: curve is"):
         CostModel(curve=curve)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), scale=st.sampled_from([1, 30, 1000]))
-def test_the_plan_for_time_is_never_slower_than_the_plan_for_tokens(seed: int, scale: int) -> None:
+def test_plan_for_time_is_never_slower_than_the_plan_for_tokens(seed: int, scale: int) -> None:
     load = np.random.default_rng(seed).integers(0, 20, size=(2, 2, 10)) * scale
 
     by_time = plan(load, FOUR, objective="time")
@@ -168,7 +168,7 @@ def test_no_plan_is_worse_than_current_by_its_own_objective(
     assert measured(found.problem, found.target).mean() <= found.before + 1e-9
 
 
-def test_a_budget_of_time_is_the_same_on_any_machine() -> None:
+def test_budget_of_time_is_the_same_on_any_machine() -> None:
     rng = np.random.default_rng(5)
     load = np.rint(rng.lognormal(0, 1, (4, 64)) * 10_000).astype(np.int64)
     ranks = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=5)
@@ -182,7 +182,7 @@ def test_a_budget_of_time_is_the_same_on_any_machine() -> None:
     assert plan(load, ranks, budget=Budget(time_ms=0.1)).hash == little.hash
 
 
-def test_the_published_example_is_solved_exactly() -> None:
+def test_published_example_is_solved_exactly() -> None:
     # 8 experts on 8 ranks of 2 slots, from the pull request of FlashLB to vLLM (37656): the
     # balancer there finds 205, greedy replication 232; an exact solver proved 196.67 to be best.
     load = np.array([[600, 560, 120, 120, 20, 10, 10, 10]])

@@ -20,7 +20,7 @@ from eplb.search.changes import FREE
 from eplb.search.demand import demand_of
 from eplb.search.descent import COPIES_ALWAYS, COPIES_NEVER, Rules
 from eplb.search.local_search import Task, improve
-from eplb.search.perturbation import NO_SHAKING
+from eplb.search.perturbation import NO_PERTURBATION
 
 
 def one_zone(slots_of_rank: list[int], speed: list[float]) -> Ranks:
@@ -68,18 +68,18 @@ def test_random_differs_by_seed_and_repeats_for_one() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'gready', expected one of: auto, contiguous, exact"):
         policy_named("gready")
 
 
-def test_an_expert_that_stays_on_a_rank_stays_in_its_slot() -> None:
+def test_expert_that_stays_on_a_rank_stays_in_its_slot() -> None:
     base, held = np.array([[4, 7, 5]]), np.array([[5, 4, 6]])
 
     assert keep_in_place(held, base, one_zone([3], [1.0])).tolist() == [[4, 6, 5]]
 
 
-def test_a_replica_without_a_rank_of_its_own_trades_places() -> None:
+def test_replica_without_a_rank_of_its_own_trades_places() -> None:
     # Expert 0 needs three ranks; packed heaviest first, rank 2 has the only free slot left.
     work, count = np.array([[1.0, 8.0, 8.0, 8.0, 6.0]]), np.array([[2, 1, 1, 1, 1]])
     ranks = one_zone([2, 1, 3], [1.0, 1.0, 1.0])
@@ -113,7 +113,7 @@ def test_replicas_and_packing_equal_the_slow_reference(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("seed", [4471, 4540, 5676, 6331, 7212])
-def test_a_copy_onto_a_rank_that_gives_up_more_than_it_gets_is_found(seed: int) -> None:
+def test_copy_onto_a_rank_that_loses_more_than_it_gets_is_found(seed: int) -> None:
     # The rank that takes the copy gets less busy, so it bounds no gain.
     check_each_step(seed, copies=COPIES_ALWAYS)
 
@@ -140,8 +140,8 @@ def check_each_step(seed: int, copies: int) -> None:
     held, frame, demand = start.copy(), frame_of(problem), demand_of(problem)
     rules = Rules(np.ones(1), 1e-9, copies, 40, 40, 1.0)
 
-    ranks, node, bonds = frame.zones.ranks, frame.node, frame.bonds
-    steps = improve(Task(demand, held, start, ranks, node, bonds, rules, NO_SHAKING))
+    ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
+    steps = improve(Task(demand, held, start, ranks, node, constraints, rules, NO_PERTURBATION))
 
     base = by_rank(start[0], slots)
     now, loads = base, problem.scaled[0, 0].tolist()
@@ -258,7 +258,7 @@ def test_groups_need_room_on_every_node() -> None:
     assert not keeps_groups(dead, num_groups=2, num_experts=8)
 
 
-def test_a_group_on_two_nodes_is_noticed() -> None:
+def test_group_on_two_nodes_is_a_violation() -> None:
     topology = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 
     assert nodes_of_groups(np.array([0, 1, 2, 3]), topology, 2, 4) is not None

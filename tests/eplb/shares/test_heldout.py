@@ -56,7 +56,7 @@ def test_requests_in_order_leave_auto_three_quarters_of_greedys_excess(
 
 
 @pytest.mark.slow
-def test_mixed_requests_leave_nothing_to_learn_and_nothing_is_lost(
+def test_resplit_of_mixed_requests_gains_and_loses_nothing(
     decode: NDArray[np.int64],
 ) -> None:
     mixed = np.random.default_rng(0).permutation(decode.shape[1])

@@ -89,7 +89,7 @@ def objective(
     return value
 
 
-def test_the_free_rank_takes_what_the_busy_one_cannot() -> None:
+def test_free_rank_takes_what_the_busy_one_cannot() -> None:
     # Ranks hold experts {0, 1} and {0, 2}: 60 + 30 + 10 is even when rank 0 takes 20 of the 60.
     shares = resplit([[60, 30, 10]], ONE_SHARED, TWO_RANKS, trust=1.0)
 
@@ -98,7 +98,7 @@ def test_the_free_rank_takes_what_the_busy_one_cannot() -> None:
     assert (shares.generation, shares.slot_to_expert.tolist()) == (7, [[0, 1, 0, 2]])
 
 
-def test_a_rank_of_twice_the_speed_gets_twice_the_load() -> None:
+def test_rank_of_twice_the_speed_gets_twice_the_load() -> None:
     fast = Topology(np.zeros(2), np.array([1, 1]), rank_speed=np.array([2.0, 1.0]))
 
     shares = resplit([[300]], Placement(np.array([[0, 0]]), 1), fast, trust=1.0)
@@ -106,14 +106,14 @@ def test_a_rank_of_twice_the_speed_gets_twice_the_load() -> None:
     assert shares.slot_share[0] == pytest.approx([2 / 3, 1 / 3], abs=0.01)
 
 
-def test_a_dead_rank_gets_nothing() -> None:
+def test_dead_rank_gets_nothing() -> None:
     dead = Topology(np.zeros(2), np.array([2, 3]), alive=np.array([True, False]))
     placement = Placement(np.array([[0, 1, 0, 1, -1]]), num_experts=2)
 
     assert resplit([[5, 6]], placement, dead).slot_share.tolist() == [[1, 1, 0, 0, 0]]
 
 
-def test_an_expert_whose_ranks_are_all_dead_is_refused() -> None:
+def test_expert_whose_ranks_are_all_dead_is_refused() -> None:
     dead = Topology(np.zeros(2), np.array([2, 2]), alive=np.array([True, False]))
 
     with pytest.raises(PlacementError, match="layer 0: expert 2 has no slot on a live rank"):
@@ -146,7 +146,7 @@ def test_incomplete_windows_do_not_count() -> None:
     assert resplit(history, ONE_SHARED, TWO_RANKS, trust=1.0).hash == whole.hash
 
 
-def test_one_window_of_many_tokens_is_taken_at_its_word() -> None:
+def test_resplit_fits_one_window_of_many_tokens_fully() -> None:
     load = np.array([[60, 30, 10]]) * 10**9
 
     shares = resplit(load, ONE_SHARED, TWO_RANKS)
@@ -154,7 +154,7 @@ def test_one_window_of_many_tokens_is_taken_at_its_word() -> None:
     assert imbalance(load, shares, TWO_RANKS) == pytest.approx([1.0], abs=0.01)
 
 
-def test_fewer_tokens_and_windows_are_trusted_less() -> None:
+def test_resplit_trusts_fewer_tokens_and_windows_less() -> None:
     load, apart = np.array([[60, 30, 10]]), []
     for tokens, windows in ((100, 1), (3, 1), (100, 4), (100, 1000)):
         shares = resplit(np.tile(load * tokens, (windows, 1, 1)), ONE_SHARED, TWO_RANKS)
@@ -164,7 +164,7 @@ def test_fewer_tokens_and_windows_are_trusted_less() -> None:
     assert 0 < four_windows < few_tokens < many_tokens < many_windows < 1 / 6 + 0.01
 
 
-def test_a_gain_that_chance_would_show_too_is_none() -> None:
+def test_gain_that_chance_would_show_too_is_none() -> None:
     # Shares could mend 20 %. Two ranks stray by 18 % with 20 tokens, by 25 % with 10.
     twenty, ten = (resplit([load], ONE_SHARED, TWO_RANKS) for load in ([12, 6, 2], [6, 3, 1]))
 
@@ -172,7 +172,7 @@ def test_a_gain_that_chance_would_show_too_is_none() -> None:
     assert ten.slot_share[0].tolist() == [0.5, 1, 0.5, 1]
 
 
-def test_a_scenario_counts_by_its_weight() -> None:
+def test_scenario_counts_by_its_weight() -> None:
     here, there = np.array([[60, 40, 0]]), np.array([[[60.0, 0.0, 40.0]]])
     rare = Scenarios(there, np.array([0.01]))
 
@@ -211,7 +211,7 @@ def test_real_sizes_are_within_one_percent_of_the_optimum(num_windows: int) -> N
         assert found[layer, 1] < found[layer, 0]
 
 
-def test_a_long_chain_of_ranks_passes_load_on_from_end_to_end() -> None:
+def test_long_chain_of_ranks_passes_load_on_from_end_to_end() -> None:
     # Every two neighbours share one expert, and all the surplus sits on the first rank.
     num_ranks = 40
     held = np.concatenate([[0, 1], *([link, link + 1] for link in range(1, num_ranks))])
@@ -261,14 +261,14 @@ def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: i
         ({"scenarios": [[np.nan, 0.0, 1.0]]}, HistoryError, "scenario 0, layer 0, expert 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_resplit_with_contradicting_input_is_refused(
     arguments: dict[str, object], refusal: type[Exception], words: str
 ) -> None:
     with pytest.raises(refusal, match=words):
         resplit([[60, 30, 10]], ONE_SHARED, TWO_RANKS, **arguments)
 
 
-def test_a_placement_of_another_system_is_refused() -> None:
+def test_placement_of_another_system_is_refused() -> None:
     with pytest.raises(PlacementError, match="4 slots a layer, the topology has 6"):
         resplit([[60, 30, 10]], ONE_SHARED, Topology.uniform(1, 2, 3))
     with pytest.raises(ConfigError, match="the placement has 1 layers x 3 experts"):

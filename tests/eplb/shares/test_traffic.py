@@ -11,7 +11,7 @@ from eplb.core.placement import check_fits
 from eplb.decision.alternatives import score_of
 from eplb.errors import ConfigError
 from eplb.search.reference import crossing as crossing_said_plainly
-from eplb.shares.traffic import crossing, near_first, nearer
+from eplb.shares.traffic import crossing, with_less_crossing, with_local_shares
 
 # Two nodes of one rank; experts 0 and 1 on the first, 0 and 2 on the second.
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
@@ -23,12 +23,12 @@ def problem(cost: CostModel | None = None, **others: object) -> Problem:
     return Problem(as_history(LOAD), TWO_NODES, cost=cost or CostModel(), **others)
 
 
-def test_shares_that_know_no_source_send_half_of_all_tokens_across() -> None:
+def test_shares_without_sources_send_half_of_all_tokens_across() -> None:
     assert crossing(problem(), SPREAD).tolist() == [0.5]
 
 
-def test_a_replica_on_every_node_keeps_its_tokens_near() -> None:
-    near = near_first(problem(), SPREAD)
+def test_replica_on_every_node_keeps_its_tokens_near() -> None:
+    near = with_local_shares(problem(), SPREAD)
 
     # All of expert 0 stays; half of experts 1 and 2 have to cross.
     assert crossing(problem(), near) == pytest.approx([0.2])
@@ -39,7 +39,7 @@ def test_a_replica_on_every_node_keeps_its_tokens_near() -> None:
 def test_keeping_tokens_near_changes_the_load_of_no_rank() -> None:
     uneven = Placement(SPREAD.slot_to_expert, 3, 0, np.array([[0.3, 1, 0.7, 1]]))
 
-    near = near_first(problem(), uneven)
+    near = with_local_shares(problem(), uneven)
 
     assert near.source_share is not None
     # Half of the tokens start on each node: together the two nodes' shares are those of before.
@@ -51,13 +51,13 @@ def test_tokens_that_start_on_one_node_draw_their_experts_there() -> None:
     cost = CostModel(node_traffic=1.0, tokens_of_node=(1.0, 0.0))
     away = Placement(np.array([[1, -1, 0, 2]]), num_experts=3)
 
-    moved = nearer(problem(cost), away)
+    moved = with_less_crossing(problem(cost), away)
 
     assert 0 in moved.slot_to_expert[0, :2]
-    assert crossing(problem(cost), near_first(problem(cost), moved))[0] < 0.5
+    assert crossing(problem(cost), with_local_shares(problem(cost), moved))[0] < 0.5
 
 
-def test_a_price_on_crossing_places_replicas_on_different_nodes() -> None:
+def test_price_on_crossing_places_replicas_on_different_nodes() -> None:
     # Four ranks on two nodes; expert 0 gets two replicas, which may share a node for balance.
     four = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)
     load = np.array([[40, 20, 20, 20, 20, 20, 20]]) * 1000
@@ -71,11 +71,11 @@ def test_a_price_on_crossing_places_replicas_on_different_nodes() -> None:
     assert "imbalance and traffic" in found.reason
 
 
-def test_without_a_price_nothing_is_said_of_sources() -> None:
+def test_placement_without_a_traffic_price_has_no_source_shares() -> None:
     assert plan(LOAD, TWO_NODES).target.source_share is None
 
 
-def test_the_budget_of_moves_is_kept() -> None:
+def test_budget_of_moves_is_kept() -> None:
     rng = np.random.default_rng(5)
     topology = Topology.uniform(num_nodes=4, ranks_per_node=2, slots_per_rank=6)
     load = rng.integers(100, 10_000, (2, 32))
@@ -99,7 +99,7 @@ def test_pinned_experts_stay() -> None:
     pinned = Constraints(pinned={0: [1]})
     away = Placement(np.array([[1, -1, 0, 2]]), num_experts=3)
 
-    moved = nearer(problem(cost, constraints=pinned), away)
+    moved = with_less_crossing(problem(cost, constraints=pinned), away)
 
     assert 0 in moved.slot_to_expert[0, 2:]
 
@@ -111,7 +111,7 @@ def test_parts_for_another_number_of_nodes_are_refused() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_a_plan_that_minds_traffic_costs_no_more_than_one_that_does_not(seed: int) -> None:
+def test_plan_that_minds_traffic_costs_no_more_than_one_that_does_not(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_nodes, ranks = int(rng.integers(1, 4)), int(rng.integers(1, 3))
     topology = Topology.uniform(num_nodes, ranks, int(rng.integers(2, 5)))
@@ -127,6 +127,6 @@ def test_a_plan_that_minds_traffic_costs_no_more_than_one_that_does_not(seed: in
     assert score_of(asked, heedful).mean() <= score_of(asked, heedless).mean() + 1e-9
     said_plainly = crossing_said_plainly(load, heedful, topology)
     assert crossing(asked, heedful) == pytest.approx(said_plainly, abs=1e-9)
-    near = near_first(asked, heedless)
+    near = with_local_shares(asked, heedless)
     assert (rank_load(load, near, topology) == rank_load(load, heedless, topology)).all()
     assert (crossing(asked, near) <= crossing(asked, heedless) + 1e-9).all()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_reports import rank_report
 
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
@@ -20,7 +22,8 @@ from eplb.migration.build import Migration, Pace
 from eplb.migration.candidates import Candidates
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import Control, Event, RankState, RunInfo, Task
+from telemetry.live import LIVE_NAMES, SWITCHES, LiveSettings
+from telemetry.store import Control, Event, RunInfo, Task
 from telemetry.stores.memory import MemoryStore
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
@@ -54,6 +57,8 @@ class Deployment:
         self.store, self.run, self.next_window = store, run, 0
         described = model_to_dict(MODEL), topology_to_dict(topology)
         store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
+        for rank in range(topology.num_ranks):
+            store.report(rank_report(run, rank))
 
     def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
         """Report windows in which each expert got ``load`` tokens; a silent rank reports none."""
@@ -123,7 +128,7 @@ def decisions(store: MemoryStore) -> list[str]:
 # -- decisions
 
 
-def test_a_skewed_window_is_answered_with_a_better_placement(deployment: Deployment) -> None:
+def test_skewed_window_is_answered_with_a_better_placement(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
     Controller(deployment.store, SETTINGS).turn()
@@ -163,11 +168,9 @@ def test_before_it_decides_it_names_what_a_host_would_need(store: MemoryStore) -
     assert store.version() == version + len(plans), "what is no news wakes nobody"
 
 
-def test_a_plan_is_made_for_the_weights_that_ranks_say_they_serve(deployment: Deployment) -> None:
+def test_plan_is_made_for_the_weights_version_that_ranks_report(deployment: Deployment) -> None:
     for rank in range(2):
-        detail = {"weights_version": 3}
-        state = RankState("run-1", rank, 1.0, 4, 0, "idle", 0, 0, 1, detail)
-        deployment.store.report(state)
+        deployment.store.report(rank_report("run-1", rank, weights_version=3))
     deployment.serve(SKEWED)
 
     Controller(deployment.store, SETTINGS).turn()
@@ -204,7 +207,7 @@ def test_placement_without_spares_is_an_error(deployment: Deployment) -> None:
     assert deployment.store.published() is None
 
 
-def test_before_the_first_run_sample_or_placement_there_is_nothing_to_decide() -> None:
+def test_controller_without_run_samples_or_placement_decides_nothing() -> None:
     store = MemoryStore("test")
     controller = Controller(store, SETTINGS)
 
@@ -234,7 +237,7 @@ def test_keep_has_a_reason_and_is_recorded_periodically(deployment: Deployment) 
     assert deployment.store.published() is None
 
 
-def test_a_gain_too_small_to_pay_is_kept_with_both_figures(deployment: Deployment) -> None:
+def test_gain_too_small_to_pay_is_kept_with_both_figures(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
     Controller(deployment.store, replace(SETTINGS, cost=CostModel(pay_back_s=0.01))).turn()
@@ -244,7 +247,7 @@ def test_a_gain_too_small_to_pay_is_kept_with_both_figures(deployment: Deploymen
     assert "saves 0" in event.detail["reason"]
 
 
-def test_an_idle_window_moves_nothing(deployment: Deployment) -> None:
+def test_idle_window_moves_nothing(deployment: Deployment) -> None:
     deployment.serve([0, 0, 0, 0])
 
     Controller(deployment.store, SETTINGS).turn()
@@ -264,7 +267,7 @@ def test_window_with_a_missing_rank_is_not_planned_on(deployment: Deployment) ->
     assert decisions(deployment.store) == ["KEEP"]
 
 
-def test_a_window_that_its_last_rank_completes_late_is_planned_on(deployment: Deployment) -> None:
+def test_window_that_its_last_rank_completes_late_is_planned_on(deployment: Deployment) -> None:
     controller = Controller(deployment.store, SETTINGS)
     deployment.serve(SKEWED, silent=1)
     controller.turn()
@@ -415,7 +418,109 @@ def test_restarted_controller_reads_the_load_from_the_store(deployment: Deployme
     assert deployment.published().base.generation == 0
 
 
-def test_an_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
+def test_time_that_a_plan_takes_is_told_by_the_controller_s_clock(deployment: Deployment) -> None:
+    seconds = itertools.count()
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS, monotonic=lambda: float(next(seconds))).turn()
+
+    assert events(deployment.store, "plan")[0].detail["plan_seconds"] == 1.0
+
+
+# -- live settings
+
+
+def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -> None:
+    static = replace(SETTINGS, cost=CostModel(pay_back_s=0.01))
+    controller = Controller(deployment.store, static)
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert decisions(deployment.store) == ["KEEP"]
+
+    deployment.store.change_live({"pay_back_s": 60.0}, reason="longer")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert decisions(deployment.store) == ["KEEP", "MOVE"]
+    assert "in 60 s" in events(deployment.store, "plan")[-1].detail["reason"]
+
+
+def test_removed_live_value_gives_way_to_the_static_one(deployment: Deployment) -> None:
+    deployment.store.change_live({"pay_back_s": 0.01, "policy": "greedy"}, reason="try")
+    controller = Controller(deployment.store, SETTINGS)
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert decisions(deployment.store) == ["KEEP"]
+
+    deployment.store.change_live({"pay_back_s": None}, reason="as before")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    noted = [event.detail for event in events(deployment.store, "plan")]
+    assert [one["decision"] for one in noted] == ["KEEP", "MOVE"]
+    assert [one["policy"] for one in noted] == ["greedy", "greedy"]
+
+
+def test_restarted_controller_takes_live_values_from_the_store(deployment: Deployment) -> None:
+    deployment.store.change_live({"max_moves": 1}, reason="slow link")
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert len(deployment.published().moves) == 1
+
+
+def test_live_deadline_withdraws_an_open_migration(deployment: Deployment) -> None:
+    clock = Clock()
+    deployment.serve(SKEWED)
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    for _ in range(2):
+        controller.turn()
+
+    deployment.store.change_live({"migration_deadline_s": 5.0}, reason="faster")
+    clock.now += 5.1
+    controller.turn()
+
+    assert deployment.store.published() is None
+    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 5 s"
+
+
+def test_unusable_live_value_leaves_the_settings_and_is_an_error(deployment: Deployment) -> None:
+    deployment.store.change_live({"policy": "magic"}, reason="a slip")
+    deployment.serve(SKEWED)
+
+    Controller(deployment.store, SETTINGS).turn()
+
+    assert deployment.published().plan_id == 1
+    (error,) = events(deployment.store, "error")
+    assert error.detail["where"] == "settings"
+    assert "'magic'" in error.detail["message"]
+
+
+def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
+    values: dict[str, Any] = {
+        "policy": "greedy",
+        "plan_windows": 3,
+        "pay_back_s": 7.0,
+        "max_moves": 5,
+        "target_imbalance": 1.5,
+        "migration_deadline_s": 9.0,
+        "keep_every_windows": 2,
+    }
+    assert set(values) | set(SWITCHES) == set(LIVE_NAMES)
+
+    found = SETTINGS.with_live(LiveSettings(movement=False, observe=True, **values))
+
+    named = vars(found) | vars(found.cost) | vars(found.budget)
+    assert {name: named[name] for name in values} == values
+    assert SETTINGS.with_live(LiveSettings(max_moves=0)).budget.max_moves is None
+    assert SETTINGS.with_live(LiveSettings(movement=False)) == SETTINGS
+
+
+# -- what ends an open migration
+
+
+def test_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
     clock = Clock()
     deployment.serve(SKEWED)
     controller = Controller(deployment.store, SETTINGS, clock=clock)
@@ -434,11 +539,22 @@ def test_an_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
 
 def report_weights(deployment: Deployment, *versions: int) -> None:
     for rank, version in enumerate(versions):
-        detail = {"weights_version": version}
-        deployment.store.report(RankState(deployment.run, rank, 1.0, 1, 0, "idle", 0, 0, 0, detail))
+        deployment.store.report(rank_report(deployment.run, rank, weights_version=version))
 
 
-def test_a_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> None:
+def test_nothing_is_published_before_a_rank_reports_its_weights(store: MemoryStore) -> None:
+    deployment = Deployment(store)
+    store.begin_run(replace(store.runs()[0], run="run-2"))
+    deployment.run = "run-2"
+    deployment.serve(SKEWED)
+
+    Controller(store, SETTINGS).turn()
+
+    assert decisions(store) == ["MOVE"]
+    assert store.published() is None
+
+
+def test_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> None:
     report_weights(deployment, 2, 2)
     deployment.serve(SKEWED)
     controller = Controller(deployment.store, SETTINGS)
@@ -477,7 +593,7 @@ def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
     assert events(deployment.store, "abort") == []
 
 
-def test_a_new_run_starts_the_windows_over(store: MemoryStore) -> None:
+def test_new_run_starts_the_windows_over(store: MemoryStore) -> None:
     controller = Controller(store, SETTINGS)
     first = Deployment(store, "run-1")
     first.serve(EVEN, windows=3)
@@ -573,7 +689,7 @@ def test_late_and_repeated_samples_are_reported_without_an_error(deployment: Dep
     assert events(deployment.store, "error") == []
 
 
-def test_a_phase_is_planned_on_alone_when_asked(deployment: Deployment) -> None:
+def test_controller_plans_on_one_phase_if_configured(deployment: Deployment) -> None:
     tokens = np.array(SKEWED)[np.maximum(START.slot_to_expert, 0)] * START.slot_share
     for window, phase in enumerate(("prefill", "decode", "prefill")):
         deployment.next_window = window
@@ -615,7 +731,7 @@ def test_load_without_a_plan_is_one_event_and_the_controller_continues(
     assert deployment.store.published() is None
 
 
-def test_an_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> None:
+def test_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> None:
     with pytest.raises(ConfigError, match="unknown policy 'best', expected one of: auto,"):
         Controller(store, replace(SETTINGS, policy="best"))
 
@@ -637,20 +753,20 @@ def test_rebalance_is_a_dry_run_by_default(deployment: Deployment) -> None:
 
     task = worked_off(deployment)
 
-    assert (task.state, task.result["decision"]) == ("done", "MOVE")
-    assert (task.result["dry_run"], task.result["published"]) == (True, False)
-    assert task.result["before"] == pytest.approx(1.6)
-    assert task.result["num_moves"] > 0
+    assert (task.state, task.result.detail["decision"]) == ("done", "MOVE")
+    assert (task.result.detail["dry_run"], task.result.plan_id) == (True, 0)
+    assert task.result.detail["before"] == pytest.approx(1.6)
+    assert task.result.detail["num_moves"] > 0
     assert deployment.store.published() is None
 
 
-def test_a_real_rebalance_publishes_once(deployment: Deployment) -> None:
+def test_real_rebalance_publishes_once(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
     task = worked_off(deployment, dry_run=False, policy="greedy")
 
-    assert (task.state, task.result["policy"]) == ("done", "greedy")
-    assert (task.result["published"], task.result["plan_id"]) == (True, 1)
+    assert (task.state, task.result.detail["policy"]) == ("done", "greedy")
+    assert task.result.plan_id == 1
     assert len(events(deployment.store, "publish")) == 1
 
 
@@ -659,8 +775,8 @@ def test_rebalance_that_does_not_pay_off_returns_the_reason(deployment: Deployme
 
     task = worked_off(deployment, dry_run=False)
 
-    assert (task.state, task.result["decision"]) == ("done", "KEEP")
-    assert task.result["published"] is False
+    assert (task.state, task.result.detail["decision"]) == ("done", "KEEP")
+    assert task.result.plan_id == 0
 
 
 @pytest.mark.parametrize(
@@ -670,7 +786,7 @@ def test_rebalance_that_does_not_pay_off_returns_the_reason(deployment: Deployme
         (Control(observe=True), "this deployment is observed only"),
     ],
 )
-def test_a_real_rebalance_obeys_the_switches(
+def test_real_rebalance_obeys_the_switches(
     deployment: Deployment, control: Control, refusal: str
 ) -> None:
     deployment.store.set_control(control, reason="test")
@@ -679,17 +795,17 @@ def test_a_real_rebalance_obeys_the_switches(
     task = worked_off(deployment, dry_run=False)
 
     assert task.state == "failed"
-    assert refusal in task.result["error"]
+    assert refusal in task.result.error
 
 
-def test_a_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> None:
+def test_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
     worked_off(deployment, dry_run=False)
 
     task = worked_off(deployment, dry_run=False)
 
     assert task.state == "failed"
-    assert "a migration is open already" in task.result["error"]
+    assert "a migration is open already" in task.result.error
 
 
 @pytest.mark.parametrize(
@@ -707,34 +823,34 @@ def test_impossible_task_fails_with_a_reason(
     task = worked_off(deployment, kind, **request_)
 
     assert task.state == "failed"
-    assert refusal in task.result["error"]
+    assert refusal in task.result.error
 
 
-def test_it_explains_what_it_would_do_and_moves_nothing(deployment: Deployment) -> None:
+def test_controller_explains_its_plan_and_moves_nothing(deployment: Deployment) -> None:
     deployment.store.set_control(Control(observe=True), reason="only look")
     deployment.serve(SKEWED)
 
     task = worked_off(deployment, "explain", layer=0, expert=0)
 
-    assert (task.state, task.result["decision"]) == ("done", "MOVE")
-    assert (task.result["part_of_load"], task.result["place"]) == (0.6, 1)
-    assert "60.0% of the layer's tokens" in task.result["sentences"][0]
+    assert (task.state, task.result.detail["decision"]) == ("done", "MOVE")
+    assert (task.result.detail["part_of_load"], task.result.detail["place"]) == (0.6, 1)
+    assert "60.0% of the layer's tokens" in task.result.detail["sentences"][0]
     assert deployment.store.published() is None
 
 
-def test_what_is_not_there_is_not_explained(deployment: Deployment) -> None:
+def test_explanation_task_for_an_unknown_expert_fails(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
     task = worked_off(deployment, "explain", layer=0, expert=9)
 
-    assert task.result["error"] == "expert 9 of layer 0, expected 0..3"
+    assert task.result.error == "expert 9 of layer 0, expected 0..3"
 
 
 def test_rebalance_without_load_fails_with_a_reason(deployment: Deployment) -> None:
     task = worked_off(deployment)
 
     assert task.state == "failed"
-    assert "no complete window of load yet" in task.result["error"]
+    assert "no complete window of load yet" in task.result.error
 
 
 def test_task_of_a_dead_controller_fails_with_a_reason(deployment: Deployment) -> None:
@@ -746,7 +862,7 @@ def test_task_of_a_dead_controller_fails_with_a_reason(deployment: Deployment) -
     ended = deployment.store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result["error"].startswith("the controller exited during this task")
+    assert ended.result.error.startswith("the controller exited during this task")
 
 
 def test_controller_runs_until_stopped(deployment: Deployment) -> None:

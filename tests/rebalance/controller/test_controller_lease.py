@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_reports import rank_report
 
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
@@ -29,7 +30,7 @@ from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
 from telemetry.store import Lease, LeaseOf, LoadStore, RunInfo
 from telemetry.stores.memory import MemoryStore
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.sqlite.store import SqliteStore
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
@@ -96,6 +97,8 @@ def begin(store: LoadStore) -> None:
     store.commit(START, expected=None, reason="start")
     info = RunInfo("run-1", 1.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), window_steps=4)
     store.begin_run(info)
+    for rank in range(2):
+        store.report(rank_report("run-1", rank))
 
 
 def serve(store: LoadStore, window: int, load: list[int]) -> None:
@@ -131,9 +134,7 @@ def lease_states(store: LoadStore) -> list[tuple[str, str]]:
 # -- the hold on the lease
 
 
-def test_the_lease_is_renewed_at_a_third_of_its_time_and_not_before(
-    store: Asked, clock: Clock
-) -> None:
+def test_lease_is_renewed_at_a_third_of_its_time_and_not_before(store: Asked, clock: Clock) -> None:
     lease = ControllerLease(store, "one", TTL_S, clock=clock)
     asked = []
     for now in (1000.0, 1002.9, 1003.0, 1005.9, 1006.0):
@@ -159,7 +160,7 @@ def test_standby_leads_when_the_lease_has_expired(store: Asked, clock: Clock) ->
     assert lease_states(store) == [("one", "leads"), ("two", "leads"), ("one", "lost")]
 
 
-def test_a_lease_that_is_given_up_is_another_s_at_once(store: Asked, clock: Clock) -> None:
+def test_lease_that_is_given_up_is_another_s_at_once(store: Asked, clock: Clock) -> None:
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert (one.is_held(), two.is_held()) == (True, False)
 
@@ -189,7 +190,7 @@ def test_lease_not_renewed_in_time_is_lost_and_logged(
     assert details(store, "lease")[1]["reason"].startswith("not renewed within 9 s: ")
 
 
-def test_something_that_took_longer_than_the_lease_is_noticed(store: Asked, clock: Clock) -> None:
+def test_controller_detects_work_longer_than_its_lease(store: Asked, clock: Clock) -> None:
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert one.is_held()
     clock.now += TTL_S
@@ -220,7 +221,7 @@ def test_standby_writes_nothing_and_claims_no_task(store: Asked) -> None:
     assert len(store.events()) == before
 
 
-def test_a_controller_that_ends_makes_way_for_the_next(store: Asked) -> None:
+def test_controller_that_ends_releases_its_lease(store: Asked) -> None:
     begin(store)
     serve(store, 0, SKEWED)
     first, second = Controller(store, SETTINGS), Controller(store, SETTINGS)
@@ -235,7 +236,7 @@ def test_a_controller_that_ends_makes_way_for_the_next(store: Asked) -> None:
     assert [detail["generation"] for detail in details(store, "publish")] == [1, 2]
 
 
-def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
+def test_plan_of_one_that_slept_through_its_lease_is_not_published(
     store: Asked, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin(store)
@@ -262,7 +263,7 @@ def test_a_plan_of_one_that_slept_through_its_lease_is_not_published(
     assert [state for _, state in lease_states(store)] == ["leads", "leads", "lost"]
 
 
-def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
+def test_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     store: Asked, clock: Clock
 ) -> None:
     begin(store)
@@ -280,7 +281,7 @@ def test_a_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     ended = store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result["error"].startswith("the controller exited during this task")
+    assert ended.result.error.startswith("the controller exited during this task")
     assert len(details(store, "publish")) == 1  # the other's own, for the same load
 
 
@@ -363,7 +364,7 @@ def test_when_the_first_controller_is_killed_the_second_leads_in_time(
 
 
 # Not over SQLite, whose lock a process that is stopped in the middle of a write would keep.
-def test_controllers_that_are_put_to_sleep_in_turn_publish_each_plan_once(
+def test_controllers_suspended_in_turn_publish_each_plan_once(
     redis_server: RedisProcess, tmp_path: Path, fork: Callable[..., Any]
 ) -> None:
     url = f"{redis_server.url}?prefix={tmp_path.name}"

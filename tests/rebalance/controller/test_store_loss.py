@@ -21,8 +21,9 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.lease import ControllerLease
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
+from telemetry.live import LiveSettings, LiveState
 from telemetry.store import Control, LoadStore, RunInfo
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -46,25 +47,27 @@ def restore(store: LoadStore, **changed: Any) -> bool:
     given: dict[str, Any] = {
         "run": RUN,
         "placement": START.with_generation(7),
-        "control": Control(movement=False),
+        "live": LiveState(4, live=LiveSettings(movement=False)),
         "last_plan_id": 41,
         "reason": "lost",
     }
     given |= changed
-    run, placement, control = (given.pop(name) for name in ("run", "placement", "control"))
-    return store.restore(run, placement, control, **given)
+    run, placement, live = (given.pop(name) for name in ("run", "placement", "live"))
+    return store.restore(run, placement, live, **given)
 
 
 # -- in every store
 
 
-def test_an_empty_store_is_restored_with_all_that_is_needed(store: LoadStore) -> None:
+def test_empty_store_is_restored_with_all_that_is_needed(store: LoadStore) -> None:
     assert restore(store)
 
     committed = store.committed()
     assert committed is not None
     assert (committed.placement.generation, committed.placement.hash) == (7, START.hash)
     assert (store.current_run(), store.control()) == (RUN, Control(movement=False))
+    assert store.live().live == LiveSettings(movement=False)
+    assert store.live().revision > 1000
     assert store.next_plan_id() > 1000
     assert kinds(store) == ["restore"]
     assert store.events()[0].detail["generation"] == 7
@@ -80,7 +83,7 @@ def test_of_all_ranks_that_restore_a_store_at_once_one_writes(store: LoadStore) 
     assert store.runs() == [RUN]
 
 
-def test_a_store_with_a_placement_or_another_run_is_not_restored(
+def test_store_with_a_placement_or_another_run_is_not_restored(
     store: LoadStore, open_stores: Any
 ) -> None:
     other = open_stores("other")
@@ -163,7 +166,7 @@ def test_balancing_continues_after_a_store_lost_its_contents(tmp_path: Path, how
         assert group.store.next_plan_id() > before
         group.move(TARGETS[1])
         assert group.placement.hash == TARGETS[1].hash
-        assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
+        assert [agent.describe().frozen for agent in group.agents] == ["", ""]
         assert kinds(group.store).count("restore") == 1
 
 
@@ -187,7 +190,7 @@ def test_store_lost_during_a_migration_is_restored_without_a_freeze(
         )
 
         group.move(TARGETS[2])
-        assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
+        assert [agent.describe().frozen for agent in group.agents] == ["", ""]
 
 
 class LostWhileCommitting(QuickStore):
@@ -204,14 +207,14 @@ class LostWhileCommitting(QuickStore):
         return super().commit(placement, **given)
 
 
-def test_a_commit_refused_by_a_store_restored_since_is_retried() -> None:
+def test_commit_refused_by_a_store_restored_since_is_retried() -> None:
     with closing(Group(LostWhileCommitting("test"))) as group:
         group.begin()
         group.move(TARGETS[0])
 
         assert group.store.refused == 1
         assert group.generation() == group.placement.generation == 1
-        assert [agent.describe().detail["frozen"] for agent in group.agents] == ["", ""]
+        assert [agent.describe().frozen for agent in group.agents] == ["", ""]
 
 
 def test_token_from_before_a_store_loss_is_not_reused(

@@ -13,8 +13,9 @@ from contextlib import closing, suppress
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.network.listener import ConnectionListener, ListenerSettings
-from rebalance.network.wire import MAX_PROOF_BYTES, Wire, client_handshake, connect
+from rebalance.network.frames import DisconnectedError, Message, Wire, connect
+from rebalance.network.handshake import MAX_PROOF_BYTES, client_handshake
+from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
 
 SECRET, PROTOCOL, DEADLINE_S = b"secret", "test-1", 30.0
 DEEP = b"[" * MAX_PROOF_BYTES
@@ -29,17 +30,45 @@ def framed(text: bytes) -> bytes:
 def address() -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()[:2]
-    listener_settings = ListenerSettings("rank", address, PROTOCOL, SECRET, DEADLINE_S)
-    is_closing = threading.Event()
-    door = ConnectionListener(listener_settings, lambda: {"rank": 7}, lambda wire: None, is_closing)
+    listener = ConnectionListener(
+        listen(address, "rank"),
+        ListenerSettings("rank", PROTOCOL, SECRET, DEADLINE_S),
+        lambda: {"rank": 7},
+        lambda wire: None,
+        threading.Event(),
+    )
     yield address
-    door.close()
+    listener.close()
 
 
-def greeted(address: tuple[str, int]) -> object:
+def greeted(address: tuple[str, int], protocol: str = PROTOCOL) -> object:
     with closing(connect(address, DEADLINE_S)) as end:
         wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
-        return client_handshake(wire, SECRET, protocol=PROTOCOL)["rank"]
+        return client_handshake(wire, SECRET, protocol=protocol)["rank"]
+
+
+def test_client_of_another_protocol_version_is_refused(address: tuple[str, int]) -> None:
+    with pytest.raises(MigrationError, match="protocol 'test-1', expected 'test-2'"):
+        greeted(address, "test-2")
+
+
+def test_wire_receives_while_another_thread_sends() -> None:
+    ends = socket.socketpair()
+    left, right = (Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S) for end in ends)
+    received: list[Message] = []
+    reader = threading.Thread(target=lambda: received.append(left.receive()))
+    reader.start()
+    left.send({"from": "left"})
+    assert right.receive() == {"from": "left"}
+    right.send({"from": "right"})
+    reader.join(DEADLINE_S)
+    left.close()
+
+    assert received == [{"from": "right"}]
+    assert not right.wait_for_data(DEADLINE_S)
+    with pytest.raises(DisconnectedError):
+        right.receive()
+    right.close()
 
 
 @pytest.mark.parametrize("text", [DEEP, DEEPER, b'{"a":' * 90, b"1" * 5000, b"\xff\xfe[\0"])

@@ -33,7 +33,7 @@ from eplb.migration.candidates import Candidates
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.network.listener import MAX_CLIENTS
-from rebalance.network.wire import CHUNK_BYTES, Budget
+from rebalance.network.throttle import CHUNK_BYTES, Budget
 from rebalance.preload.cache.cache import HostCache
 from rebalance.preload.cache.record_sources import RecordSources
 from rebalance.preload.cache.requests import Request
@@ -44,12 +44,13 @@ from rebalance.preload.cache.server import (
     HostCacheSettings,
 )
 from rebalance.preload.first_fill import fill_bank
+from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.preload.hosts.known_host import KnownHost
-from rebalance.preload.hosts.settings import HostLinkSettings
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
-from runtime.checkpoint import Checkpoint, write_random_checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import COMPILED_FROM_BYTES, digest
 from telemetry.store import RankState
@@ -89,7 +90,7 @@ class Host:
     def load(self, *records: tuple[int, int]) -> list[torch.Tensor]:
         """Have records in memory, and read them."""
         self.reader.load(records, deadline_s=DEADLINE_S)
-        size = self.reader._record_bytes
+        size = self.reader.record_bytes
         found = [torch.zeros(size, dtype=torch.uint8) for _ in records]
         for record, into in zip(records, found, strict=True):
             self.reader.read(record, into)
@@ -248,12 +249,12 @@ def flips(*which: int) -> Callable[[socket.socket, socket.socket, int], None]:
 # -- from another host
 
 
-def test_a_rank_gets_a_record_that_only_another_host_has(
+def test_rank_gets_a_record_that_only_another_host_has(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door = new_address()
-    has_it = start_host(weights, links(listen=door))
-    without_disk = start_host(None, links(door))
+    listener = new_address()
+    has_it = start_host(weights, links(listen=listener))
+    without_disk = start_host(None, links(listener))
 
     found = without_disk.load((1, 5), (0, 2))
 
@@ -265,13 +266,13 @@ def test_a_rank_gets_a_record_that_only_another_host_has(
     assert has_it.stats().bytes_to_other_hosts == 2 * 4096
 
 
-def test_a_record_comes_from_another_host_s_memory_before_the_own_disk(
+def test_record_is_read_from_another_host_before_the_local_disk(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
-    door = new_address()
-    first = start_host(weights, links(listen=door))
+    listener = new_address()
+    first = start_host(weights, links(listen=listener))
     first.load((0, 0), (0, 1))
-    second = start_host(weights, links(door))
+    second = start_host(weights, links(listener))
 
     second.load((0, 0), (0, 1), (1, 7))
 
@@ -280,16 +281,16 @@ def test_a_record_comes_from_another_host_s_memory_before_the_own_disk(
     assert first.stats().bytes_from_checkpoint == 2 * 4096  # nothing was read for the other
 
 
-def test_after_disk_order_asks_hosts_only_for_records_lost_on_disk(
+def test_after_disk_order_requests_only_records_lost_on_disk(
     start_host: StartHost,
     weights: Checkpoint,
     tmp_path: Path,
     repacked: Callable[..., torch.Tensor],
 ) -> None:
-    door = new_address()
-    start_host(weights, links(listen=door)).load((0, 0))
+    listener = new_address()
+    start_host(weights, links(listen=listener)).load((0, 0))
     own = Checkpoint(shutil.copytree(weights.path, tmp_path / "own"))
-    second = start_host(own, links(door, order="after_disk"))
+    second = start_host(own, links(listener, order="after_disk"))
     second.load((0, 0))
     assert second.stats().bytes_from_checkpoint == 4096
 
@@ -300,13 +301,11 @@ def test_after_disk_order_asks_hosts_only_for_records_lost_on_disk(
     assert second.stats().bytes_from_other_hosts == 4096
 
 
-def test_a_record_of_several_chunks_is_brought_whole(
-    start_host: StartHost, big: Checkpoint
-) -> None:
-    door, record = new_address(), torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
+def test_record_of_several_chunks_is_complete(start_host: StartHost, big: Checkpoint) -> None:
+    listener, record = new_address(), torch.zeros(BIG_SCHEMA.record_bytes, dtype=torch.uint8)
     big.repack(0, 1, BIG_SCHEMA, record)
-    start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
-    second = start_host(None, links(door), model=BIG, schema=BIG_SCHEMA)
+    start_host(big, links(listen=listener), model=BIG, schema=BIG_SCHEMA)
+    second = start_host(None, links(listener), model=BIG, schema=BIG_SCHEMA)
 
     assert len(record) > CHUNK_BYTES
     assert torch.equal(second.load((0, 1))[0], record)
@@ -315,9 +314,12 @@ def test_a_record_of_several_chunks_is_brought_whole(
 def test_more_askers_than_transfers_take_turns(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door, everything = new_address(), [(layer, expert) for layer in (0, 1) for expert in range(8)]
-    start_host(weights, links(listen=door, max_transfers=1)).load(*everything)
-    second = start_host(None, links(door), num_readers=8)
+    listener, everything = (
+        new_address(),
+        [(layer, expert) for layer in (0, 1) for expert in range(8)],
+    )
+    start_host(weights, links(listen=listener, max_transfers=1)).load(*everything)
+    second = start_host(None, links(listener), num_readers=8)
 
     found = second.load(*everything)
 
@@ -327,7 +329,7 @@ def test_more_askers_than_transfers_take_turns(
     assert second.stats().host_failures == 0
 
 
-def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
+def test_shared_request_may_be_served_by_any_host() -> None:
     cache, ended = HostCache(2), threading.Event()
     for_host = Request(5, 1, [(0, 0)], lambda _: ended.set(), is_for_host=True)
     cache.lease_ready(for_host)
@@ -352,9 +354,9 @@ def test_what_a_rank_has_joined_in_asking_for_may_come_from_any_host() -> None:
 def test_byte_corrupted_in_transfer_is_rejected_and_the_disk_is_read(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door, own = new_address(), new_address()
-    start_host(weights, links(listen=door)).load((0, 0))
-    with closing(Proxy(door, flips(1))) as proxy:
+    listener, own = new_address(), new_address()
+    start_host(weights, links(listen=listener)).load((0, 0))
+    with closing(Proxy(listener, flips(1))) as proxy:
         second = start_host(weights, links(proxy.address, own, listen=own))
 
         assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
@@ -367,9 +369,9 @@ def test_byte_corrupted_in_transfer_is_rejected_and_the_disk_is_read(
 def test_corrupted_record_is_requested_again_without_a_disk(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door = new_address()
-    start_host(weights, links(listen=door)).load((0, 0), (0, 1))
-    with closing(Proxy(door, flips(1, 3, 4))) as proxy:
+    listener = new_address()
+    start_host(weights, links(listen=listener)).load((0, 0), (0, 1))
+    with closing(Proxy(listener, flips(1, 3, 4))) as proxy:
         second = start_host(None, links(proxy.address))
 
         assert torch.equal(second.load((0, 0))[0], repacked(0, 0))
@@ -384,7 +386,7 @@ def test_corrupted_record_is_requested_again_without_a_disk(
 def test_record_corrupted_on_the_other_host_is_reloaded_there(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
-    door, addresses = (
+    listener, addresses = (
         new_address(),
         [HostCacheAddress(f"corrupt-{os.getpid()}-{n}", b"key") for n in (1, 2)],
     )
@@ -393,10 +395,10 @@ def test_record_corrupted_on_the_other_host_is_reloaded_there(
         weights,
         small_model,
         small_schema,
-        HostCacheSettings(links=links(listen=door)),
+        HostCacheSettings(links=links(listen=listener)),
     )
     second = HostCacheServer(
-        addresses[1], None, small_model, small_schema, HostCacheSettings(links=links(door))
+        addresses[1], None, small_model, small_schema, HostCacheSettings(links=links(listener))
     )
     with (
         closing(first),
@@ -405,13 +407,13 @@ def test_record_corrupted_on_the_other_host_is_reloaded_there(
         closing(HostCacheClient(addresses[1], 8, 4096, deadline_s=DEADLINE_S)) as at_second,
     ):
         expected, _ = at_first.load([(1, 2)], deadline_s=DEADLINE_S)
-        first._arena.bytes[17] ^= 255
+        first.arena.bytes[17] ^= 255
 
         assert at_second.load([(1, 2)], deadline_s=DEADLINE_S)[0] == expected
-        assert digest(first._arena.bytes[:4096]) == expected[0]
+        assert digest(first.arena.bytes[:4096]) == expected[0]
 
 
-def test_bytes_with_another_digest_than_this_host_cache_knows_are_refused(
+def test_bytes_with_a_wrong_digest_from_another_host_are_refused(
     start_host: StartHost,
     weights: Checkpoint,
     small_model: ModelShape,
@@ -426,9 +428,9 @@ def test_bytes_with_another_digest_than_this_host_cache_knows_are_refused(
             file.seek(8 + int.from_bytes(file.read(8), "little"))
             file.write(bytes(found.st_size - file.tell()))
         os.utime(shard, ns=(found.st_atime_ns, found.st_mtime_ns))
-    door, address = new_address(), HostCacheAddress(f"known-{os.getpid()}", b"key")
-    start_host(other, links(listen=door)).load((0, 0))
-    settings = HostCacheSettings(links=links(door, order="after_disk"))
+    listener, address = new_address(), HostCacheAddress(f"known-{os.getpid()}", b"key")
+    start_host(other, links(listen=listener)).load((0, 0))
+    settings = HostCacheSettings(links=links(listener, order="after_disk"))
     with (
         closing(
             HostCacheServer(address, weights, small_model, small_schema, settings)
@@ -438,7 +440,7 @@ def test_bytes_with_another_digest_than_this_host_cache_knows_are_refused(
         reader.load([(0, 0)], deadline_s=DEADLINE_S)
         for shard in weights.path.glob("*.safetensors"):
             os.truncate(shard, 10)
-        host_cache._arena.bytes[17] ^= 255
+        host_cache.arena.bytes[17] ^= 255
 
         with pytest.raises(MigrationError, match=r"truncated.* it announced digest .* expected"):
             reader.reload((0, 0), deadline_s=DEADLINE_S)
@@ -462,14 +464,14 @@ def open_files() -> set[str]:
 def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
     weights: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema, tmp_path: Path
 ) -> None:
-    door, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
+    listener, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
     settings = HostCacheSettings(
-        mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=door)
+        mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=listener)
     )
     threads, before = set(threading.enumerate()), open_files()
 
     with (
-        socket.create_server(door),
+        socket.create_server(listener),
         pytest.raises(
             MigrationError, match=r"cannot listen for other hosts on .*Address already in use"
         ),
@@ -482,7 +484,7 @@ def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
     with closing(
         HostCacheServer(address, weights, small_model, small_schema, settings)
     ) as host_cache:
-        assert host_cache._writer is not None
+        assert host_cache.writer is not None
 
 
 @contextmanager
@@ -496,7 +498,7 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("record_file", [None, "records"])
-def test_a_host_cache_that_gets_no_thread_leaves_nothing_open(
+def test_host_cache_that_gets_no_thread_leaves_nothing_open(
     weights: Checkpoint,
     small_model: ModelShape,
     small_schema: ExpertSchema,
@@ -516,7 +518,7 @@ def test_a_host_cache_that_gets_no_thread_leaves_nothing_open(
         HostCacheServer(address, weights, small_model, small_schema, settings)
     ) as host_cache:
         # The record file's lock is free again.
-        assert (host_cache._writer is None) == (path is None)
+        assert (host_cache.writer is None) == (path is None)
 
 
 # -- death and silence
@@ -539,10 +541,10 @@ class HalfWay:
 def test_host_killed_during_a_transfer_is_detected_at_once(
     start_host: StartHost, big: Checkpoint, has_disk: bool
 ) -> None:
-    door, half_way = new_address(), HalfWay()
-    first = start_host(big, links(listen=door), model=BIG, schema=BIG_SCHEMA)
+    listener, half_way = new_address(), HalfWay()
+    first = start_host(big, links(listen=listener), model=BIG, schema=BIG_SCHEMA)
     first.load((0, 0))
-    with closing(Proxy(door, half_way)) as proxy:
+    with closing(Proxy(listener, half_way)) as proxy:
         of = links(proxy.address)
         second = start_host(big if has_disk else None, of, model=BIG, schema=BIG_SCHEMA)
 
@@ -566,14 +568,14 @@ def test_host_killed_during_a_transfer_is_detected_at_once(
         killing.join(DEADLINE_S)
 
 
-def test_a_host_that_stands_still_costs_its_silence_once(
+def test_hanging_host_delays_only_the_first_request(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door = new_address()
-    first = start_host(weights, links(listen=door))
+    listener = new_address()
+    first = start_host(weights, links(listen=listener))
     first.load((0, 0))
-    second = start_host(weights, links(door, silence_s=SHORT_S))
-    without_disk = start_host(None, links(door, silence_s=SHORT_S, deadline_s=2 * SHORT_S))
+    second = start_host(weights, links(listener, silence_s=SHORT_S))
+    without_disk = start_host(None, links(listener, silence_s=SHORT_S, deadline_s=2 * SHORT_S))
     without_disk.load((0, 1))
     first.stop()
 
@@ -606,15 +608,15 @@ def test_back_off_of_a_failing_host_doubles_up_to_its_limit() -> None:
     assert host.back_off.reason() == "in back-off for 1.0 s more after: it is dead again"
 
 
-def test_a_host_that_comes_late_is_found(
+def test_host_that_starts_late_is_used(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door = new_address()
-    without_disk = start_host(None, links(door, back_off_s=0.01))
+    listener = new_address()
+    without_disk = start_host(None, links(listener, back_off_s=0.01))
     with pytest.raises(MigrationError, match=r"no checkpoint; .* cannot connect: "):
         without_disk.load((0, 0))
 
-    start_host(weights, links(listen=door))
+    start_host(weights, links(listen=listener))
 
     assert torch.equal(load_after_back_off(without_disk, (0, 0)), repacked(0, 0))
 
@@ -636,9 +638,9 @@ def load_after_back_off(host: Host, record: tuple[int, int]) -> torch.Tensor:
 def test_host_with_another_secret_fails_authentication(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
-    door = new_address()
-    first = start_host(weights, links(listen=door))
-    stranger = start_host(None, links(door, secret=b"found on a street corner"))
+    listener = new_address()
+    first = start_host(weights, links(listen=listener))
+    stranger = start_host(None, links(listener, secret=b"found on a street corner"))
 
     with pytest.raises(MigrationError, match="authentication failed: the secrets differ"):
         stranger.load((0, 0))
@@ -649,9 +651,12 @@ def test_host_with_another_secret_fails_authentication(
 def test_malformed_or_idle_client_is_closed_others_are_served(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
-    door = new_address()
-    start_host(weights, links(listen=door, silence_s=SHORT_S))
-    with socket.create_connection(door) as silent, socket.create_connection(door) as babbling:
+    listener = new_address()
+    start_host(weights, links(listen=listener, silence_s=SHORT_S))
+    with (
+        socket.create_connection(listener) as silent,
+        socket.create_connection(listener) as babbling,
+    ):
         babbling.sendall(b"GET /record HTTP/1.1\r\n\r\n")
         babbling.settimeout(DEADLINE_S)
         greeting = receive(babbling, int.from_bytes(receive(babbling, 4), "big"))
@@ -663,19 +668,19 @@ def test_malformed_or_idle_client_is_closed_others_are_served(
         assert len(silent.recv(1000)) == 4 + len(greeting)
         assert silent.recv(1) == b""  # hung up on when its silence had been long enough
 
-    start_host(None, links(door)).load((0, 0))
+    start_host(None, links(listener)).load((0, 0))
 
 
 def test_clients_beyond_the_limit_are_refused_with_a_reason(
     start_host: StartHost, weights: Checkpoint, repacked: Callable[..., torch.Tensor]
 ) -> None:
-    door = new_address()
-    start_host(weights, links(listen=door)).load((0, 0))
-    second = start_host(weights, links(door))
-    without_disk = start_host(None, links(door))
+    listener = new_address()
+    start_host(weights, links(listen=listener)).load((0, 0))
+    second = start_host(weights, links(listener))
+    without_disk = start_host(None, links(listener))
     with ExitStack() as stack:
         for _ in range(MAX_CLIENTS):
-            silent = stack.enter_context(socket.create_connection(door))
+            silent = stack.enter_context(socket.create_connection(listener))
             assert receive(silent, 4), "it was not greeted"
 
         with pytest.raises(
@@ -690,10 +695,10 @@ def test_clients_beyond_the_limit_are_refused_with_a_reason(
 def test_host_with_another_checkpoint_is_rejected(
     start_host: StartHost, weights: Checkpoint, tmp_path: Path
 ) -> None:
-    door, other = new_address(), Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
+    listener, other = new_address(), Checkpoint(shutil.copytree(weights.path, tmp_path / "other"))
     next(iter(other.path.glob("*.safetensors"))).touch()
-    start_host(other, links(listen=door)).load((0, 0))
-    second = start_host(weights, links(door))
+    start_host(other, links(listen=listener)).load((0, 0))
+    second = start_host(weights, links(listener))
     for shard in weights.path.glob("*.safetensors"):
         os.truncate(shard, 10)
 
@@ -701,16 +706,16 @@ def test_host_with_another_checkpoint_is_rejected(
         second.load((0, 0))
 
 
-def test_a_host_that_serves_updated_weights_gives_none_of_the_old(
+def test_host_that_serves_updated_weights_gives_none_of_the_old(
     start_host: StartHost, weights: Checkpoint
 ) -> None:
-    door = new_address()
-    first = start_host(weights, links(listen=door))
+    listener = new_address()
+    first = start_host(weights, links(listen=listener))
     first.load((0, 0))
     first.reader.invalidate(3, deadline_s=DEADLINE_S)
 
     with pytest.raises(MigrationError, match=": weights version 3, expected 0"):
-        start_host(None, links(door)).load((0, 0))
+        start_host(None, links(listener)).load((0, 0))
 
 
 # -- a migration across hosts
@@ -779,8 +784,8 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
     small_schema: ExpertSchema,
     repacked: Callable[..., torch.Tensor],
 ) -> None:
-    door = new_address()
-    hosts = [start_host(weights, links(listen=door)), start_host(None, links(door))]
+    listener = new_address()
+    hosts = [start_host(weights, links(listen=listener)), start_host(None, links(listener))]
     ranks = start_ranks(hosts, small_schema)
     migration = build_migration(
         START, SWAPPED, TWO_HOSTS, plan_id=ranks.store.next_plan_id(), pace=Pace(staging_experts=4)
@@ -801,7 +806,7 @@ def test_experts_move_between_hosts_of_which_one_has_no_disk(
         agent.close()
 
 
-def test_a_host_reads_ahead_what_a_coming_plan_may_bring_it(
+def test_host_reads_ahead_what_a_coming_plan_may_bring_it(
     start_host: StartHost, weights: Checkpoint, small_schema: ExpertSchema
 ) -> None:
     hosts = [start_host(weights, None), start_host(weights, None)]
@@ -858,13 +863,13 @@ def test_settings_that_cannot_be_used_are_refused(
 
 
 @pytest.mark.slow
-def test_the_hosts_of_a_demo_give_each_other_what_they_hold(
+def test_hosts_of_a_demo_give_each_other_what_they_hold(
     start_demo: Callable[..., Any], tmp_path: Path
 ) -> None:
     demo = start_demo(tmp_path, other_hosts="before_disk", seconds=6)
 
-    assert demo.ends() == 0, demo.told()
+    assert demo.ends() == 0, demo.output_text()
     summary = demo.summary()
     assert summary["bytes_by_source"]["other_host"] > 0
-    assert "other host" in demo.told()
-    assert not demo.errors, demo.told()
+    assert "other host" in demo.output_text()
+    assert not demo.errors, demo.output_text()

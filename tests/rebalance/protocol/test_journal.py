@@ -85,7 +85,7 @@ def test_later_start_appends_to_the_same_journal(tmp_path: Path) -> None:
     ]
 
 
-def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
+def test_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
     path = tmp_path / "rank-0000.jsonl"
     path.write_text(json.dumps(vars(entry(0, 1, 1.0))) + '\n{"run": "run-1", "ra')
     journal = Journal(tmp_path, "run-2", 0)
@@ -96,7 +96,7 @@ def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
     assert read_journals(tmp_path)[1] == 1
 
 
-def test_a_file_that_has_grown_is_put_aside(tmp_path: Path) -> None:
+def test_file_that_has_grown_is_put_aside(tmp_path: Path) -> None:
     for number in range(4):
         journal = Journal(tmp_path, f"run-{number}", 0, max_bytes=100)
         journal.note("staged", (1, 1, 1), {"note": "x" * 100})
@@ -123,7 +123,7 @@ def test_unwritable_folder_is_logged_and_counted(
     assert "1 journal entries lost" in caplog.text
 
 
-def test_a_note_that_cannot_be_written_down_does_not_silence_those_after_it(
+def test_journal_writes_entries_after_one_that_cannot_be_encoded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(tmp_path, "run", 0)
@@ -165,7 +165,7 @@ for number in range(1000):
 """
 
 
-def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
+def test_written_journal_entries_survive_a_kill(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, env=dict(os.environ))
 
@@ -218,7 +218,7 @@ def test_every_phase_change_has_a_journal_entry() -> None:
     assert told(staged, staged) == []
 
 
-def test_votes_are_noted_only_when_they_say_something_new() -> None:
+def test_journal_records_a_vote_only_when_it_changes() -> None:
     notes = Notes()
     recorder = JournalRecorder(notes, lambda: 9)
     ballots = [
@@ -234,14 +234,14 @@ def test_votes_are_noted_only_when_they_say_something_new() -> None:
     assert notes.taken[3] == ("verdict", (9, 4, 0), {"of_step": 6, "halt": True})
 
 
-def test_a_rank_without_a_journal_takes_no_notes() -> None:
+def test_rank_without_a_journal_takes_no_notes() -> None:
     JournalRecorder(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
 
 
 # -- the table
 
 
-def test_the_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
+def test_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
     write(folder, entry(0, 1, 10.0, "plan seen"), entry(0, 3, 30.0, "death detected"))

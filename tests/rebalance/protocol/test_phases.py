@@ -50,15 +50,15 @@ def working(prepared: int = 0, swapped: int = 0, *, is_adopted: bool = True) -> 
 def test_only_the_table_s_moves_are_possible(phase: Phase, other: Phase) -> None:
     state = replace(IDLE, phase=phase)
     if other is phase:
-        assert phases._move(state, other) is state
+        assert phases.transition(state, other) is state
     elif other in NEXT[phase]:
-        assert phases._move(state, other).phase is other
+        assert phases.transition(state, other).phase is other
     else:
         with pytest.raises(AssertionError, match=f"{phase.value} cannot become {other.value}"):
-            phases._move(state, other)
+            phases.transition(state, other)
 
 
-def test_a_verdict_reads_both_ends_of_what_must_agree() -> None:
+def test_verdict_reads_both_ends_of_what_must_agree() -> None:
     ballot = cast(IDLE)
 
     verdict = verdict_of(ballot, replace(ballot, generation=4), replace(ballot, plan_id=9))
@@ -66,7 +66,7 @@ def test_a_verdict_reads_both_ends_of_what_must_agree() -> None:
     assert (verdict.step, verdict.generation, verdict.newest_plan_id) == (10, None, 9)
 
 
-def test_a_plan_runs_through_all_phases_on_agreeing_ranks() -> None:
+def test_plan_runs_through_all_phases_on_agreeing_ranks() -> None:
     state = phases.see_plan(IDLE, PLAN)
     assert state.phase is Phase.PRELOAD
     state, order = read(state, state)
@@ -109,7 +109,7 @@ def test_ranks_on_different_plans_swap_nothing_and_keep_their_plans() -> None:
     assert state == mine
 
 
-def test_one_rank_s_wish_drops_the_plan_on_all_and_for_good() -> None:
+def test_abort_request_of_one_rank_drops_the_plan_on_all() -> None:
     unwilling = phases.want_abort(working(), 5, "no room")
     unaware = IDLE
 
@@ -122,7 +122,7 @@ def test_one_rank_s_wish_drops_the_plan_on_all_and_for_good() -> None:
         assert phases.see_plan(after, replace(PLAN, plan_id=6)).phase is Phase.PRELOAD
 
 
-def test_a_wish_drops_the_plan_that_it_is_about_and_no_newer_one() -> None:
+def test_abort_request_drops_its_plan_and_no_newer_one() -> None:
     # Plan 5 is withdrawn and plan 6 published before every rank has seen plan 5.
     old = phases.want_abort(working(), 5, "it was withdrawn")
     newer = replace(PLAN, plan_id=6, plan_hash=78)
@@ -146,7 +146,7 @@ def test_abort_of_an_older_plan_does_not_affect_a_newer_one() -> None:
     assert (after.phase, after.plan, after.refused_up_to) == (Phase.PRELOAD, on_the_next.plan, 5)
 
 
-def test_a_disagreement_has_a_plan_dropped_that_was_seen_since_the_vote() -> None:
+def test_disagreement_drops_a_plan_received_since_the_vote() -> None:
     mine = cast(IDLE)
     verdict = verdict_of(mine, cast(replace(IDLE, generation=4)))
     on_the_next = phases.see_plan(IDLE, PLAN)
@@ -170,7 +170,7 @@ def test_swapped_part_of_a_dropped_plan_is_a_new_generation() -> None:
     assert phases.aborted(dropped).phase is Phase.IDLE
 
 
-def test_a_wish_to_abort_does_not_stop_a_swap_that_others_will_make() -> None:
+def test_abort_request_does_not_stop_a_swap_that_was_voted() -> None:
     # It was cast as prepared; the wish came after, and only the next verdict can carry it.
     ready = working(prepared=1)
     mine = cast(ready)
@@ -181,7 +181,7 @@ def test_a_wish_to_abort_does_not_stop_a_swap_that_others_will_make() -> None:
     assert order == Swap(0, 1)
 
 
-def test_a_disagreement_on_the_generation_freezes_every_rank() -> None:
+def test_disagreement_on_the_generation_freezes_every_rank() -> None:
     ahead = replace(working(), generation=4)
 
     for state, other in ((working(), ahead), (ahead, working())):
@@ -210,11 +210,11 @@ def test_late_updates_of_a_dropped_plan_change_nothing() -> None:
     assert phases.want_abort(dropped, 5, "again") is dropped
 
 
-def test_a_plan_for_another_generation_is_not_begun() -> None:
+def test_plan_for_another_generation_is_not_begun() -> None:
     assert phases.see_plan(IDLE, replace(PLAN, base_generation=2)) is IDLE
 
 
-def test_a_plan_for_other_weights_is_not_begun() -> None:
+def test_plan_for_other_weights_is_not_begun() -> None:
     assert phases.see_plan(IDLE, replace(PLAN, weights_version=1)) is IDLE
 
     reloaded = replace(IDLE, weights_version=1)
@@ -264,6 +264,6 @@ def test_nothing_of_an_earlier_plan_counts_as_applied() -> None:
     assert (done.plan, done.applied_everywhere) == (None, 0)
 
 
-def test_a_halt_is_seen_by_all() -> None:
+def test_halt_reaches_all_ranks() -> None:
     assert verdict_of(cast(IDLE), cast(IDLE, halt=True)).halt
     assert not verdict_of(cast(IDLE), cast(IDLE)).halt

@@ -739,7 +739,7 @@ def test_ranks_agree_in_longer_stories_too(scenario: Scenario) -> None:
     holds(scenario)
 
 
-def test_a_plan_that_one_rank_fails_is_finished_on_all_or_dropped_on_all() -> None:
+def test_plan_that_one_rank_fails_is_finished_on_all_or_dropped_on_all() -> None:
     scenario = Scenario((1,), wishes=1)
 
     ends = {
@@ -802,7 +802,7 @@ def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verd
         "early adoption",
     ],
 )
-def test_a_broken_rank_is_found_out(broken: Scenario, finding: str) -> None:
+def test_explorer_finds_each_broken_rule(broken: Scenario, finding: str) -> None:
     with pytest.raises(Violation, match=finding) as found:
         holds(broken)
 

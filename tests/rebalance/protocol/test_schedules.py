@@ -45,7 +45,7 @@ def test_no_order_of_events_does_so_in_many_schedules_either() -> None:
     total_of(range(1_000_000, 1_020_000))
 
 
-def test_a_seed_is_the_same_schedule_every_time() -> None:
+def test_seed_is_the_same_schedule_every_time() -> None:
     first, again = run_one(7), run_one(7)
 
     assert first.trace == again.trace
@@ -69,12 +69,12 @@ def seed_that_finds(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in RARE])
-def test_a_broken_rank_is_found(name: str) -> None:
+def test_broken_rank_is_found(name: str) -> None:
     assert seed_that_finds(name) < 500
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", RARE)
-def test_a_rank_that_is_seldom_wrong_is_found_too(name: str) -> None:
+def test_rank_that_is_seldom_wrong_is_found_too(name: str) -> None:
     seed_that_finds(name)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from agent_group import AGENT_THREADS
 from simulated_time import Clock
 
 from eplb.core.placement import Placement
@@ -37,7 +38,7 @@ def watchdog(clock: Clock) -> Watchdog:
     return Watchdog(plan_deadline_s=30.0, clock=clock)
 
 
-def test_a_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> None:
+def test_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> None:
     watchdog.mover.idle("waiting for votes on plan 3")
     clock.now += 1000
 
@@ -59,9 +60,7 @@ def test_oldest_is_the_thread_without_progress_for_longest(
     assert str(watchdog.oldest()) == "step: in step 7"
 
 
-def test_a_migration_is_dropped_once_its_mover_stands_still(
-    watchdog: Watchdog, clock: Clock
-) -> None:
+def test_watchdog_drops_a_migration_whose_mover_hangs(watchdog: Watchdog, clock: Clock) -> None:
     watchdog.mover.busy(PULLING)
     clock.now += 30
     assert watchdog.objection(PLAN) == ""
@@ -71,9 +70,7 @@ def test_a_migration_is_dropped_once_its_mover_stands_still(
     assert watchdog.objection(PLAN) == words
 
 
-def test_a_mover_that_gets_on_may_take_as_long_as_it_needs(
-    watchdog: Watchdog, clock: Clock
-) -> None:
+def test_mover_that_gets_on_may_take_as_long_as_it_needs(watchdog: Watchdog, clock: Clock) -> None:
     adopted = replace(PLAN, is_adopted=True)
     for expert in range(100):
         watchdog.mover.busy(f"pulling layer 0 expert {expert} from rank 1")
@@ -82,7 +79,7 @@ def test_a_mover_that_gets_on_may_take_as_long_as_it_needs(
         assert watchdog.objection(adopted) == ""
 
 
-def test_a_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clock: Clock) -> None:
+def test_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clock: Clock) -> None:
     assert watchdog.objection(PLAN) == ""
     clock.now += 31
 
@@ -90,7 +87,7 @@ def test_a_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clo
     assert watchdog.objection(replace(PLAN, is_adopted=True)) == ""
 
 
-def test_without_a_plan_there_is_nothing_to_drop(watchdog: Watchdog, clock: Clock) -> None:
+def test_watchdog_without_a_plan_drops_nothing(watchdog: Watchdog, clock: Clock) -> None:
     watchdog.mover.busy("scrubbing layer 0 slot 0 expert 0")
     clock.now += 1000
 
@@ -110,7 +107,7 @@ class Ranked:
         return True
 
     def describe(self) -> RankState:
-        return RankState("run", 0, 0.0, 0, 0, "idle", 0, 0, 0)
+        return RankState("run", 0, 0.0, 0, 0, "idle", 0, 0, 0, 0)
 
     def offer(self, sample: object) -> bool:
         return True
@@ -177,7 +174,7 @@ def run_on_mover(watcher: Watcher, job: Callable[[], None] = lambda: None) -> No
     assert done.wait(DEADLINE_S), "the mover's thread did not get there"
 
 
-def test_a_mover_that_failed_is_started_again_once_and_then_frozen(
+def test_mover_that_failed_is_started_again_once_and_then_frozen(
     made: Made,
 ) -> None:
     watcher, hands, shared, *_ = made
@@ -193,7 +190,7 @@ def test_a_mover_that_failed_is_started_again_once_and_then_frozen(
     assert (shared.state.frozen_reason, watcher.num_mover_failures) == (words, 2)
 
 
-def test_a_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> None:
+def test_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> None:
     watcher, _, shared, *_ = made
     run_on_mover(watcher, fail)
     shared.update(phases.see_plan, PlanRef(3, 99, 0, 2, 1))
@@ -209,7 +206,7 @@ def test_a_plan_that_the_failed_mover_never_saw_is_still_let_go(made: Made) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_threads_that_end_without_a_word_are_named(
+def test_watcher_names_threads_that_exited_unexpectedly(
     made: Made,
 ) -> None:
     watcher, hands, _, ranked, _ = made
@@ -221,7 +218,7 @@ def test_threads_that_end_without_a_word_are_named(
     assert watcher.ended() == ["eplb-mover"]
 
     ranked.fails_with = SystemExit()
-    for thread in watcher._threads:
+    for thread in threading.enumerate():
         if thread.name == "eplb-watcher":
             thread.join(DEADLINE_S)
     assert watcher.ended() == ["eplb-mover", "eplb-watcher"]
@@ -233,7 +230,7 @@ def test_exit_of_a_closed_watcher_is_not_reported(
     watcher, *_ = made
     watcher.close()
 
-    assert not any(thread.is_alive() for thread in watcher._threads)
+    assert not [thread for thread in threading.enumerate() if thread.name in AGENT_THREADS]
     assert watcher.ended() == []
 
 
@@ -297,9 +294,7 @@ def test_end_of_a_plan_is_written_when_the_aborting_rank_is_dead(
     assert reasons(store) == ["requested by another rank"]
 
 
-def test_what_the_store_does_not_take_is_no_progress(
-    made: Made, watchdog: Watchdog, clock: Clock
-) -> None:
+def test_rejected_write_is_no_progress(made: Made, watchdog: Watchdog, clock: Clock) -> None:
     watcher, *_, store = made
     watcher.report_event("scrub", {})
     assert store.is_asked.wait(DEADLINE_S)

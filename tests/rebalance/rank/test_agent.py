@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
+from agent_group import AGENT_THREADS, DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -141,8 +143,8 @@ def test_wrong_bytes_at_a_peer_are_never_swapped_in(group: Group) -> None:
 
 
 def test_wrong_digest_from_every_source_aborts_with_a_reason(group: Group) -> None:
-    for agent in group.agents:
-        agent._parts.digests[2, 2] += 1
+    for digests in group.rank_digests:
+        digests[2, 2] += 1
 
     group.publish(FULL)
     group.step_until(lambda: group.store.published() is None)
@@ -156,7 +158,7 @@ def test_wrong_digest_from_every_source_aborts_with_a_reason(group: Group) -> No
     assert committed.placement.slot_to_expert[2].tolist() == START.slot_to_expert[2].tolist()
 
 
-def test_commit_seen_before_the_verdict_requests_no_abort(
+def test_commit_read_before_the_verdict_requests_no_abort(
     group: Group,
 ) -> None:
     migration = group.publish(FULL)
@@ -180,9 +182,8 @@ def test_commit_seen_before_the_verdict_requests_no_abort(
         version = group.store.wait(version, 1.0)
     last.on_store_update(Control(), group.store.published())
 
-    assert last._shared.state.plan is not None
-    assert last._shared.state.plan.plan_id == migration.plan_id
-    assert last._shared.state.abort_reason == ""
+    assert last.describe().plan_id == migration.plan_id
+    assert last.phase != "aborted"
     last.step()
     assert last.placement.hash == FULL.hash
 
@@ -241,9 +242,9 @@ def test_all_ranks_halt_at_one_step_when_one_asks(group: Group) -> None:
 
     halted_at = answers.index([False] * 4)
     assert answers[:halted_at] == [[True] * 4] * halted_at
-    cast = len(group.votes._ballots)
+    cast = group.votes.num_votes
     assert [group.step() for _ in range(4)] == [[False] * 4] * 4, "what has ended stays so"
-    assert len(group.votes._ballots) == cast, "nobody votes any more"
+    assert group.votes.num_votes == cast, "nobody votes any more"
 
 
 def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:
@@ -253,11 +254,10 @@ def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) ->
     for agent in group.agents:
         agent.close()
 
-    threads = [thread for agent in group.agents for thread in agent._core.watcher._threads]
-    assert not any(thread.is_alive() for thread in threads)
+    assert not [thread for thread in threading.enumerate() if thread.name in AGENT_THREADS]
 
 
-def test_a_dead_rank_stops_its_peers_instead_of_serving_alone(group: Group) -> None:
+def test_dead_rank_stops_its_peers_instead_of_serving_alone(group: Group) -> None:
     for _ in range(3):
         group.step()
     group.votes.kill(3)
@@ -327,9 +327,10 @@ def new_record(layer: int, expert: int) -> torch.Tensor:
     return RECORDS[layer, expert] + 1
 
 
-def load_new_weights(agent: RankAgent) -> None:
+def load_new_weights(group: Group, agent: RankAgent) -> None:
+    bank = group.banks[group.agents.index(agent)]
     for layer, slot, expert in agent.held():
-        agent._parts.bank.live(layer, slot).copy_(new_record(layer, expert))
+        bank.live(layer, slot).copy_(new_record(layer, expert))
     agent.end_update()
 
 
@@ -338,16 +339,16 @@ def test_new_weights_follow_moved_experts_and_moves_continue(group: Group) -> No
     group.step_until(lambda: group.generation() == 1)
 
     assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
-    assert at_once(group, load_new_weights) == [""] * 4
+    assert at_once(group, partial(load_new_weights, group)) == [""] * 4
 
     for rank, agent in enumerate(group.agents):
         for layer, slot, expert in agent.held():
             assert torch.equal(group.banks[rank].live(layer, slot), new_record(layer, expert))
-        assert agent.describe().detail["weights_version"] == 1
+        assert agent.describe().weights_version == 1
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_an_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
+def test_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
     group: Group, steps: int
 ) -> None:
     group.publish(FULL)
@@ -357,7 +358,7 @@ def test_an_update_in_mid_migration_drops_it_and_no_old_byte_is_swapped_in(
 
     assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
     assert {agent.phase for agent in group.agents} == {"idle"}
-    assert at_once(group, load_new_weights) == [""] * 4
+    assert at_once(group, partial(load_new_weights, group)) == [""] * 4
     for _ in range(12):
         group.step()
 
@@ -373,20 +374,21 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
 ) -> None:
     def step() -> None:
         group.step()
-        for agent in group.agents:  # a token for every slot that serves, in each step
+        # A token for every slot that serves, in each step.
+        for agent, counter in zip(group.agents, group.counters, strict=True):
             for layer, slot, _ in agent.held():
-                agent._parts.counter.received[layer, slot] += 1
+                counter.received[layer, slot] += 1
 
     group.publish(FULL)
     deadline = time.monotonic() + DEADLINE_S
-    pending = [agent._core.voter for agent in group.agents]
-    while not all(one._pending and one._pending[0].prepared for one in pending):
-        assert time.monotonic() < deadline, group.told()
+    pending = [agent.core.voter for agent in group.agents]
+    while not all(one.pending and one.pending[0].prepared for one in pending):
+        assert time.monotonic() < deadline, group.output_text()
         step()
 
     assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
     assert all(agent.figures.experts_moved > 0 for agent in group.agents)
-    assert at_once(group, load_new_weights) == [""] * 4
+    assert at_once(group, partial(load_new_weights, group)) == [""] * 4
     for _ in range(9):
         step()
     for sink in group.sinks:
@@ -395,7 +397,7 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
             assert np.array_equal(sample.tokens, num_steps * (sample.slot_to_expert != EMPTY))
 
 
-def test_a_step_between_begin_and_end_of_an_update_is_refused(group: Group) -> None:
+def test_step_between_begin_and_end_of_an_update_is_refused(group: Group) -> None:
     group.step()
     assert at_once(group, lambda agent: agent.begin_update(3)) == [""] * 4
 
@@ -413,7 +415,7 @@ def test_versions_grow(group: Group) -> None:
 def test_updates_to_different_versions_are_an_error(group: Group) -> None:
     group.step()
 
-    told = at_once(group, lambda agent: agent.begin_update(1 + agent._parts.rank // 3))
+    told = at_once(group, lambda agent: agent.begin_update(1 + group.agents.index(agent) // 3))
 
     expected = "rank {}: not every rank updates its weights to version {} after step 0"
     assert [words.partition(",")[0] for words in told] == [
@@ -421,7 +423,7 @@ def test_updates_to_different_versions_are_an_error(group: Group) -> None:
     ]
 
 
-def test_an_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: Group) -> None:
+def test_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: Group) -> None:
     group.step()
     for agent, clock in zip(group.agents[1:], group.clocks[1:], strict=True):
         agent.step()
@@ -429,7 +431,7 @@ def test_an_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group
 
     def update_or_step(agent: RankAgent) -> None:
         agent.begin_update(1) if agent is group.agents[0] else agent.step()
-        agent._voting.read(3, must_finish=True)
+        agent.core.voting.read(3, must_finish=True)
 
     told = at_once(group, update_or_step)
 
@@ -448,7 +450,7 @@ def test_replicas_that_were_loaded_with_different_bytes_are_refused(group: Group
     assert all(words.startswith(f"layer 1 expert {expert}: ranks hold diff") for words in told)
 
 
-def test_a_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> None:
+def test_missed_hook_is_refused_before_it_can_mix_placements(group: Group) -> None:
     group.step()
     group.clocks[1].steps += 1
 
@@ -478,7 +480,7 @@ def test_published_plan_for_another_placement_is_not_adopted(group: Group) -> No
     assert group.agents[0].describe().plan_id == 0
 
 
-def test_the_pauses_of_the_latest_swaps_are_kept_and_no_more() -> None:
+def test_pauses_of_the_latest_swaps_are_kept_and_no_more() -> None:
     figures = StepFigures()
     for number in range(5000):
         figures.swapped(2, pause_ms=float(number))

@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,18 +54,18 @@ from rebalance.preload.cache.server import (
 )
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.local_votes import LocalVotes
-from rebalance.stage.settings import StageSettings
+from rebalance.rank.watcher import MOVER
+from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.interface import Place, WeightTransport
-from rebalance.transport.processes import PullTransport, RankMemory, SharedPeers
+from rebalance.transport.processes import MappedPeers, PullTransport, RankMemory
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import RunInfo
 
 NEVER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4
-SHORT_S = 0.3  # for a vote that never comes
 NUM_LAYERS, NUM_EXPERTS = 2, 8
 # Two hosts of two ranks, three slots each: four replicas beside the eight experts.
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
@@ -116,7 +117,7 @@ class Group(AgentGroup):
         self.publish(target)
         self.step_until(lambda: self.store.published() is None, "an end of the plan")
         self.step_until(lambda: {agent.phase for agent in self.agents} == {"idle"}, "quiet")
-        assert reason in self.told_by_events(), self.told()
+        assert reason in self.reasons_of_events(), self.output_text()
         self.is_settled()
 
     def is_settled(self, expected: object = None) -> None:
@@ -125,23 +126,23 @@ class Group(AgentGroup):
         assert committed is not None
         found = {(agent.placement.generation, agent.placement.hash) for agent in self.agents}
         assert found == {(committed.placement.generation, committed.placement.hash)}
-        assert [agent.describe().detail["frozen"] for agent in self.agents] == [""] * 4
+        assert [agent.describe().frozen for agent in self.agents] == [""] * 4
         self.check_bytes()
         if expected is not None:
             assert np.array_equal(committed.placement.slot_to_expert, np.asarray(expected))
 
-    def told(self) -> str:
+    def output_text(self) -> str:
         """What events and journals say of the ends of plans."""
         noted = [str(detail["reason"]) for detail in self.journal.of("abort requested", "frozen")]
-        return "; ".join([self.told_by_events(), *noted])
+        return "; ".join([self.reasons_of_events(), *noted])
 
-    def told_by_events(self) -> str:
+    def reasons_of_events(self) -> str:
         ends = ("abort", "reject")
         return "; ".join(e.detail["reason"] for e in self.store.events() if e.kind in ends)
 
     def doings(self) -> str:
         """What the ranks' threads that have been at one thing for longest are at."""
-        return "; ".join(agent._core.watchdog.mover.standing().doing for agent in self.agents)
+        return "; ".join(agent.describe().progress_of for agent in self.agents)
 
     def stage(self, name: str) -> int:
         return sum(int(agent.describe().detail["stage"][name]) for agent in self.agents)
@@ -167,13 +168,12 @@ def make_group(
     small_schema: ExpertSchema,
     tmp_path: Path,
 ) -> Iterator[MakeGroup]:
-    """Make four agents that serve START: ``make_group(wrap_votes, deadline_s, ...)``."""
+    """Make four agents that serve START: ``make_group(wrap_votes, ...)``."""
     with ExitStack() as stack:
 
         def make(
             wrap_votes: WrapVotes = as_they_are,
             *,
-            deadline_s: float = DEADLINE_S,
             wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
             host_cache_of_transport: HostCacheAddress | None = None,
             host_cache_settings: HostCacheSettings | None = None,
@@ -204,13 +204,15 @@ def make_group(
             handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
             for rank, bank in enumerate(group.banks):
                 memory = RankMemory(rank, bank, reader(host_cache_of_transport or address), 2)
-                transport = PullTransport(memory, SharedPeers(rank, TOPOLOGY, bank, handles))
+                transport = PullTransport(
+                    memory, MappedPeers(rank, TOPOLOGY, bank, handles.__getitem__)
+                )
                 agent = group.add(
                     wrap_transport(transport),
                     group.digests,
                     votes=wrap_votes(rank, group.votes.member(rank)),
                     journal=group.journal,
-                    vote_deadline_s=deadline_s,
+                    vote_deadline_s=DEADLINE_S,
                     stage=stage,
                 )
                 agent.start()
@@ -226,11 +228,16 @@ def make_group(
 class LateVotes:
     """Votes that are answered late: each tells its value only after some questions."""
 
-    def __init__(self, votes: VoteGroup, draw: Callable[[], int]) -> None:
-        self._votes, self._draw = votes, draw
+    def __init__(
+        self,
+        votes: VoteGroup,
+        draw: Callable[[], int],
+        waits: Callable[[float], None] = lambda waited_s: None,
+    ) -> None:
+        self._votes, self._draw, self._waits = votes, draw, waits
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        return LateVote(self._votes.cast(ballot), self._draw())
+        return LateVote(self._votes.cast(ballot), self._draw(), self._waits)
 
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
@@ -240,12 +247,15 @@ class LateVotes:
 
 
 class LateVote:
-    def __init__(self, vote: PendingVote, questions: int) -> None:
-        self._vote, self._left = vote, questions
+    def __init__(self, vote: PendingVote, questions: int, waits: Callable[[float], None]) -> None:
+        self._vote, self._left, self._waits = vote, questions, waits
 
     def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
         self._left -= 1
-        return (Outcome.LATE, []) if self._left >= 0 else self._vote.poll(timeout_s)
+        if self._left < 0:
+            return self._vote.poll(timeout_s)
+        self._waits(timeout_s)
+        return Outcome.LATE, []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -305,9 +315,13 @@ def test_lost_vote_stops_every_rank_before_placements_differ(
 
     def lose(rank: int, votes: VoteGroup) -> VoteGroup:
         numbers = itertools.count()
-        return LateVotes(votes, lambda: NEVER if rank == 2 and next(numbers) == vote else 0)
 
-    group = make_group(lose, deadline_s=SHORT_S)
+        def draw() -> int:
+            return NEVER if rank == 2 and next(numbers) == vote else 0
+
+        return LateVotes(votes, draw, lambda waited_s: group.time.skip(waited_s))
+
+    group = make_group(lose)
     group.publish(NEXT)
 
     # Every step that all ranks make is checked; the first that one refuses is no forward pass.
@@ -323,7 +337,7 @@ def test_lost_vote_stops_every_rank_before_placements_differ(
 # -- bytes
 
 
-def test_a_host_record_damaged_in_memory_is_read_again_and_never_served(
+def test_host_record_damaged_in_memory_is_read_again_and_never_served(
     make_group: MakeGroup,
 ) -> None:
     group = make_group()
@@ -345,7 +359,7 @@ def damage_everything(group: Group) -> None:
 
 def host_cache_memory(group: Group) -> int:
     """The descriptor of this group's host cache: one of an earlier test may still be open."""
-    return int(Path(group.host_cache._arena.handle).name)
+    return int(Path(group.host_cache.arena.handle).name)
 
 
 class Damaging:
@@ -365,7 +379,7 @@ class Damaging:
         return completion
 
 
-def test_a_staged_expert_that_was_damaged_on_its_way_is_staged_again(
+def test_staged_expert_damaged_in_transfer_is_staged_again(
     make_group: MakeGroup,
 ) -> None:
     group = make_group(wrap_transport=Damaging)
@@ -410,7 +424,7 @@ def meets_a_crowd(group: Group, target: Placement) -> list[Record]:
     return held
 
 
-def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
+def test_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
     make_group: MakeGroup,
 ) -> None:
     group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
@@ -425,7 +439,7 @@ def test_an_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
             ended.result(DEADLINE_S)
 
     group.step_until(lambda: group.store.published() is None, "an end of the plan")
-    assert "the weights are updated to version 1" in group.told_by_events()
+    assert "the weights are updated to version 1" in group.reasons_of_events()
     group.is_settled(START.slot_to_expert)
     group.stranger.release(held)
 
@@ -457,7 +471,7 @@ def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: Mak
     group.close()
 
     assert time.monotonic() - started < CALLED_OFF_S
-    assert not any(agent._core.watcher.has_mover() for agent in group.agents)
+    assert not [thread for thread in threading.enumerate() if thread.name == MOVER]
 
 
 def test_deleted_weights_are_still_read_by_a_host_that_has_them_open(
@@ -533,7 +547,7 @@ import signal, sys
 from pathlib import Path
 from eplb.core.model import ModelShape
 from rebalance.preload.cache.server import HostCacheServer, HostCacheAddress, HostCacheSettings
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
 weights, memory, name = sys.argv[1:]
@@ -581,14 +595,14 @@ def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
     group = make_group(host_cache_of_transport=small_host)
 
     group.drops(NEXT, "preload on host matrix-")  # of each rank that found no room, and why
-    assert "[Errno 28] No space left on device" in group.told() + capfd.readouterr().err
+    assert "[Errno 28] No space left on device" in group.output_text() + capfd.readouterr().err
     held = START.slot_to_expert.copy()
     held[0, 0] = 1  # in place of a replica; from the host, which has room for two records
     held[0, 1] = 0
     fits = Placement(held, NUM_EXPERTS)
     deadline = time.monotonic() + DEADLINE_S
     while group.generation() == 0:  # memory may be found missing once more, entry by entry
-        assert time.monotonic() < deadline, group.told()
+        assert time.monotonic() < deadline, group.output_text()
         group.publish(fits)
         group.step_until(lambda: group.store.published() is None)
     group.is_settled(held)
@@ -597,7 +611,7 @@ def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
 # -- plans that must not be
 
 
-def test_a_plan_with_a_stale_base_is_refused_by_the_store_and_moves_nothing(
+def test_plan_with_a_stale_base_is_refused_by_the_store_and_moves_nothing(
     make_group: MakeGroup,
 ) -> None:
     group = make_group()
@@ -647,5 +661,5 @@ def forged(migration: Migration, change: Callable[[Move], Move | None]) -> Migra
 def test_moves_that_do_not_lead_to_the_target_are_no_migration(
     change: Callable[[Move], Move | None],
 ) -> None:
-    with pytest.raises(MigrationError, match=r"plan 1: its moves bring expert .* its target's"):
+    with pytest.raises(MigrationError, match=r"plan 1: its moves bring expert .* as in its target"):
         forged(migration_to(START, NEXT, 1), change)

@@ -144,7 +144,7 @@ class Ranks:
         """Where each rank writes down what it was at."""
         return self.store.with_suffix(f".{self.run}")
 
-    def told(self) -> str:
+    def output_text(self) -> str:
         """Where each rank stood, for a test that fails."""
         said = []
         for path in sorted(self.folder.iterdir()):
@@ -265,7 +265,7 @@ def drive(store: LoadStore, ranks: Ranks, until_generation: int | None) -> list[
     pipes = ranks.pipes
     deadline, version, is_halting = time.monotonic() + DEADLINE_S, -1, False
     while len(results) < NUM_RANKS:
-        assert time.monotonic() < deadline, f"no end in time, only {results}\n{ranks.told()}"
+        assert time.monotonic() < deadline, f"no end in time, only {results}\n{ranks.output_text()}"
         committed = store.committed()
         assert committed is not None
         is_reached = until_generation is not None and (

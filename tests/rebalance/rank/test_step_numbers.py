@@ -41,47 +41,71 @@ def step_all(group: AgentGroup, *args: Any) -> None:
     assert [agent.step(*args) for agent in group.agents] == [True, True]
 
 
-def test_the_engines_step_numbers_are_used_in_place_of_the_counter(group: AgentGroup) -> None:
-    for number in range(2 * SAMPLE_STEPS + 1):  # the counters stay at 0
+def pass_all(group: AgentGroup) -> None:
+    """A forward pass of every rank, which its counter of passes sees."""
+    for clock in group.clocks:
+        clock.steps += 1
+
+
+def test_engines_step_numbers_are_those_of_the_samples(group: AgentGroup) -> None:
+    for number in range(2 * SAMPLE_STEPS + 1):
         step_all(group, number)
+        pass_all(group)
 
     found = [(one.first_step, one.last_step) for one in group.sinks[1].samples]
     assert found == [(0, 3), (4, 7)]
     assert [agent.describe().step for agent in group.agents] == [8, 8]
 
 
-def test_a_step_given_twice_does_nothing_the_second_time(group: AgentGroup) -> None:
+def test_step_given_twice_does_nothing_the_second_time(group: AgentGroup) -> None:
     step_all(group, 0)
     step_all(group, 0)
+    pass_all(group)
     step_all(group, 1)
 
     assert [agent.describe().step for agent in group.agents] == [1, 1]
 
 
-def test_a_skipped_step_number_is_refused(group: AgentGroup) -> None:
+def test_skipped_step_number_is_refused(group: AgentGroup) -> None:
     step_all(group, 0)
+    pass_all(group)
+    pass_all(group)
 
     with pytest.raises(RankError, match="rank 0: step 2 follows step 0, expected one call of"):
         group.agents[0].step(2)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_step_number_that_is_not_the_number_of_passes_is_refused(
+    group: AgentGroup, number: int
+) -> None:
+    step_all(group, 0)
+    pass_all(group)
+    pass_all(group)  # without a call of step before it
+
+    words = f"rank 0: step {number} after 2 forward passes, expected step 2: a call of step"
+    with pytest.raises(RankError, match=words):
+        group.agents[0].step(number)
 
 
 def test_samples_carry_the_phase_of_their_passes_or_mixed(group: AgentGroup) -> None:
     phases = ["prefill", "decode", "decode", "decode", *["decode"] * 4, *[None] * 4, "decode"]
     for number, phase in enumerate(phases):
         step_all(group, number, phase)
+        pass_all(group)
 
     found = [sample.phase for sample in group.sinks[0].samples]
     assert found == ["mixed", "decode", "mixed"]  # the last is of load_phase, "mixed"
 
 
-def test_an_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> None:
+def test_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> None:
     with pytest.raises(ConfigError, match="phase 'train', expected one of: prefill, decode, mixed"):
         group.agents[0].step(0, "train")  # type: ignore[arg-type]
 
     step_all(group, 0)
 
 
-def test_a_rank_without_a_counter_needs_a_step_number() -> None:
+def test_rank_without_a_counter_needs_a_step_number() -> None:
     group, bank = AgentGroup(START, TOPOLOGY), ExpertBank(SCHEMA, 1, 2, num_staging=2)
     settings = AgentSettings("test", "run", TOPOLOGY, sample_steps=SAMPLE_STEPS)
     transport = LocalTransport(TOPOLOGY, 0, [bank, bank], RECORDS)

@@ -19,8 +19,8 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Move, Source
 from rebalance.stage.lanes import Pull
-from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import HOST_RETRY_S, Sources
+from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
@@ -185,7 +185,7 @@ def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Ben
     return Bench(clock, simulated, sources, stager, dead)
 
 
-def test_a_record_comes_in_chunks_and_counts_once_its_digest_is_right() -> None:
+def test_record_is_pulled_in_chunks_and_counts_once_verified() -> None:
     made = bench(0)
 
     (into,) = made.stage(FROM_3)
@@ -209,7 +209,7 @@ def test_chunks_are_ordered_ahead_but_not_without_end() -> None:
     assert made.clock.now == 2.0  # four chunks, two at a time
 
 
-def test_a_budget_spreads_a_record_over_time_and_leaves_the_other_link_alone() -> None:
+def test_budget_delays_a_record_and_not_the_other_link() -> None:
     slow_peers = StageSettings(peer=LinkSettings(CHUNK, 10.0), host=LinkSettings(CHUNK))
     made = bench(0, slow_peers)
     from_host = Move(0, 3, 1, Source.HOST)
@@ -227,7 +227,7 @@ def test_a_budget_spreads_a_record_over_time_and_leaves_the_other_link_alone() -
     assert peer.bytes_per_second == pytest.approx(SIZE / 4.0)
 
 
-def test_chunks_come_from_all_replicas_in_turn_the_planned_one_first() -> None:
+def test_chunks_are_pulled_from_all_replicas_in_turn() -> None:
     made = bench(3)
 
     made.stage(FROM_2)
@@ -268,7 +268,7 @@ def test_wrong_digest_of_the_only_peer_falls_back_to_the_host() -> None:
     assert (figures.num_retries, figures.num_wrong_digests, figures.num_quarantined) == (1, 1, 1)
 
 
-def test_a_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
+def test_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
     made = bench(0, readable=frozenset([0]), corrupted={HOST})
 
     (into,) = made.stage(FROM_3)
@@ -321,7 +321,7 @@ def test_quarantined_host_record_is_retried_and_a_correct_one_released() -> None
     assert made.figures().num_quarantined == 0
 
 
-def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
+def test_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
     made = bench(0, readable=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     for _ in range(2):
@@ -334,7 +334,7 @@ def test_a_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None
     assert made.figures().num_wrong_digests == 2
 
 
-def test_of_several_replicas_the_one_to_blame_is_found_or_read_alone() -> None:
+def test_corrupted_one_of_several_replicas_is_identified() -> None:
     made = bench(3, corrupted={ON_2})
     on_0 = Place(Source.PEER, 0, 0)
 
@@ -369,7 +369,7 @@ def test_host_without_records_is_no_attempt_and_a_replica_is_read() -> None:
     assert made.figures().num_staged == 1
 
 
-def test_a_source_that_refuses_is_passed_over() -> None:
+def test_source_that_refuses_is_passed_over() -> None:
     made = bench(0, refusing={ON_3})
 
     made.stage(FROM_3)
@@ -390,7 +390,7 @@ def test_when_every_source_is_bad_each_is_named() -> None:
     )
 
 
-def test_a_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() -> None:
+def test_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() -> None:
     made = bench(3, latency_s=1.0)
     pull = pull_of(FROM_2)
     work = made.stager.stage([pull], lambda: True)
@@ -428,7 +428,7 @@ def test_late_chunk_of_a_dead_peer_never_overwrites_the_next_source() -> None:
     assert made.clock.now == 6.0  # the late one at 4, then two of the host's at a time
 
 
-def test_what_is_not_wanted_any_more_ends_within_a_chunk_and_drains() -> None:
+def test_cancelled_staging_ends_within_a_chunk_and_drains() -> None:
     made = bench(0, latency_s=1.0)
     wanted = [True]
     work = made.stager.stage([pull_of(FROM_3)], lambda: wanted[0])
@@ -442,7 +442,7 @@ def test_what_is_not_wanted_any_more_ends_within_a_chunk_and_drains() -> None:
     assert made.transport.flying == []
 
 
-def test_the_stager_works_on_after_it_was_drained() -> None:
+def test_stager_works_on_after_it_was_drained() -> None:
     made = bench(0, latency_s=1.0)
     work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock() < 0.5)
     made.clock.now = 0.4
@@ -456,7 +456,7 @@ def test_the_stager_works_on_after_it_was_drained() -> None:
     assert torch.equal(into, record_of((0, 1)))
 
 
-def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
+def test_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
     made = bench(0, latency_s=math.inf)
 
     with pytest.raises(
@@ -467,7 +467,7 @@ def test_a_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:
         made.run(made.stager.drain())
 
 
-def test_a_hold_stops_the_next_chunk_and_counts_as_throttled() -> None:
+def test_hold_stops_the_next_chunk_and_counts_as_throttled() -> None:
     made = bench(0, latency_s=0.1)
     made.stager.hold.pause(5.0)
     work = made.stager.stage([pull_of(FROM_3)], lambda: True)
@@ -480,7 +480,7 @@ def test_a_hold_stops_the_next_chunk_and_counts_as_throttled() -> None:
     assert made.figures().links["peer"].throttled_s == pytest.approx(2.0)
 
 
-def test_a_forgotten_hold_delays_a_migration_and_does_not_end_it() -> None:
+def test_expired_hold_delays_a_migration_and_does_not_end_it() -> None:
     made = bench(0)
     made.stager.hold.pause(5.0)
 
@@ -490,7 +490,7 @@ def test_a_forgotten_hold_delays_a_migration_and_does_not_end_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whatever_happens_what_counts_as_staged_is_right_and_stays_so(seed: int) -> None:
+def test_staged_records_stay_right_under_random_faults(seed: int) -> None:
     draw = np.random.default_rng(seed)
     receiver = int(draw.integers(4))
     made = bench(receiver, latency_s=float(draw.choice([0.0, 0.3, 1.0])))

@@ -9,7 +9,7 @@ import pytest
 
 from eplb.errors import ConfigError
 from rebalance.network.throttle import Hold, TokenBucket
-from rebalance.stage.settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import LinkSettings, StageSettings
 
 
 class Clock:
@@ -31,7 +31,7 @@ def test_full_bucket_allows_a_burst_and_then_the_rate() -> None:
     assert bucket.ready_at(50) <= clock.now
 
 
-def test_silence_saves_up_no_more_than_the_burst() -> None:
+def test_idle_bucket_accumulates_at_most_the_burst() -> None:
     clock = Clock()
     bucket = TokenBucket(100.0, 50, clock)
     bucket.take(50)
@@ -52,7 +52,7 @@ def test_more_than_the_burst_is_paid_for_afterwards() -> None:
     assert bucket.ready_at(10) == pytest.approx(clock.now + 1.1)
 
 
-def test_a_bucket_without_a_rate_never_holds_back() -> None:
+def test_bucket_without_a_rate_never_holds_back() -> None:
     clock = Clock()
     bucket = TokenBucket(math.inf, 50, clock)
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_a_bucket_without_a_rate_never_holds_back() -> None:
     assert bucket.ready_at(1000) <= clock.now
 
 
-def test_a_hold_lasts_until_it_is_taken_back() -> None:
+def test_hold_lasts_until_it_is_taken_back() -> None:
     clock = Clock()
     hold = Hold(clock)
     assert hold.ready_at() <= clock.now
@@ -73,7 +73,7 @@ def test_a_hold_lasts_until_it_is_taken_back() -> None:
     assert hold.ready_at() <= clock.now
 
 
-def test_a_forgotten_hold_ends_by_itself_and_is_logged_once(
+def test_expired_hold_ends_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()
@@ -90,7 +90,7 @@ def test_a_forgotten_hold_ends_by_itself_and_is_logged_once(
 
 
 @pytest.mark.parametrize(("chunk_bytes", "rate"), [(0, 1.0), (1, 0.0), (1, math.nan)])
-def test_a_link_that_carries_nothing_is_refused(chunk_bytes: int, rate: float) -> None:
+def test_link_that_carries_nothing_is_refused(chunk_bytes: int, rate: float) -> None:
     with pytest.raises(ConfigError, match="expected more than 0 of both"):
         LinkSettings(chunk_bytes, rate)
 

@@ -109,7 +109,7 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-def test_a_flip_serves_right_bytes_at_every_step(group: Group) -> None:
+def test_flip_serves_right_bytes_at_every_step(group: Group) -> None:
     migration = group.publish(ROUND)
     assert [txn.reads_after for txn in migration.transactions] == [0, 1]
     assert {move.layer for move in migration.transactions[1].moves} == {0, 1}
@@ -151,7 +151,7 @@ def test_half_written_spares_stay_empty_after_an_abort(group: Group) -> None:
     assert group.routed_when_written == []
 
 
-def test_a_plan_dropped_between_two_flips_leaves_every_rank_its_spares(group: Group) -> None:
+def test_plan_dropped_between_two_flips_leaves_every_rank_its_spares(group: Group) -> None:
     group.publish(ROUND, Pace(0, mode="flip", spare_slots=1, layers_per_transaction=1))
     group.step_until(lambda: group.placement.hash != START.hash)
     group.store.set_control(Control(movement=False), reason="stop")

@@ -21,8 +21,8 @@ from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.transport.choice import KnownRecords, choose_transport
 from rebalance.transport.interface import HOST, Place
-from rebalance.transport.processes import RankMemory, SharedPeers
-from runtime.checkpoint import Checkpoint
+from rebalance.transport.processes import MappedPeers, RankMemory
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.agreement import gathered
 
@@ -67,7 +67,7 @@ def choose(
     try:
         made, why = choose_transport(
             RankMemory(rank, bank, reader),
-            lambda: SharedPeers(rank, TOPOLOGY, bank, dict(enumerate(handles))),
+            lambda: MappedPeers(rank, TOPOLOGY, bank, handles.__getitem__),
             KnownRecords(placement, TOPOLOGY, digests),
             group,
         )
@@ -106,7 +106,7 @@ def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
     )
 
 
-def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
+def test_peer_memory_with_other_bytes_is_detected(
     run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     def spoil(rank: int, bank: ExpertBank, handles: list[str]) -> None:
@@ -121,7 +121,7 @@ def test_a_peer_s_memory_that_holds_other_bytes_is_found_out(
     assert "layer 0 expert 0 from slot 0 of rank 0: digest mismatch" in said[2][0]
 
 
-def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
+def test_rank_whose_own_reads_fail_the_check_stops_all_reads(
     run_ranks: RunRanks, host_cache: HostCacheAddress, small_schema: ExpertSchema
 ) -> None:
     def corrupt(rank: int, bank: ExpertBank, handles: list[str]) -> None:
@@ -137,6 +137,6 @@ def test_a_rank_that_cannot_trust_its_own_reads_stops_all_of_them(
     assert all(why.startswith(refusal) for why, _ in said)
 
 
-def test_a_place_on_another_host_names_itself() -> None:
+def test_place_on_another_host_names_itself() -> None:
     assert str(HOST) == "the host"
     assert str(Place(HOST.source, 3, 1)) == "slot 1 of rank 3"

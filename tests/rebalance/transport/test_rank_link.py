@@ -32,27 +32,28 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.network.frames import RefusedError, Wire, connect
+from rebalance.network.handshake import client_handshake
 from rebalance.network.listener import MAX_CLIENTS
-from rebalance.network.wire import RefusedError, Wire, client_handshake, connect
 from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.intermediate_placements import readable, serving_after_each
 from rebalance.stage.lanes import Pull
-from rebalance.stage.serving import readable, serving_after_each
-from rebalance.stage.settings import LinkSettings, StageSettings
 from rebalance.stage.sources import Sources
+from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.messages import PROTOCOL, GroupName, Part, PartRequest
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import PIECE_BYTES, RankLinkServer, Served
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import PROTOCOL, GroupName, Part, PartRequest
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.model.compute import swiglu
@@ -144,7 +145,7 @@ def taken(asks: OtherRanks, part: Part = PART) -> torch.Tensor:
 # -- what is given
 
 
-def test_a_part_of_a_live_slot_is_given_as_it_is(start: Start) -> None:
+def test_part_of_a_live_slot_is_given_as_it_is(start: Start) -> None:
     rank, asks = start()
 
     assert asks.ranks == {1}
@@ -153,7 +154,7 @@ def test_a_part_of_a_live_slot_is_given_as_it_is(start: Start) -> None:
     assert rank.server.num_bytes_sent == SIZE + 7
 
 
-def test_a_record_of_several_pieces_comes_whole(start: Start) -> None:
+def test_record_of_several_pieces_is_complete(start: Start) -> None:
     _, asks = start(schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
 
@@ -297,7 +298,7 @@ def test_clients_beyond_the_limit_are_refused_with_a_reason(start: Start) -> Non
             taken(asks)
 
 
-def test_a_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
+def test_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
     rank, _ = start(settings=links(2, max_transfers=1), schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
     with closing(connect(rank.settings.addresses[1], DEADLINE_S)) as end:
@@ -315,7 +316,7 @@ def test_a_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
             taken(asks)
 
 
-def test_a_rank_gives_no_more_than_its_budget(start: Start) -> None:
+def test_rank_gives_no_more_than_its_budget(start: Start) -> None:
     settings = links(2, bytes_per_second=1e3, silence_s=SHORT_S)
     _, asks = start(settings=settings, schema=BIG_SCHEMA)
     two_pieces = replace(PART, num_bytes=2 * PIECE_BYTES)
@@ -342,7 +343,7 @@ def test_unreachable_rank_is_in_back_off_and_used_once_reachable() -> None:
             assert torch.equal(taken(asks), record_of(5))
 
 
-def test_nothing_is_left_after_the_end() -> None:
+def test_rank_link_leaves_no_threads_or_files() -> None:
     def standing() -> tuple[int, int]:
         is_socket = [one.is_socket() for one in Path("/proc/self/fd").iterdir() if one.exists()]
         return threading.active_count(), sum(is_socket)
@@ -456,7 +457,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
         yield started
 
 
-def test_expert_missing_in_the_host_cache_comes_from_another_rank(
+def test_expert_missing_in_the_host_cache_is_read_from_another_rank(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver()
@@ -468,7 +469,7 @@ def test_expert_missing_in_the_host_cache_comes_from_another_rank(
     assert figures.links["network"].num_bytes == SIZE
 
 
-def test_a_source_killed_in_mid_transfer_is_left_for_the_next_replica(
+def test_source_killed_in_mid_transfer_is_left_for_the_next_replica(
     receiver: Callable[..., Receiver],
 ) -> None:
     made = receiver(signal.SIGKILL)
@@ -728,7 +729,7 @@ def test_move_without_links_is_aborted_and_serving_continues(
 # -- settings
 
 
-def test_the_demo_s_ranks_are_asked_at_addresses_of_their_hosts() -> None:
+def test_demo_s_ranks_are_asked_at_addresses_of_their_hosts() -> None:
     demo = DemoSettings(ranks=4, nodes=2)
     assert _rank_links(Settings(demo=demo)) is None
     made = _rank_links(Settings(demo=demo, host_cache=HostCache(other_hosts="after_disk")))
@@ -756,7 +757,7 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
     assert "known" not in repr(links(1))
 
 
-def test_an_address_that_is_taken_is_named(start: Start) -> None:
+def test_address_that_is_taken_is_named(start: Start) -> None:
     rank, _ = start()
 
     with pytest.raises(MigrationError, match=r"cannot listen for other ranks on 127"):

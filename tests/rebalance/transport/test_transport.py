@@ -33,13 +33,13 @@ from rebalance.protocol.local_votes import LocalVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.transport.interface import HOST, Place, WeightTransport
 from rebalance.transport.local import LocalTransport
-from rebalance.transport.processes import NoPeers, PullTransport, RankMemory, SharedPeers
+from rebalance.transport.processes import MappedPeers, NoPeers, PullTransport, RankMemory
 from rebalance.transport.ranks.client import OtherRanks
+from rebalance.transport.ranks.messages import GroupName
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import RankLinkServer, Served
-from rebalance.transport.ranks.settings import RankLinkSettings
-from rebalance.transport.ranks.wire import GroupName
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
 from runtime.memory.shared import attach
 
@@ -139,7 +139,7 @@ def test_every_rank_reads_the_smallest_of_every_figure(run_voters: RunVoters) ->
     assert results == [(Outcome.VALUE, ballot(2, -9, 7))] * 3
 
 
-def test_many_votes_come_out_in_the_order_in_which_they_were_cast(run_voters: RunVoters) -> None:
+def test_many_votes_end_in_the_order_of_casting(run_voters: RunVoters) -> None:
     def vote(voter: Voter) -> list[int]:
         draw = random.Random(voter.rank)
         read = []
@@ -157,7 +157,7 @@ def test_many_votes_come_out_in_the_order_in_which_they_were_cast(run_voters: Ru
     assert results == [expected] * 3
 
 
-def test_a_vote_is_late_until_the_last_rank_has_cast_it(run_voters: RunVoters) -> None:
+def test_vote_is_late_until_the_last_rank_has_cast_it(run_voters: RunVoters) -> None:
     others_found_it_late = FORK.Barrier(3)
 
     def vote(voter: Voter) -> list[Result]:
@@ -199,7 +199,7 @@ def test_vote_that_ends_at_its_deadline_is_never_broken(
     assert not any(Outcome.BROKEN in seen for seen in results)
 
 
-def test_a_dead_rank_breaks_the_vote_that_it_has_not_cast(run_voters: RunVoters) -> None:
+def test_dead_rank_breaks_the_vote_that_it_has_not_cast(run_voters: RunVoters) -> None:
     def vote(voter: Voter) -> list[Outcome] | None:
         first = wait_for(voter.votes.cast(ballot(1)))[0]
         if voter.rank == 2:
@@ -217,7 +217,7 @@ def test_a_dead_rank_breaks_the_vote_that_it_has_not_cast(run_voters: RunVoters)
     assert dead is None
 
 
-def test_a_vote_cast_after_a_death_is_broken_too(run_voters: RunVoters) -> None:
+def test_vote_cast_after_a_death_is_broken_too(run_voters: RunVoters) -> None:
     def vote(voter: Voter) -> list[Outcome] | None:
         if voter.rank == 1:
             voter.die()
@@ -322,7 +322,7 @@ def pulling(
             return
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
-        shared = SharedPeers(0, TOPOLOGY, mine, handles)
+        shared = MappedPeers(0, TOPOLOGY, mine, handles.__getitem__)
         yield Pulling(PullTransport(RankMemory(0, mine, reader), shared), mine, write)
     reader.close()
     host_cache.close()
@@ -334,13 +334,13 @@ def repacked(checkpoint: Checkpoint, schema: ExpertSchema, record: Record) -> to
     return into
 
 
-def test_a_slot_of_the_same_rank_is_copied(pulling: Pulling) -> None:
+def test_slot_of_the_same_rank_is_copied(pulling: Pulling) -> None:
     pulling.bank.live(1, 1).fill_(9)
 
     assert (pulling.pull((1, 0), Place(Source.SAME_RANK, 0, 1)) == 9).all()
 
 
-def test_a_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
+def test_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
     last_of_three = pulling.at_peer(2)
     for byte in (7, 8):
         pulling.write_at_peer(0, 2, byte)
@@ -359,7 +359,7 @@ def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
             pulling.pull((0, 3), Place(Source.PEER, 2, 0, is_far=is_far))
 
 
-def test_a_record_is_preloaded_from_disk_once_and_then_copied(
+def test_record_is_preloaded_from_disk_once_and_then_copied(
     pulling: Pulling, small_checkpoint: Checkpoint, small_schema: ExpertSchema
 ) -> None:
     loaded = [pulling.transport.preload([(1, 6)], DEADLINE_S) for _ in range(2)]
@@ -368,7 +368,7 @@ def test_a_record_is_preloaded_from_disk_once_and_then_copied(
     assert torch.equal(pulling.pull((1, 6), HOST), repacked(small_checkpoint, small_schema, (1, 6)))
 
 
-def test_a_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
+def test_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
     with pytest.raises(MigrationError, match=r"expert.*9"):
         pulling.transport.preload([(1, 9)], DEADLINE_S)
 
@@ -387,12 +387,29 @@ def test_slots_of_a_dead_peer_stay_readable_where_attached(small_schema: ExpertS
         PeerBank(handle, mine, 3)
 
 
-def test_a_peer_of_another_size_is_refused(small_schema: ExpertSchema) -> None:
+def test_peer_of_another_size_is_refused(small_schema: ExpertSchema) -> None:
     mine, peer = (ExpertBank(small_schema, 2, 2, num_staging=n) for n in (4, 5))
     size = small_schema.record_bytes
 
     with pytest.raises(MigrationError, match=f"has {9 * size} bytes, expected {8 * size}"):
         PeerBank(peer.handle, mine, 2)
+
+
+def test_slots_are_read_of_a_peer_s_memory_that_is_mapped_already(
+    small_schema: ExpertSchema,
+) -> None:
+    mine, other = (ExpertBank(small_schema, 2, slots, num_staging=1) for slots in (2, 3))
+    for layer in range(2):
+        for slot in range(3):
+            other.live(layer, slot).fill_(10 * layer + slot)
+    into = torch.zeros(small_schema.record_bytes // 2, dtype=torch.uint8)
+
+    peers = MappedPeers(0, TOPOLOGY, mine, {1: other.arena.bytes}.__getitem__)
+    peers.read(Place(Source.PEER, 1, 2), 1, len(into), into)
+
+    assert (into == 12).all()
+    with pytest.raises(MigrationError, match=r"layer 1 slot 2 of rank 1 cannot be read: .*size"):
+        peers.read(Place(Source.PEER, 1, 2), 1, len(into) + 1, into)
 
 
 def test_peer_slots_are_mapped_read_only(small_schema: ExpertSchema) -> None:

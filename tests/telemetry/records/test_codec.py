@@ -70,7 +70,7 @@ EITHER_VERSION = pytest.mark.parametrize("version", READABLE_VERSIONS)
 @EITHER_VERSION
 @settings(deadline=None, max_examples=40)
 @given(sample=samples())
-def test_a_sample_comes_back_as_it_was(sample: LoadSample, version: int) -> None:
+def test_sample_round_trips(sample: LoadSample, version: int) -> None:
     assert same(sample_from_bytes(sample_to_bytes(sample, version)), sample)
 
 
@@ -90,7 +90,7 @@ def make_large_sample(mean_tokens: float, rng: np.random.Generator) -> LoadSampl
 
 
 @pytest.mark.parametrize("mean_tokens", [20, 4_000, 1_000_000])
-def test_a_sample_of_58_layers_and_9_slots_takes_1_to_3_kb(
+def test_sample_of_58_layers_and_9_slots_takes_1_to_3_kb(
     mean_tokens: float, rng: np.random.Generator
 ) -> None:
     record = sample_to_bytes(make_large_sample(mean_tokens, rng))
@@ -105,7 +105,7 @@ def test_large_counts_take_less_room_in_version_2(rng: np.random.Generator) -> N
 
 
 @EITHER_VERSION
-def test_any_other_byte_anywhere_is_noticed(version: int) -> None:
+def test_codec_detects_any_changed_byte(version: int) -> None:
     record = sample_to_bytes(make_sample(), version)
 
     for place, change in itertools.product(range(len(record)), range(1, 256)):
@@ -118,7 +118,7 @@ def test_any_other_byte_anywhere_is_noticed(version: int) -> None:
 @EITHER_VERSION
 @settings(deadline=None, max_examples=40)
 @given(sample=samples(), data=st.data())
-def test_a_flipped_bit_anywhere_is_noticed(
+def test_codec_detects_any_flipped_bit(
     sample: LoadSample, version: int, data: st.DataObject
 ) -> None:
     record = bytearray(sample_to_bytes(sample, version))
@@ -130,7 +130,7 @@ def test_a_flipped_bit_anywhere_is_noticed(
 
 
 @EITHER_VERSION
-def test_a_record_cut_anywhere_is_noticed(version: int) -> None:
+def test_codec_detects_a_truncated_record(version: int) -> None:
     record = sample_to_bytes(make_sample(), version)
 
     for kept in range(len(record)):
@@ -146,7 +146,7 @@ def test_foreign_bytes_are_refused(record: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3, 255])
-def test_a_record_of_another_version_is_refused(version: int) -> None:
+def test_record_of_another_version_is_refused(version: int) -> None:
     record = bytearray(sample_to_bytes(make_sample()))
     record[4] = version
 
@@ -169,7 +169,7 @@ def sealed(*, layers: int = 2, slots: int = 2, arrays: bytes, phase: int = 1) ->
     return packing.seal(b"EPLS", 2, header + b"dr" + arrays)
 
 
-def test_a_sealed_record_is_read() -> None:
+def test_sealed_record_is_read() -> None:
     sample = sample_from_bytes(sealed(arrays=packing.compress(bytes(range(8)))))
 
     assert sample.slot_to_expert.tolist() == [[0, 1], [2, 3]]
@@ -192,7 +192,7 @@ BOMB = packing.compress(bytes(50_000_000))
         ({"arrays": packing.compress(bytes(8)), "phase": 9}, "expected the layout of version 2"),
     ],
 )
-def test_a_sealed_record_that_holds_no_sample_is_refused(
+def test_sealed_record_that_holds_no_sample_is_refused(
     fields: dict[str, Any], message: str
 ) -> None:
     record = sealed(**fields)
@@ -228,7 +228,7 @@ def make_rollup(**changes: Any) -> Rollup:
     return Rollup(**(fields | changes))
 
 
-def test_a_roll_up_comes_back_as_it_was() -> None:
+def test_roll_up_round_trips() -> None:
     rollup = make_rollup()
 
     found = rollup_from_bytes(rollup_to_bytes(rollup))
@@ -237,7 +237,7 @@ def test_a_roll_up_comes_back_as_it_was() -> None:
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_damage_of_a_roll_up_is_noticed() -> None:
+def test_codec_detects_damage_of_a_roll_up() -> None:
     record = rollup_to_bytes(make_rollup())
 
     for place in range(len(record)):
@@ -250,7 +250,7 @@ def test_damage_of_a_roll_up_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"nonsense", b'{"arrays": [[99, [1, 1]]]}'])
-def test_a_sealed_record_that_holds_no_roll_up_is_refused(text: bytes) -> None:
+def test_sealed_record_that_holds_no_roll_up_is_refused(text: bytes) -> None:
     lengths = struct.pack("<II", len(text), len(text))
     record = packing.seal(b"EPLR", 1, lengths + packing.compress(text))
 

@@ -87,7 +87,7 @@ def test_samples_older_than_they_are_kept_become_roll_ups_of_a_minute(store: Loa
     assert store.sample_counts("run-1") == {0: 9, 1: 9}
 
 
-def test_a_second_turn_finds_nothing_to_do(store: LoadStore) -> None:
+def test_second_retention_run_changes_nothing(store: LoadStore) -> None:
     started(store).append([make_sample(0, 0, time=0.0)])
     keeper = Keeper(store, SHORT)
     keeper.turn(START + 250.0)
@@ -126,7 +126,7 @@ def test_roll_ups_of_a_minute_become_those_of_an_hour(store: LoadStore) -> None:
     assert [rollup.start - START for rollup in store.rollups(HOUR)] == [7200]
 
 
-def test_all_but_the_latest_events_are_forgotten(store: LoadStore) -> None:
+def test_retention_keeps_the_latest_events(store: LoadStore) -> None:
     for n in range(9):
         store.add_event("note", {"n": n})
 
@@ -165,7 +165,7 @@ def test_samples_that_do_not_fit_their_run_are_excluded_and_counted(store: LoadS
     assert store.rollups(MINUTE)[0].num_samples == 1
 
 
-def test_a_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
+def test_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
     store: LoadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rolling, "_MOST_MINUTES", 3)
@@ -188,7 +188,7 @@ def test_a_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
     assert store.rollups(MINUTE) == []
 
 
-def test_an_hour_is_the_sum_of_its_minutes_whatever_their_order() -> None:
+def test_hour_is_the_sum_of_its_minutes_whatever_their_order() -> None:
     minutes = [
         Rollup(
             "run-1",
@@ -298,7 +298,7 @@ def give_up() -> None:
 
 
 @pytest.mark.parametrize("step", range(NUM_STEPS + 1))
-def test_a_turn_that_fails_at_any_step_is_made_good_by_the_next(
+def test_turn_that_fails_at_any_step_is_made_good_by_the_next(
     store: LoadStore, step: int, wanted: Any
 ) -> None:
     with_five_hours_of_load(store)
@@ -324,7 +324,7 @@ def turn_until_killed(_: Connection, path: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("step", range(NUM_STEPS))
-def test_kill_9_of_the_keeper_at_any_step_loses_and_doubles_nothing(
+def test_sigkill_of_retention_loses_and_duplicates_nothing(
     tmp_path: Path, step: int, wanted: Any, fork: Callable[..., Any]
 ) -> None:
     path = tmp_path / "store.sqlite"

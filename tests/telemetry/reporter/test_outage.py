@@ -68,7 +68,7 @@ def sequences(store: SqliteStore, run: str = "run-1") -> list[int]:
     return [sample.sequence for _, sample in store.samples(run, limit=1_000_000)]
 
 
-def test_an_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
+def test_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
     tmp_path: Path, store: SqliteStore, outages: Outages
 ) -> None:
     reporter = Reporter(store, spool=Spool(tmp_path / "spool", capacity=8))
@@ -94,7 +94,7 @@ def test_an_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
     reporter.close(TIMEOUT_S)
 
 
-def test_a_reporter_that_ends_in_an_outage_leaves_its_samples_to_the_next(
+def test_reporter_that_ends_in_an_outage_leaves_its_samples_to_the_next(
     tmp_path: Path, store: SqliteStore, outages: Outages
 ) -> None:
     outages.begin()
@@ -114,14 +114,14 @@ def test_a_reporter_that_ends_in_an_outage_leaves_its_samples_to_the_next(
     second.close(TIMEOUT_S)
 
 
-def test_the_state_of_now_does_not_wait_for_the_backlog(
+def test_state_of_now_does_not_wait_for_the_backlog(
     tmp_path: Path, store: SqliteStore, outages: Outages
 ) -> None:
     outages.begin()
     reporter = Reporter(store, spool=Spool(tmp_path / "spool"))
     for step in range(3):
         reporter.offer(make_sample(step))
-        reporter.state(RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step))
+        reporter.state(RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step, 0))
     outages.end()
     reporter.flush(RECOVERY_S)
 
@@ -142,7 +142,7 @@ def test_without_a_disk_to_take_them_samples_are_not_called_secure(
     reporter.close(TIMEOUT_S)
 
 
-def test_an_impossible_sample_is_refused_and_holds_up_no_other(
+def test_impossible_sample_is_refused_and_holds_up_no_other(
     tmp_path: Path, store: SqliteStore
 ) -> None:
     reporter = Reporter(store, spool=Spool(tmp_path / "spool"))
@@ -176,9 +176,9 @@ def test_sample_rejected_by_the_store_does_not_block_others(
     reporter.close(TIMEOUT_S)
 
 
-def test_a_redis_that_is_killed_and_comes_back_has_every_sample(tmp_path: Path) -> None:
+def test_redis_has_every_sample_after_kill_and_restart(tmp_path: Path) -> None:
     servers = pytest.importorskip(
-        "telemetry.stores.redis.connection.process", reason="needs the Redis store"
+        "telemetry.stores.redis.connection.local_server", reason="needs the Redis store"
     )
     settings = {"appendonly": "yes", "appendfsync": "always"}  # what it took survives its death
     with servers.RedisProcess(tmp_path / "redis", settings) as server:

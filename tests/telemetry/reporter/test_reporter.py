@@ -57,7 +57,7 @@ def make_sample(sequence: int, deployment: str = "demo") -> LoadSample:
 
 
 def make_state(step: int) -> RankState:
-    return RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step)
+    return RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step, 0)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def test_only_the_newest_state_is_written() -> None:
         assert [state.step for state in store.rank_states("run-1")] == [49]
 
 
-def test_a_state_without_samples_is_written_on_its_own() -> None:
+def test_state_without_samples_is_written_on_its_own() -> None:
     written = threading.Event()
 
     class Watched(MemoryStore):
@@ -182,7 +182,7 @@ def test_sample_of_another_deployment_is_counted_off_the_step_path() -> None:
     assert not reporter.offer(make_sample(1))
 
 
-def test_what_is_offered_after_close_is_counted_as_dropped() -> None:
+def test_sample_offered_after_close_counts_as_dropped() -> None:
     reporter = Reporter(MemoryStore("demo"))
     reporter.close(TIMEOUT_S)
     reporter.close(TIMEOUT_S)

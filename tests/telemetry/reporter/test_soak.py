@@ -38,7 +38,7 @@ OpenOne = Callable[[], LoadStore]
 # -- readings
 
 
-def test_a_reservoir_keeps_all_values_until_it_is_full() -> None:
+def test_reservoir_keeps_all_values_until_it_is_full() -> None:
     reservoir = Reservoir(3, seed=0)
     for value in (5.0, 1.0, 4.0):
         reservoir.add(value)
@@ -46,7 +46,7 @@ def test_a_reservoir_keeps_all_values_until_it_is_full() -> None:
     assert reservoir.values == [5.0, 1.0, 4.0]
 
 
-def test_a_full_reservoir_is_a_fair_sample_of_all_values() -> None:
+def test_full_reservoir_is_a_fair_sample_of_all_values() -> None:
     first_half = 0
     for seed in range(200):
         reservoir = Reservoir(10, seed=seed)
@@ -59,7 +59,7 @@ def test_a_full_reservoir_is_a_fair_sample_of_all_values() -> None:
     assert 900 < first_half < 1100  # of 2000; five standard deviations are 97
 
 
-def test_a_reservoir_with_the_same_seed_keeps_the_same_values() -> None:
+def test_reservoir_with_the_same_seed_keeps_the_same_values() -> None:
     one, other = Reservoir(4, seed=7), Reservoir(4, seed=7)
     for value in range(100):
         one.add(value)
@@ -68,7 +68,7 @@ def test_a_reservoir_with_the_same_seed_keeps_the_same_values() -> None:
     assert one.values == other.values
 
 
-def test_a_level_names_the_first_the_highest_and_the_last_reading() -> None:
+def test_level_names_the_first_the_highest_and_the_last_reading() -> None:
     level = Level()
     for reading in (300, 420, 310):
         level.note(reading)
@@ -77,7 +77,7 @@ def test_a_level_names_the_first_the_highest_and_the_last_reading() -> None:
     assert level.rise == 120
 
 
-def test_a_line_of_progress_counts_the_last_rank_and_every_wrong_slot() -> None:
+def test_line_of_progress_counts_the_last_rank_and_every_wrong_slot() -> None:
     ranks = [Progress(52, 8, 120, 0, 200 * MIB), Progress(50, 7, 120, 1, 210 * MIB)]
 
     assert progress_line(60.4, ranks) == (
@@ -101,7 +101,7 @@ def open_one(tmp_path: Path) -> OpenOne:
     return open_again
 
 
-def test_a_publisher_offers_one_migration_and_waits_until_it_is_committed(
+def test_publisher_offers_one_migration_and_waits_until_it_is_committed(
     open_one: OpenOne,
 ) -> None:
     bases = []
@@ -123,7 +123,7 @@ def test_a_publisher_offers_one_migration_and_waits_until_it_is_committed(
     assert (bases, publisher.num_published) == ([[[0, 1, 2, 0]]], 1)
 
 
-def test_a_publisher_that_fails_is_heard_at_the_next_step(open_one: OpenOne) -> None:
+def test_failure_of_the_publisher_is_raised_at_the_next_step(open_one: OpenOne) -> None:
     was_asked = threading.Event()
 
     def refuse(base: Placement) -> Migration:
@@ -142,7 +142,7 @@ def test_a_publisher_that_fails_is_heard_at_the_next_step(open_one: OpenOne) -> 
         publisher.check()
 
 
-def test_a_publisher_that_is_not_wanted_publishes_nothing(open_one: OpenOne) -> None:
+def test_publisher_that_is_not_wanted_publishes_nothing(open_one: OpenOne) -> None:
     def refuse(base: Placement) -> Migration:
         raise AssertionError("nobody wants one")
 
@@ -171,7 +171,7 @@ def wait_for_message(process: subprocess.Popen[str], words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_soak_prints_its_rows_and_leaves_nothing(
+def test_interrupted_soak_prints_its_rows_and_leaves_nothing(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     command = [sys.executable, "-m", "benchmarks.ranks.thread", "--seconds", "3600"]

@@ -67,13 +67,13 @@ def folder(tmp_path: Path) -> Path:
 # -- what is kept, and for how long
 
 
-def test_what_was_not_stored_is_there_for_the_next_process_oldest_first(folder: Path) -> None:
+def test_next_process_gets_unstored_samples_oldest_first(folder: Path) -> None:
     fill(folder, 3)
 
     assert left_in(folder) == [0, 1, 2]
 
 
-def test_what_was_stored_is_forgotten_and_leaves_no_file(folder: Path) -> None:
+def test_stored_samples_are_removed_and_leave_no_file(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(n) for n in range(3)])
         spool.settle(spool.lease(10), num_new=2)
@@ -88,7 +88,7 @@ def test_what_was_stored_is_forgotten_and_leaves_no_file(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_what_an_earlier_process_left_is_sent_with_what_is_new(folder: Path) -> None:
+def test_samples_of_an_earlier_process_are_sent_with_new_ones(folder: Path) -> None:
     fill(folder, 2)
 
     with closing(Spool(folder)) as spool:
@@ -114,7 +114,7 @@ def test_new_samples_do_not_wait_behind_a_backlog(folder: Path) -> None:
         assert sequences(spool.lease(2)) == [0, 1, 20, 21]
 
 
-def test_what_is_given_back_takes_its_old_place(folder: Path) -> None:
+def test_returned_samples_keep_their_order(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(n) for n in range(4)])
         spool.lease(2)
@@ -133,7 +133,7 @@ def test_more_new_samples_than_memory_holds_wait_on_disk(folder: Path) -> None:
         assert (spool.counts().spooled, spool.counts().dropped) == (3, 0)
 
 
-def test_a_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
+def test_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
     num_samples = 2 * MIN_BYTES // SAMPLE_BYTES
     with closing(Spool(folder, max_bytes=MIN_BYTES, capacity=1)) as spool:
         spool.add([make_sample(n) for n in range(num_samples)])
@@ -145,7 +145,7 @@ def test_a_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
         assert balance(spool) == (num_samples, num_samples)
 
 
-def test_what_is_dropped_while_the_store_works_on_it_is_not_lost(folder: Path) -> None:
+def test_sample_dropped_during_its_write_is_not_lost(folder: Path) -> None:
     num_samples = 2 * MIN_BYTES // SAMPLE_BYTES
     with closing(Spool(folder, max_bytes=MIN_BYTES, capacity=4)) as spool:
         spool.add([make_sample(0)])
@@ -168,7 +168,7 @@ def test_without_a_folder_the_newest_are_kept_in_memory() -> None:
 # -- what a death leaves
 
 
-def test_a_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) -> None:
+def test_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) -> None:
     fill(folder, 2)
     (segment,) = folder.glob("*.spool")
     whole = segment.read_bytes()
@@ -181,7 +181,7 @@ def test_a_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) 
             assert spool.counts().torn == (length > len(HEADER) and length != second)
 
 
-def test_a_damaged_record_costs_itself_and_no_other(folder: Path) -> None:
+def test_damaged_record_costs_itself_and_no_other(folder: Path) -> None:
     fill(folder, 3)
     (segment,) = folder.glob("*.spool")
     data = bytearray(segment.read_bytes())
@@ -193,7 +193,7 @@ def test_a_damaged_record_costs_itself_and_no_other(folder: Path) -> None:
         assert (spool.counts().damaged, spool.counts().torn) == (1, 0)
 
 
-def test_a_segment_of_another_version_is_left_as_it_is(
+def test_segment_of_another_version_is_left_as_it_is(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.mkdir()
@@ -209,7 +209,7 @@ def test_a_segment_of_another_version_is_left_as_it_is(
     assert left_in(folder) == [0]
 
 
-def test_a_file_that_never_got_a_record_is_cleaned_away(folder: Path) -> None:
+def test_file_that_never_got_a_record_is_cleaned_away(folder: Path) -> None:
     folder.mkdir()
     (folder / f"{1:012d}.spool").write_bytes(b"")
     (folder / f"{2:012d}.spool").write_bytes(HEADER)
@@ -219,7 +219,7 @@ def test_a_file_that_never_got_a_record_is_cleaned_away(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_a_spool_is_one_process_s_until_that_ends(folder: Path) -> None:
+def test_spool_is_one_process_s_until_that_ends(folder: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from telemetry.reporter.spool import Spool\n"
         f"spool = Spool(Path({str(folder)!r})); print('open', flush=True); sys.stdin.read()"
@@ -241,7 +241,7 @@ def test_a_spool_is_one_process_s_until_that_ends(folder: Path) -> None:
 # -- what a disk can do to it
 
 
-def test_a_folder_that_cannot_be_made_leaves_the_spool_in_memory(
+def test_folder_that_cannot_be_made_leaves_the_spool_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -279,7 +279,7 @@ spool.close()
 """
 
 
-def test_a_full_disk_costs_the_oldest_in_memory_and_is_tried_again(folder: Path) -> None:
+def test_full_disk_costs_the_oldest_in_memory_and_is_tried_again(folder: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(folder)]
     ended = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True
@@ -293,7 +293,7 @@ def test_a_full_disk_costs_the_oldest_in_memory_and_is_tried_again(folder: Path)
     assert left_in(folder) == [*range(on_disk), 8]  # no part of a failed write is among them
 
 
-def test_a_folder_deleted_under_it_is_made_again(folder: Path) -> None:
+def test_folder_deleted_under_it_is_made_again(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(0)])
         shutil.rmtree(folder)
@@ -304,7 +304,7 @@ def test_a_folder_deleted_under_it_is_made_again(folder: Path) -> None:
     assert left_in(folder) == [1]
 
 
-def test_a_bound_without_room_for_a_sample_is_refused(folder: Path) -> None:
+def test_bound_without_room_for_a_sample_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="may take 10 bytes, expected 65536 or more"):
         Spool(folder, max_bytes=10)
 

@@ -11,7 +11,7 @@ from telemetry import open_store
 from telemetry.stores.memory import MemoryStore
 
 
-def test_a_url_names_the_kind_of_store(tmp_path: Path) -> None:
+def test_url_names_the_kind_of_store(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     for url in (path, str(path), f"sqlite:{path}"):
         opened = open_store(url, "demo")
@@ -25,11 +25,11 @@ def test_a_url_names_the_kind_of_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["mysql://host", "memory:x", "sqlite:", "redis:host"])
-def test_an_unknown_scheme_is_refused_with_those_known(url: str) -> None:
+def test_unknown_scheme_is_refused_with_those_known(url: str) -> None:
     with pytest.raises(ConfigError, match="expected one of: memory:, sqlite:PATH, PATH"):
         open_store(url, "demo")
 
 
-def test_a_version_of_samples_that_cannot_be_written_is_refused() -> None:
+def test_version_of_samples_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(ConfigError, match="samples of version 3 asked for, expected one of: 1, 2"):
         open_store("memory:", "demo", sample_version=3)

@@ -15,7 +15,7 @@ from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
-from telemetry.store import Control, LoadStore, RankState, RunInfo, events_backwards
+from telemetry.store import Control, LoadStore, RankState, RunInfo, TaskResult, events_backwards
 
 TIMEOUT_S = 20.0
 
@@ -56,7 +56,7 @@ def kinds(store: LoadStore) -> list[str]:
 # -- runs and ranks
 
 
-def test_the_latest_run_is_the_current_one(store: LoadStore) -> None:
+def test_latest_run_is_the_current_one(store: LoadStore) -> None:
     assert store.current_run() is None
     assert store.runs() == []
 
@@ -72,7 +72,7 @@ def test_the_latest_run_is_the_current_one(store: LoadStore) -> None:
     assert store.events()[0].detail == {"run": "run-1", "window_steps": 10}
 
 
-def test_the_same_start_twice_is_one_start(store: LoadStore) -> None:
+def test_same_start_twice_is_one_start(store: LoadStore) -> None:
     store.begin_run(make_run("run-1"))
     store.begin_run(make_run("run-1"))
 
@@ -86,9 +86,11 @@ def test_another_start_under_a_known_name_is_refused(store: LoadStore) -> None:
         store.begin_run(make_run("run-1", time=6.0))
 
 
-def test_a_rank_state_replaces_the_one_before(store: LoadStore) -> None:
+def test_rank_state_replaces_the_one_before(store: LoadStore) -> None:
     def state(rank: int, step: int, run: str = "run-1") -> RankState:
-        return RankState(run, rank, 9.5, step, 2, "swap", 4, 1, 30, {"bytes": {"peer": 7}})
+        return RankState(
+            run, rank, 9.5, step, 2, "swap", 4, 1, 30, 3, 1, "torn", detail={"bytes": {"peer": 7}}
+        )
 
     for rank, step in ((1, 5), (0, 6), (1, 7)):
         store.report(state(rank, step))
@@ -131,7 +133,7 @@ def test_details_that_json_cannot_hold_are_refused_and_change_nothing(
     assert store.version() == 0
 
 
-def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: LoadStore) -> None:
+def test_task_is_claimed_by_one_and_ends_with_a_result(store: LoadStore) -> None:
     assert store.claim() is None
     first = store.submit("rebalance", {"dry_run": True})
     second = store.submit("rebalance", {"dry_run": False})
@@ -139,14 +141,14 @@ def test_a_task_is_claimed_by_one_and_ends_with_a_result(store: LoadStore) -> No
 
     with ThreadPoolExecutor(4) as pool:
         claimed = [task for task in pool.map(lambda _: store.claim(), range(4)) if task]
-    store.finish(first.id, "done", {"moves": 3})
+    store.finish(first.id, "done", TaskResult(plan_id=4, detail={"moves": 3}))
 
     assert sorted(task.id for task in claimed) == [first.id, second.id]
     ended, running = store.task(first.id), store.task(second.id)
     assert ended is not None
-    assert (ended.state, ended.result) == ("done", {"moves": 3})
+    assert (ended.state, ended.result) == ("done", TaskResult("", 4, {"moves": 3}))
     assert running is not None
-    assert running.state == "running"
+    assert (running.state, running.result) == ("running", TaskResult())
     assert store.task(99) is None
     assert store.events()[-1].detail == {"task": first.id, "kind": "rebalance", "state": "done"}
 
@@ -157,7 +159,7 @@ def test_tasks_that_were_claimed_and_not_ended_are_running(store: LoadStore) -> 
         store.claim()
     assert [task.id for task in store.tasks("running")] == [first.id, second.id]
 
-    store.finish(first.id, "failed", {"error": "abandoned"})
+    store.finish(first.id, "failed", TaskResult("abandoned"))
 
     assert [(task.id, task.state, task.request) for task in store.tasks("running")] == [
         (second.id, "running", {"n": 1})
@@ -172,7 +174,7 @@ def test_tasks_are_listed_by_state_in_pages_oldest_first(store: LoadStore) -> No
     for _ in range(4):
         store.claim()
     for task_id, state in zip(ids, ("done", "failed", "done"), strict=False):
-        store.finish(task_id, state, {})  # type: ignore[arg-type]
+        store.finish(task_id, state, TaskResult())  # type: ignore[arg-type]
 
     found = {
         state: [task.id for task in store.tasks(state)]
@@ -190,19 +192,19 @@ def test_tasks_are_listed_by_state_in_pages_oldest_first(store: LoadStore) -> No
     assert store.tasks("done", after=ids[2]) == []
 
 
-def test_a_task_cannot_end_twice_or_in_a_passing_state(store: LoadStore) -> None:
+def test_task_cannot_end_twice_or_in_a_passing_state(store: LoadStore) -> None:
     task = store.submit("rebalance", {})
 
     with pytest.raises(StoreError, match="cannot end as 'running'"):
-        store.finish(task.id, "running", {})
-    store.finish(task.id, "failed", {"error": "no load yet"})
+        store.finish(task.id, "running", TaskResult())
+    store.finish(task.id, "failed", TaskResult("no load yet"))
     with pytest.raises(StoreError, match="it is failed already"):
-        store.finish(task.id, "done", {})
+        store.finish(task.id, "done", TaskResult())
     with pytest.raises(StoreError, match="there is no such task"):
-        store.finish(99, "done", {})
+        store.finish(99, "done", TaskResult())
 
 
-def test_the_switches_start_as_movement_on_and_are_kept(store: LoadStore) -> None:
+def test_switches_start_as_movement_on_and_are_kept(store: LoadStore) -> None:
     assert store.control() == Control(movement=True, observe=False)
 
     store.set_control(Control(movement=False), reason="incident 7")
@@ -212,7 +214,7 @@ def test_the_switches_start_as_movement_on_and_are_kept(store: LoadStore) -> Non
     assert store.events()[-1].detail == detail
 
 
-def test_the_latest_candidates_are_kept_and_are_no_event(store: LoadStore) -> None:
+def test_latest_candidates_are_kept_and_are_no_event(store: LoadStore) -> None:
     assert store.candidates() == Candidates()
 
     store.suggest(Candidates((((0, 3),), ())))
@@ -267,7 +269,7 @@ def test_survivor_reports_are_read_by_run_and_membership(store: LoadStore) -> No
     assert store.survivor_reports("run-3", 0) == []
 
 
-def test_the_first_record_of_a_death_stands(store: LoadStore) -> None:
+def test_first_recovery_record_of_a_death_wins(store: LoadStore) -> None:
     assert store.recovery() is None
     first, second = make_record(1), make_record(1, survivors=(0,), applied=0)
 
@@ -279,7 +281,7 @@ def test_the_first_record_of_a_death_stands(store: LoadStore) -> None:
     assert store.events()[0].detail == vars(first) | {"survivors": [0, 2]}
 
 
-def test_of_records_written_at_once_one_stands(store: LoadStore) -> None:
+def test_one_of_concurrent_recovery_records_wins(store: LoadStore) -> None:
     records = [make_record(1, applied=number) for number in range(8)]
 
     with ThreadPoolExecutor(8) as pool:
@@ -302,7 +304,7 @@ def test_later_group_has_its_own_recovery_record(store: LoadStore) -> None:
         store.recover(make_record(3), expected_membership=2)
 
 
-def test_a_record_that_does_not_follow_its_group_is_refused(store: LoadStore) -> None:
+def test_record_that_does_not_follow_its_group_is_refused(store: LoadStore) -> None:
     with pytest.raises(StoreError, match="membership 2 cannot follow membership 2"):
         store.recover(make_record(2), expected_membership=2)
 
@@ -325,7 +327,7 @@ CHANGES: list[Callable[[LoadStore], object]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_wakes_a_waiting_thread(
+def test_change_wakes_a_waiting_thread(
     store: LoadStore, change: Callable[[LoadStore], object]
 ) -> None:
     before = store.version()
@@ -341,7 +343,7 @@ def test_samples_and_rank_states_end_no_wait(store: LoadStore) -> None:
     before = store.version()
 
     store.append([make_sample(0, 0)])
-    store.report(RankState("run-1", 0, 0.0, 1, 1, "idle", 0, 0, 1))
+    store.report(RankState("run-1", 0, 0.0, 1, 1, "idle", 0, 0, 1, 0))
 
     assert store.version() == before
     assert store.wait(before, timeout_s=0.05) == before

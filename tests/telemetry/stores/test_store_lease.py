@@ -12,8 +12,8 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, FencedOut
 from eplb.migration.build import Migration, build_migration
-from telemetry.rules import first_token
-from telemetry.store import Lease, LoadStore
+from telemetry.store import Lease, LoadStore, TaskResult
+from telemetry.stores.commit_rules import first_token
 from telemetry.stores.holder import is_dead, new_holder
 from tests.conftest import ForkedProcess, StoreClock
 
@@ -39,7 +39,7 @@ def make_migration(store: LoadStore) -> Migration:
     return build_migration(base, target, TWO_RANKS, plan_id=store.next_plan_id())
 
 
-def test_the_first_holder_gets_a_token_and_is_known_by_it(store: LoadStore) -> None:
+def test_first_holder_gets_a_token_and_is_known_by_it(store: LoadStore) -> None:
     assert store.lease() is None
 
     lease = acquired(store, "one")
@@ -75,7 +75,7 @@ def test_renewing_keeps_the_token_and_moves_the_end(store: LoadStore, pass_time:
     assert again.expires > first.expires
 
 
-def test_a_lease_that_ran_out_is_renewed_with_its_token(
+def test_lease_that_ran_out_is_renewed_with_its_token(
     store: LoadStore, pass_time: PassTime
 ) -> None:
     first = acquired(store, "one", SHORT_S)
@@ -94,7 +94,7 @@ def test_takeover_of_a_lease_gets_a_greater_token(store: LoadStore, pass_time: P
     assert [token - tokens[0] for token in tokens] == [0, 1, 2]
 
 
-def test_a_lease_is_given_up_once(store: LoadStore) -> None:
+def test_lease_is_given_up_once(store: LoadStore) -> None:
     lease = acquired(store, "one")
 
     assert store.release_lease(lease)
@@ -104,7 +104,7 @@ def test_a_lease_is_given_up_once(store: LoadStore) -> None:
     assert acquired(store, "two").token == lease.token + 1
 
 
-def test_a_lease_that_ran_out_or_was_taken_over_cannot_be_given_up(
+def test_lease_that_ran_out_or_was_taken_over_cannot_be_given_up(
     store: LoadStore, pass_time: PassTime
 ) -> None:
     lease = acquired(store, "one", SHORT_S)
@@ -117,7 +117,7 @@ def test_a_lease_that_ran_out_or_was_taken_over_cannot_be_given_up(
 
 
 @pytest.mark.parametrize(("holder", "ttl_s"), [("", 1.0), ("one", 0.0), ("one", -1.0)])
-def test_a_lease_without_a_holder_or_without_time_is_refused(
+def test_lease_without_a_holder_or_without_time_is_refused(
     store: LoadStore, holder: str, ttl_s: float
 ) -> None:
     with pytest.raises(ConfigError, match="expected a name and more than 0"):
@@ -131,7 +131,7 @@ def test_each_deployment_has_a_lease_of_its_own(open_stores: OpenStore) -> None:
     assert acquired(open_stores("other"), "two").holder == "two"
 
 
-def test_the_owner_s_lease_and_the_controller_s_are_apart(
+def test_owner_s_lease_and_the_controller_s_are_apart(
     store: LoadStore, pass_time: PassTime
 ) -> None:
     owner = store.acquire_lease("parent", LONG_S, "deployment")
@@ -183,7 +183,7 @@ def test_standby_leads_within_one_ttl_although_the_clock_was_set(
     assert acquired(challenger, "two").token == lease.token + 1
 
 
-def test_the_lease_of_a_process_of_this_host_that_ended_is_another_s_at_once(
+def test_lease_of_a_process_of_this_host_that_ended_is_another_s_at_once(
     open_stores: OpenStore, fork: Callable[..., ForkedProcess]
 ) -> None:
     child = fork(lambda pipe: pipe.send(new_holder()) or pipe.recv())
@@ -212,13 +212,15 @@ WRITES: dict[str, Write] = {
         1, outcome="aborted", reason="late", fence=fence
     ),
     "claim": lambda store, fence: store.claim(fence=fence),
-    "finish": lambda store, fence: store.finish(submitted(store), "done", {}, fence=fence),
+    "finish": lambda store, fence: store.finish(
+        submitted(store), "done", TaskResult(), fence=fence
+    ),
 }
 EVERY_WRITE = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
 @EVERY_WRITE
-def test_the_holder_writes(store: LoadStore, write: Write) -> None:
+def test_holder_writes(store: LoadStore, write: Write) -> None:
     write(store, acquired(store, "one").token)
 
 
@@ -233,7 +235,7 @@ def test_expired_lease_without_a_takeover_still_writes(
 
 
 @EVERY_WRITE
-def test_a_holder_that_was_superseded_is_fenced_out(
+def test_holder_that_was_superseded_is_fenced_out(
     store: LoadStore, write: Write, pass_time: PassTime
 ) -> None:
     old = acquired(store, "one", SHORT_S)
@@ -245,12 +247,12 @@ def test_a_holder_that_was_superseded_is_fenced_out(
 
 
 @EVERY_WRITE
-def test_a_token_that_was_never_given_out_is_fenced_out(store: LoadStore, write: Write) -> None:
+def test_token_that_was_never_given_out_is_fenced_out(store: LoadStore, write: Write) -> None:
     with pytest.raises(FencedOut, match="fencing token 7, found none as the newest given out"):
         write(store, 7)
 
 
-def test_what_is_fenced_out_changes_nothing(store: LoadStore, pass_time: PassTime) -> None:
+def test_fenced_out_write_changes_nothing(store: LoadStore, pass_time: PassTime) -> None:
     old = acquired(store, "one", SHORT_S)
     migration = make_migration(store)
     store.publish(migration, fence=old.token)
@@ -263,7 +265,7 @@ def test_what_is_fenced_out_changes_nothing(store: LoadStore, pass_time: PassTim
     for write in (
         lambda: store.withdraw(1, outcome="aborted", reason="late", fence=old.token),
         lambda: store.claim(fence=old.token),
-        lambda: store.finish(queued.id, "done", {}, fence=old.token),
+        lambda: store.finish(queued.id, "done", TaskResult(), fence=old.token),
         lambda: store.publish(migration, fence=old.token),
     ):
         with pytest.raises(FencedOut):
@@ -277,7 +279,7 @@ def test_what_is_fenced_out_changes_nothing(store: LoadStore, pass_time: PassTim
     assert store.task(running.id) == running
 
 
-def test_a_writer_without_a_token_needs_no_lease(store: LoadStore) -> None:
+def test_writer_without_a_token_needs_no_lease(store: LoadStore) -> None:
     acquired(store, "one")
 
     store.publish(make_migration(store))
@@ -288,7 +290,7 @@ def test_a_writer_without_a_token_needs_no_lease(store: LoadStore) -> None:
 # -- tokens and names that never come again
 
 
-def test_a_token_is_not_drawn_again_though_the_clock_stands_still() -> None:
+def test_fencing_token_differs_while_the_clock_does_not_move() -> None:
     tokens = [first_token(1000.0) for _ in range(1000)]
 
     assert len(set(tokens)) == len(tokens)
@@ -297,18 +299,18 @@ def test_a_token_is_not_drawn_again_though_the_clock_stands_still() -> None:
     assert first_token(-5.0) > 0
 
 
-def test_a_later_second_gives_a_greater_token() -> None:
+def test_later_second_gives_a_greater_token() -> None:
     assert first_token(1001.0) > first_token(1000.0)
 
 
 @pytest.mark.parametrize(
     "holder", ["one", "host:0:00000000-0-aaaaaa", "elsewhere:1:12345678-1-aaaaaa"]
 )
-def test_a_holder_of_whom_nothing_can_be_known_is_not_called_dead(holder: str) -> None:
+def test_holder_of_whom_nothing_can_be_known_is_not_called_dead(holder: str) -> None:
     assert not is_dead(holder)
 
 
-def test_a_process_number_that_was_given_out_again_is_another_process() -> None:
+def test_process_number_that_was_given_out_again_is_another_process() -> None:
     mine = new_holder()
     name, _, random = mine.rpartition("-")
     place, _, started = name.rpartition("-")

@@ -57,7 +57,7 @@ def test_commits_are_kept_newest_first(store: LoadStore) -> None:
     assert store.events()[-1].detail == {"generation": 4, "plan_id": 3, "reason": "skew"}
 
 
-def test_a_placement_is_found_by_its_generation(store: LoadStore) -> None:
+def test_placement_is_found_by_its_generation(store: LoadStore) -> None:
     assert store.placement(1) is None
     for generation, held in ((1, [0, 1, 0, 2]), (4, [2, 1, 0, 2])):
         expected = 1 if generation == 4 else None
@@ -85,7 +85,7 @@ def test_every_rank_may_commit_and_the_first_writes(store: LoadStore) -> None:
     assert kinds(store) == ["commit"]
 
 
-def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: LoadStore) -> None:
+def test_rank_that_commits_late_finds_its_placement_in_the_past(store: LoadStore) -> None:
     store.commit(make_placement(1), expected=None, reason="first")
     store.commit(make_placement(2), expected=1, reason="second")
 
@@ -101,7 +101,7 @@ def test_a_rank_that_commits_late_finds_its_placement_in_the_past(store: LoadSto
         (2, 2, "found generation 2 to commit, expected more than 2"),
     ],
 )
-def test_a_stale_commit_is_refused(
+def test_stale_commit_is_refused(
     store: LoadStore, generation: int, expected: int | None, message: str
 ) -> None:
     store.commit(make_placement(2), expected=None, reason="first")
@@ -123,7 +123,7 @@ def test_plan_ids_are_never_given_out_twice(store: LoadStore) -> None:
     assert sorted(plan_ids) == list(range(1, 13))
 
 
-def test_a_published_migration_is_open_until_its_commit(store: LoadStore) -> None:
+def test_published_migration_is_open_until_its_commit(store: LoadStore) -> None:
     migration = with_open_migration(store)
 
     found = store.published()
@@ -142,7 +142,7 @@ def test_a_published_migration_is_open_until_its_commit(store: LoadStore) -> Non
     assert kinds(store) == ["commit", "publish", "commit"]
 
 
-def test_a_second_open_migration_is_refused(store: LoadStore) -> None:
+def test_second_open_migration_is_refused(store: LoadStore) -> None:
     with_open_migration(store)
 
     with pytest.raises(StaleGeneration, match="plan 2 cannot be published: plan 1 is open"):
@@ -150,7 +150,7 @@ def test_a_second_open_migration_is_refused(store: LoadStore) -> None:
 
 
 @pytest.mark.parametrize("base", [make_placement(2), make_placement(1, [2, 1, 0, 2])])
-def test_a_migration_from_another_base_is_refused(store: LoadStore, base: Placement) -> None:
+def test_migration_from_another_base_is_refused(store: LoadStore, base: Placement) -> None:
     store.commit(make_placement(1), expected=None, reason="first")
 
     with pytest.raises(StaleGeneration, match="plan 1 starts from generation"):
@@ -159,12 +159,12 @@ def test_a_migration_from_another_base_is_refused(store: LoadStore, base: Placem
     assert store.published() is None
 
 
-def test_a_migration_before_the_first_commit_is_refused(store: LoadStore) -> None:
+def test_migration_before_the_first_commit_is_refused(store: LoadStore) -> None:
     with pytest.raises(StaleGeneration, match="found no committed placement"):
         store.publish(make_migration(make_placement(1), 1))
 
 
-def test_a_plan_id_cannot_be_published_twice(store: LoadStore) -> None:
+def test_plan_id_cannot_be_published_twice(store: LoadStore) -> None:
     migration = with_open_migration(store)
     store.withdraw(1, outcome="rejected", reason="a rank said no")
 
@@ -172,7 +172,7 @@ def test_a_plan_id_cannot_be_published_twice(store: LoadStore) -> None:
         store.publish(migration)
 
 
-def test_a_withdrawn_migration_is_closed_once(store: LoadStore) -> None:
+def test_withdrawn_migration_is_closed_once(store: LoadStore) -> None:
     with_open_migration(store)
 
     assert not store.withdraw(9, outcome="aborted", reason="another plan")
@@ -184,7 +184,7 @@ def test_a_withdrawn_migration_is_closed_once(store: LoadStore) -> None:
     assert store.events()[-1].detail == {"generation": 1, "plan_id": 1, "reason": "rank 1 died"}
 
 
-def test_an_aborted_migration_commits_the_layers_that_serve(store: LoadStore) -> None:
+def test_aborted_migration_commits_the_layers_that_serve(store: LoadStore) -> None:
     migration = with_open_migration(store)
     serving = migration.placement_after(1).with_generation(2)
 
@@ -194,7 +194,7 @@ def test_an_aborted_migration_commits_the_layers_that_serve(store: LoadStore) ->
     assert kinds(store)[-1] == "abort"
 
 
-def test_a_commit_from_elsewhere_rejects_the_open_migration(store: LoadStore) -> None:
+def test_commit_from_elsewhere_rejects_the_open_migration(store: LoadStore) -> None:
     with_open_migration(store)
 
     store.commit(make_placement(5), expected=1, reason="restart")
@@ -244,7 +244,7 @@ def test_survivors_that_roll_a_plan_forward_commit_it(store: LoadStore) -> None:
     assert store.commit(target, expected=1, plan_id=migration.plan_id, reason="rolled forward")
 
 
-def test_a_record_older_than_what_is_committed_meanwhile_is_not_written(store: LoadStore) -> None:
+def test_recovery_older_than_the_committed_placement_is_refused(store: LoadStore) -> None:
     migration = with_open_migration(store)
     store.commit(migration.target, expected=1, plan_id=migration.plan_id, reason="a last write")
 

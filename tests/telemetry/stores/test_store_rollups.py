@@ -35,7 +35,7 @@ def same(one: Rollup, other: Rollup) -> bool:
     return all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_roll_up_comes_back_as_it_was(store: LoadStore) -> None:
+def test_roll_up_round_trips(store: LoadStore) -> None:
     rollup = make_rollup(60.0)
 
     assert store.add_rollups([rollup]) == 1
@@ -44,7 +44,7 @@ def test_a_roll_up_comes_back_as_it_was(store: LoadStore) -> None:
     assert same(found, rollup)
 
 
-def test_a_repeated_roll_up_is_kept_once_and_the_first_stands(store: LoadStore) -> None:
+def test_repeated_roll_up_is_kept_once_as_the_first(store: LoadStore) -> None:
     first = make_rollup(60.0)
     store.add_rollups([first])
 
@@ -74,7 +74,7 @@ def test_roll_ups_are_read_past_a_start_oldest_first(store: LoadStore) -> None:
     assert starts(store.rollups(MINUTE, after=0.0, limit=2)) == [60.0, 120.0]
 
 
-def test_roll_ups_of_a_length_are_forgotten_once_they_ended(store: LoadStore) -> None:
+def test_ended_roll_ups_of_a_length_are_removed(store: LoadStore) -> None:
     store.add_rollups([make_rollup(start) for start in (0.0, 60.0, 120.0)])
     store.add_rollups([make_rollup(0.0, seconds=HOUR)])
 

@@ -26,7 +26,7 @@ def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
     return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
 
 
-def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: LoadStore) -> None:
+def test_samples_past_a_cursor_are_in_order_of_arrival(store: LoadStore) -> None:
     assert store.append([make_sample(1, 0), make_sample(0, 0)]) == 2
     assert store.append([make_sample(0, 1)]) == 1
     store.append([make_sample(0, 0, run="run-2")])
@@ -40,7 +40,7 @@ def test_samples_come_back_in_order_of_arrival_past_a_cursor(store: LoadStore) -
     assert rest[0][1].tokens.tolist() == [[0, 1]]
 
 
-def test_a_repeated_sample_is_stored_once(store: LoadStore) -> None:
+def test_repeated_sample_is_stored_once(store: LoadStore) -> None:
     store.append([make_sample(0, 0)])
 
     assert store.append([make_sample(0, 0), make_sample(0, 1), make_sample(0, 1)]) == 1
@@ -56,14 +56,14 @@ def test_samples_are_counted_by_rank_of_one_run(store: LoadStore) -> None:
     assert store.sample_counts("run-3") == {}
 
 
-def test_a_sample_of_another_deployment_is_refused_and_nothing_is_stored(store: LoadStore) -> None:
+def test_sample_of_another_deployment_is_refused_and_nothing_is_stored(store: LoadStore) -> None:
     with pytest.raises(ConfigError, match="deployment 'other', expected 'demo'"):
         store.append([make_sample(0, 0), make_sample(0, 1, deployment="other")])
 
     assert store.sample_counts("run-1") == {}
 
 
-def test_pruning_forgets_old_samples_and_keeps_cursors_growing(store: LoadStore) -> None:
+def test_prune_removes_old_samples_and_cursors_keep_growing(store: LoadStore) -> None:
     store.append([make_sample(0, n) for n in range(4)])
     cursor = store.samples("run-1")[-1][0]
 
@@ -84,7 +84,7 @@ def test_samples_that_were_pruned_still_count_as_stored(store: LoadStore) -> Non
     assert store.sample_counts("run-2") == {1: 1}
 
 
-def test_what_a_prune_would_forget_can_be_read_before(store: LoadStore) -> None:
+def test_samples_due_for_pruning_can_be_read_before(store: LoadStore) -> None:
     store.append([make_sample(0, n) for n in (3, 0, 1, 2)])
     store.append([make_sample(0, 0, run="run-2")])
 
@@ -97,7 +97,7 @@ def test_what_a_prune_would_forget_can_be_read_before(store: LoadStore) -> None:
     assert store.samples_before(2.0) == []
 
 
-def test_a_store_that_reads_all_its_records_refused_none(store: LoadStore) -> None:
+def test_store_that_reads_all_its_records_refused_none(store: LoadStore) -> None:
     store.append([make_sample(0, 0)])
     store.samples("run-1")
 
@@ -105,7 +105,7 @@ def test_a_store_that_reads_all_its_records_refused_none(store: LoadStore) -> No
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf")])
-def test_a_sample_without_a_time_is_refused(store: LoadStore, time: float) -> None:
+def test_sample_without_a_time_is_refused(store: LoadStore, time: float) -> None:
     with pytest.raises(HistoryError, match=r"sample 1 of rank 0 was taken at .*, expected a time"):
         store.append([make_sample(0, 0), make_sample(0, 1, time=time)])
 

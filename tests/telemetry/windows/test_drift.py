@@ -46,7 +46,7 @@ def test_divergence_is_0_for_equal_and_1_for_disjoint_profiles() -> None:
     assert js_divergence(half, other_half) == pytest.approx([1.0])
 
 
-def test_the_divergence_is_the_same_both_ways_and_as_worked_out_by_hand() -> None:
+def test_divergence_is_symmetric_and_equals_a_hand_calculation() -> None:
     one, two = np.array([[1, 1]]), np.array([[1, 0]])
     # Their mean is (3/4, 1/4): h(3/4) - h(1/2) / 2 = 0.8113 - 0.5 bits.
     assert js_divergence(one, two) == pytest.approx([0.3113], abs=1e-4)
@@ -71,7 +71,7 @@ def test_drift_is_near_0_for_draws_of_one_profile_and_large_after_a_switch() -> 
     assert moved.per_layer.shape == (2,)
 
 
-def test_the_noise_is_taken_off() -> None:
+def test_noise_is_taken_off() -> None:
     """The mean over draws is near 0, far below the distance that chance makes."""
     few = [steady(2, seed, tokens=50) for seed in range(40)]
     raw = [js_divergence(one.tokens[0], one.tokens[1]).mean() for one in few]
@@ -109,7 +109,7 @@ def test_loads_of_different_models_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-def test_a_switch_is_found_where_it_was(after: int) -> None:
+def test_switch_is_found_where_it_was(after: int) -> None:
     load = joined(steady(10), steady(after, seed=1))
 
     change = last_change(load)
@@ -119,7 +119,7 @@ def test_a_switch_is_found_where_it_was(after: int) -> None:
     assert change.strength > 1
 
 
-def test_the_latest_of_two_switches_counts() -> None:
+def test_latest_of_two_switches_counts() -> None:
     load = joined(steady(6), steady(6, seed=1), steady(4, seed=2))
 
     change = last_change(load)
@@ -128,7 +128,7 @@ def test_the_latest_of_two_switches_counts() -> None:
     assert change.index == 12
 
 
-def test_what_was_before_comes_back_and_is_a_change_too() -> None:
+def test_change_test_detects_a_return_to_an_earlier_load() -> None:
     change = last_change(joined(steady(8), steady(5, seed=1), steady(3)))
 
     assert change is not None
@@ -191,6 +191,37 @@ def test_change_test_load_that_wanders_alarms_rarely() -> None:
     assert alarms <= 8  # 38 when neighbours alone tell how far it wanders
 
 
+def test_change_test_windows_of_long_requests_rarely_alarm() -> None:
+    """Requests last four windows on average; all 60 alarm without the correlation factor."""
+    alarms = sum(last_change(long_requests(seed)) is not None for seed in range(60))
+
+    assert alarms <= 2
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_change_test_long_requests_find_a_switch(after: int) -> None:
+    load = joined(long_requests(seed=0), long_requests(seed=1, windows=after))
+
+    change = last_change(load)
+
+    assert change is not None
+    assert change.index == 32
+
+
+def long_requests(seed: int, windows: int = 32) -> LoadHistory:
+    """16 requests at once, each of a profile of its own and of four windows on average."""
+    base = np.random.default_rng(9 if seed % 2 else 8).dirichlet(np.full(12, 0.5), 6)
+    rng = np.random.default_rng(seed)
+    profile = rng.gamma(base * 12 + 1e-3, size=(16, 6, 12))
+    counts = []
+    for _ in range(windows):
+        has_ended = rng.random(16) < 0.25
+        profile[has_ended] = rng.gamma(base * 12 + 1e-3, size=(int(has_ended.sum()), 6, 12))
+        share = profile / profile.sum(axis=2, keepdims=True)
+        counts.append(rng.multinomial(64, share).sum(axis=0))
+    return LoadHistory(np.array(counts))
+
+
 def test_change_test_one_expert_used_shows_no_change() -> None:
     assert last_change(LoadHistory(np.array([[[9, 0]]] * 8))) is None
 
@@ -232,7 +263,7 @@ def same_tokens(windows: int, seed: int, domains: int = 6) -> LoadHistory:
     return LoadHistory(np.array(counts))
 
 
-def test_a_chance_that_is_none_is_refused() -> None:
+def test_chance_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="false_alarm is 0, expected more than 0"):
         last_change(steady(8), false_alarm=0)
 
@@ -240,7 +271,7 @@ def test_a_chance_that_is_none_is_refused() -> None:
 # -- what a plan looks at
 
 
-def test_a_plan_looks_at_the_latest_windows() -> None:
+def test_plan_uses_the_latest_windows() -> None:
     load = steady(12)
 
     assert planning_history(load, last=4).first_step.tolist() == [8, 9, 10, 11]

@@ -50,11 +50,11 @@ def test_persistence_forecasts_the_last_window() -> None:
     assert said(LastWindow(), load([9, 1], [60, 40])) == [0.6, 0.4]
 
 
-def test_a_mean_weighs_windows_alike_however_many_tokens_they_hold() -> None:
+def test_mean_weighs_windows_alike_however_many_tokens_they_hold() -> None:
     assert said(Mean(2), load([0, 9], [800, 200], [6, 4])) == [0.7, 0.3]
 
 
-def test_an_ewma_halves_the_weight_of_a_window_with_its_half_life() -> None:
+def test_ewma_halves_the_weight_of_a_window_with_its_half_life() -> None:
     assert said(Ewma(1.0), load([10, 0], [0, 10])) == [0.333333, 0.666667]
     assert said(Ewma(2.0), load([10, 0], [0, 10], [0, 10])) == pytest.approx([0.2265, 0.7735], 1e-3)
 
@@ -73,7 +73,7 @@ def test_day_profile_gives_the_load_of_earlier_days_at_that_time() -> None:
     assert said(DayProfile(period=3), three_days.first(7)) == [0.1, 0.9]
 
 
-def test_a_relative_day_profile_takes_from_earlier_days_only_the_change() -> None:
+def test_relative_day_profile_takes_from_earlier_days_only_the_change() -> None:
     two_days = load([50, 50], [80, 20], [50, 50], [80, 20], [20, 80])
     # Then from 1:1 to 4:1, four times as much; now 1:4 four times as much is 1:1.
     assert said(DayProfile(2, True, Ewma(0.01)), two_days) == pytest.approx([0.5, 0.5], abs=1e-3)
@@ -84,7 +84,7 @@ def test_less_than_a_day_is_no_day_profile() -> None:
         DayProfile(3).predict(load([1, 1], [1, 1], [1, 1]))
 
 
-def test_a_mix_of_known_domains_is_found_again() -> None:
+def test_mix_of_known_domains_is_found_again() -> None:
     tokens = drawn([0.3], tokens=100_000).tokens[0]
 
     assert mix_of(DOMAINS, tokens) == pytest.approx([0.3, 0.7], abs=0.02)
@@ -106,7 +106,7 @@ def test_domains_are_learnt_from_windows_in_which_their_mix_varies() -> None:
     assert forecast == pytest.approx(0.25 * DOMAINS[0] + 0.75 * DOMAINS[1], abs=0.03)
 
 
-def test_the_same_seed_learns_the_same_domains() -> None:
+def test_same_seed_learns_the_same_domains() -> None:
     history = drawn([0.1, 0.5, 0.9, 0.4], tokens=1000)
 
     assert (learn_domains(history, 2, seed=3) == learn_domains(history, 2, seed=3)).all()
@@ -118,7 +118,7 @@ def test_more_domains_than_windows_are_refused(num_domains: int) -> None:
         learn_domains(load([1, 1], [2, 1]), num_domains, seed=0)
 
 
-def test_a_mix_is_not_fitted_to_another_model() -> None:
+def test_mix_is_not_fitted_to_another_model() -> None:
     with pytest.raises(HistoryError, match=r"expected \(2, 4\), the shape of the domains"):
         DomainMix(DOMAINS).predict(load([1, 1]))
 
@@ -146,14 +146,14 @@ def test_persistence_stays_where_load_walks_and_windows_are_large() -> None:
     assert "no other is surely better" in choice.reason
 
 
-def test_a_long_mean_is_picked_where_load_stands_and_windows_are_small() -> None:
+def test_forecaster_picks_a_long_mean_for_steady_load_in_small_windows() -> None:
     choice = choose_forecaster(drawn([0.5] * 64, tokens=60))
 
     assert choice.forecaster in (Mean(16), Ewma(4.0), SinceChange())
     assert "skill 0." in choice.reason
 
 
-def test_a_day_profile_is_picked_where_days_repeat() -> None:
+def test_day_profile_is_picked_where_days_repeat() -> None:
     days = [0.9, 0.1, 0.5, 0.2] * 12
     choice = choose_forecaster(drawn(days, tokens=20_000), period=4)
 

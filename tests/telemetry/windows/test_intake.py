@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from eplb.core.load import LoadSample
+from telemetry.windows.cuts import CutBySteps, CutByTime
+from telemetry.windows.folder import WindowFolder
 from telemetry.windows.intake import OUTCOMES, Intake
-from telemetry.windows.step_windows import WindowFolder
-from telemetry.windows.time_windows import TimeFolder
 
 NOW = 1000.0
 RUN = ("demo", "run-1")
@@ -32,7 +32,7 @@ def make_sample(rank: int, window: int, **changes: Any) -> LoadSample:
 
 
 def make_intake(num_ranks: int = 4, keep: int = 8) -> Intake:
-    folder = WindowFolder(10, num_ranks, num_experts=2, keep=keep, num_layers=1)
+    folder = WindowFolder(CutBySteps(10), num_ranks, num_experts=2, keep=keep, num_layers=1)
     return Intake(folder, RUN, max_ahead_s=60.0)
 
 
@@ -88,7 +88,7 @@ def test_malformed_sample_is_counted_and_the_others_are_folded(
     assert reason in intake.reasons()["malformed"]
 
 
-def test_a_sample_that_overlaps_another_is_malformed() -> None:
+def test_sample_that_overlaps_another_is_malformed() -> None:
     intake = make_intake()
 
     intake.take([*every_rank(0), make_sample(0, 0, sequence=9, first_step=5)], NOW)
@@ -127,7 +127,7 @@ def test_once_most_ranks_are_far_ahead_their_windows_count() -> None:
     assert nonzero(intake) == {"accepted": 10, "future": 2}
 
 
-def test_a_sample_of_a_window_that_is_held_no_more_is_late() -> None:
+def test_sample_of_a_window_that_is_held_no_more_is_late() -> None:
     intake = make_intake(keep=2)
 
     intake.take([make_sample(0, window) for window in (0, 1, 2)], NOW)
@@ -136,7 +136,7 @@ def test_a_sample_of_a_window_that_is_held_no_more_is_late() -> None:
     assert nonzero(intake) == {"accepted": 3, "late": 1}
 
 
-def test_a_rank_that_missed_a_swap_is_stale() -> None:
+def test_rank_that_missed_a_swap_is_stale() -> None:
     intake = make_intake()
     intake.take(every_rank(0), NOW)
     intake.take([make_sample(rank, 1, generation=2) for rank in (0, 1, 2)], NOW)
@@ -150,7 +150,7 @@ def test_a_rank_that_missed_a_swap_is_stale() -> None:
     assert intake.counts()["accepted"] == 8
 
 
-def test_a_late_sample_from_before_the_swap_is_not_stale() -> None:
+def test_late_sample_from_before_the_swap_is_not_stale() -> None:
     intake = make_intake()
     intake.take([make_sample(rank, 1, generation=2) for rank in range(4)], NOW)
 
@@ -169,7 +169,7 @@ def test_rank_with_a_wrong_generation_does_not_make_others_stale() -> None:
 
 
 def test_windows_of_seconds_use_the_same_intake() -> None:
-    folder = TimeFolder(5.0, num_ranks=4, num_experts=2, num_layers=1)
+    folder = WindowFolder(CutByTime(5.0), num_ranks=4, num_experts=2, num_layers=1)
     intake = Intake(folder, RUN)
 
     intake.take([*every_rank(0), make_sample(0, 1, time=1e300)], NOW)

@@ -1,5 +1,6 @@
 """Samples of single ranks become windows; whatever is missing is named, never guessed."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +11,18 @@ from hypothesis import strategies as st
 
 from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
-from telemetry.windows.step_windows import Window, WindowFolder, excluded, fold, history
+from telemetry.windows.cuts import CutBySteps
+from telemetry.windows.folder import Window, WindowFolder, excluded, history
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
 HELD = ([[0, 1]], [[0, 2]])
+
+
+def fold(samples: Iterable[LoadSample], *, num_ranks: int, num_experts: int) -> list[Window]:
+    folder = WindowFolder(CutBySteps(10), num_ranks, num_experts)
+    for sample in samples:
+        folder.add(sample)
+    return folder.windows()
 
 
 def make_sample(rank: int, first_step: int, tokens: list[int], /, **changes: Any) -> LoadSample:
@@ -34,7 +43,7 @@ def make_sample(rank: int, first_step: int, tokens: list[int], /, **changes: Any
 
 
 def folded(*samples: LoadSample) -> list[Window]:
-    return fold(samples, window_steps=10, num_ranks=2, num_experts=3)
+    return fold(samples, num_ranks=2, num_experts=3)
 
 
 def test_replicas_of_an_expert_are_summed_over_ranks() -> None:
@@ -56,13 +65,13 @@ def test_missing_rank_makes_its_window_incomplete() -> None:
     assert not second.is_complete
 
 
-def test_a_rank_that_covers_only_some_steps_is_missing() -> None:
+def test_rank_that_covers_only_some_steps_is_missing() -> None:
     (window,) = folded(make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1], last_step=8))
 
     assert window.missing_ranks == {1}
 
 
-def test_a_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
+def test_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
     before = make_sample(1, 0, [1, 2], last_step=3)
     after = make_sample(1, 4, [3, 4], last_step=9, generation=2, slot_to_expert=[[2, 1]])
     (window,) = folded(make_sample(0, 0, [0, 0]), before, after)
@@ -72,8 +81,8 @@ def test_a_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
     assert window.tokens.tolist() == [[1, 4, 5]]
 
 
-def test_a_late_sample_completes_its_old_window() -> None:
-    folder = WindowFolder(10, 2, 3)
+def test_late_sample_completes_its_old_window() -> None:
+    folder = WindowFolder(CutBySteps(10), 2, 3)
     folder.add(make_sample(0, 0, [1, 1]))
     folder.add(make_sample(0, 10, [1, 1]))
     assert not folder.windows()[0].is_complete
@@ -83,8 +92,8 @@ def test_a_late_sample_completes_its_old_window() -> None:
     assert folder.windows()[0].is_complete
 
 
-def test_a_repeated_sample_is_counted_once() -> None:
-    folder = WindowFolder(10, 2, 3)
+def test_repeated_sample_is_counted_once() -> None:
+    folder = WindowFolder(CutBySteps(10), 2, 3)
 
     assert folder.add(make_sample(0, 0, [5, 5]))
     assert not folder.add(make_sample(0, 0, [5, 5]))
@@ -106,7 +115,7 @@ def test_order_and_repeats_change_nothing(order: list[int], repeats: list[int]) 
 
 
 def test_only_the_latest_windows_are_kept_and_older_samples_are_late() -> None:
-    folder = WindowFolder(10, 2, 3, keep=2)
+    folder = WindowFolder(CutBySteps(10), 2, 3, keep=2)
     for first_step in (0, 10, 20):
         folder.add(make_sample(0, first_step, [1, 1]))
 
@@ -115,8 +124,8 @@ def test_only_the_latest_windows_are_kept_and_older_samples_are_late() -> None:
     assert folder.too_late == 1
 
 
-def test_a_window_handed_out_does_not_change_when_samples_follow() -> None:
-    folder = WindowFolder(10, 2, 3)
+def test_window_handed_out_does_not_change_when_samples_follow() -> None:
+    folder = WindowFolder(CutBySteps(10), 2, 3)
     folder.add(make_sample(0, 0, [1, 1]))
     (before,) = folder.windows()
 
@@ -145,8 +154,8 @@ def test_samples_of_two_phases_make_a_mixed_window() -> None:
         ({"slot_to_expert": [[0, 1]] * 2, "tokens": [[1, 1]] * 2}, "has 2 layers, expected 1"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    folder = WindowFolder(10, 2, 3)
+def test_sample_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    folder = WindowFolder(CutBySteps(10), 2, 3)
     folder.add(make_sample(0, 0, [1, 1]))
 
     with pytest.raises(HistoryError, match=message):
@@ -155,7 +164,7 @@ def test_a_sample_that_does_not_fit_is_refused(changes: dict[str, Any], message:
     assert folder.windows()[0].tokens.sum() == 2
 
 
-def test_an_empty_slot_counts_nowhere() -> None:
+def test_empty_slot_counts_nowhere() -> None:
     (window,) = folded(make_sample(1, 0, [6, 0], slot_to_expert=[[2, -1]]))
 
     assert window.tokens.tolist() == [[0, 0, 6]]
@@ -192,14 +201,14 @@ def test_received_tokens_are_the_measured_rank_load_of_a_large_model() -> None:
         for r in range(32)
     ]
 
-    (window,) = fold(samples, window_steps=10, num_ranks=32, num_experts=256)
+    (window,) = fold(samples, num_ranks=32, num_experts=256)
 
     assert window.tokens.sum() == tokens.sum()
     assert np.array_equal(window.received, tokens.sum(axis=2))
 
 
 def test_phases_are_counted_apart_when_asked() -> None:
-    folder = WindowFolder(10, 2, 3)
+    folder = WindowFolder(CutBySteps(10), 2, 3)
     for rank in (0, 1):
         folder.add(make_sample(rank, 0, [1, 2], last_step=3, phase="prefill"))
         folder.add(make_sample(rank, 4, [30, 40], last_step=9))
@@ -249,7 +258,7 @@ def same(one: Window, other: Window) -> bool:
 def test_many_at_once_make_the_windows_that_one_by_one_make(seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = make_many(rng, num_windows=6, num_ranks=4)
-    plain, fast = (WindowFolder(10, 4, 5) for _ in range(2))
+    plain, fast = (WindowFolder(CutBySteps(10), 4, 5) for _ in range(2))
     repeats = samples[:7]
 
     changed = sum(plain.add(sample) for sample in [*samples, *repeats])
@@ -263,7 +272,7 @@ def test_many_at_once_make_the_windows_that_one_by_one_make(seed: int) -> None:
 
 
 def test_of_many_at_once_those_that_do_not_fit_are_named_and_the_rest_counts() -> None:
-    folder = WindowFolder(10, 2, 3, keep=1)
+    folder = WindowFolder(CutBySteps(10), 2, 3, keep=1)
 
     taken = folder.add_all(
         [
@@ -292,7 +301,7 @@ def test_of_many_at_once_those_that_do_not_fit_are_named_and_the_rest_counts() -
 def test_batches_cut_anywhere_change_nothing(order: list[int], cuts: list[int]) -> None:
     samples = [make_sample(n % 2, n // 2 * 10, [n, n * n]) for n in range(12)]
     expected = folded(*samples)
-    folder = WindowFolder(10, 2, 3)
+    folder = WindowFolder(CutBySteps(10), 2, 3)
 
     edges = sorted({0, 12, *cuts})
     for start, stop in pairwise(edges):

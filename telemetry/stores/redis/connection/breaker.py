@@ -10,9 +10,10 @@ Closed, every call may go. Open, none may. Half open, one may, and the others wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from threading import Lock
 from typing import Literal
+
+from eplb.clock import Clock
 
 BreakerState = Literal["closed", "open", "half open"]
 
@@ -20,15 +21,12 @@ BreakerState = Literal["closed", "open", "half open"]
 class Breaker:
     """Counts failures in a row; all threads of a store share one."""
 
-    def __init__(
-        self, failures: int, cool_down_s: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, failures: int, cool_down_s: float, *, clock: Clock = time.monotonic) -> None:
         self._most, self._cool_down_s, self._clock = failures, cool_down_s, clock
         self._lock = Lock()
         self._failures = 0  # in a row
         self._open_until: float | None = None
         self._is_probing = False
-        self._num_opened = 0
 
     @property
     def state(self) -> BreakerState:
@@ -37,11 +35,6 @@ class Breaker:
             if self._open_until is None:
                 return "closed"
             return "open" if self._clock() < self._open_until else "half open"
-
-    @property
-    def num_opened(self) -> int:
-        """Number of times that it has opened."""
-        return self._num_opened
 
     def is_probe(self) -> bool | None:
         """Whether a call that starts now is the one probe; None when it must not start."""
@@ -64,8 +57,6 @@ class Breaker:
             self._failures += 1
             self._is_probing = False
             if self._failures >= self._most:
-                if self._open_until is None:
-                    self._num_opened += 1
                 self._open_until = self._clock() + self._cool_down_s
 
     def abandon(self) -> None:

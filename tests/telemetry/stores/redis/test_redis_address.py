@@ -10,7 +10,7 @@ from telemetry.stores.redis.connection.address import Tls, parse_address, withou
 from telemetry.stores.redis.keys import Keys
 
 
-def test_a_url_names_host_port_database_and_user() -> None:
+def test_url_names_host_port_database_and_user() -> None:
     address = parse_address("redis://rank:s%40cret@redis.local:7000/3?timeout_s=0.5&prefix=staging")
 
     assert address.hosts == (("redis.local", 7000),)
@@ -19,14 +19,14 @@ def test_a_url_names_host_port_database_and_user() -> None:
     assert (address.prefix, address.tls, address.is_cluster) == ("staging", None, False)
 
 
-def test_a_password_is_not_shown() -> None:
+def test_password_is_not_shown() -> None:
     address = parse_address("rediss://rank:secret@redis.local")
 
     assert str(address) == "rediss://rank@redis.local:6379/0"
     assert "secret" not in repr(address)
 
 
-def test_a_cluster_has_several_hosts() -> None:
+def test_cluster_has_several_hosts() -> None:
     address = parse_address("redis+cluster://:secret@a:1,[::1]:2,c")
 
     assert address.is_cluster
@@ -34,7 +34,7 @@ def test_a_cluster_has_several_hosts() -> None:
     assert str(address) == "redis+cluster://a:1,[::1]:2,c:6379"
 
 
-def test_a_socket_file_is_named_by_its_path() -> None:
+def test_socket_file_is_named_by_its_path() -> None:
     address = parse_address("unix://rank:secret@/run/redis.sock?db=2")
 
     assert (address.socket_path, address.database) == ("/run/redis.sock", 2)
@@ -84,6 +84,6 @@ def test_unknown_scheme_is_an_error_without_the_password() -> None:
 
 
 @pytest.mark.parametrize("deployment", ["", "a{b", "a}b"])
-def test_a_deployment_that_would_not_lie_in_one_slot_is_refused(deployment: str) -> None:
+def test_deployment_that_would_not_lie_in_one_slot_is_refused(deployment: str) -> None:
     with pytest.raises(ConfigError, match="expected a name without braces"):
         Keys("eplb", deployment)

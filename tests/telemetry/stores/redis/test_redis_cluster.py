@@ -17,7 +17,7 @@ from repository import ROOT
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry.stores.redis.connection.address import Limits
-from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 30.0
@@ -100,7 +100,7 @@ class Writer:
                 self._changed.notify_all()
 
 
-def test_a_slot_that_moves_to_another_node_under_writes_loses_nothing(
+def test_slot_that_moves_to_another_node_under_writes_loses_nothing(
     redis_cluster: RedisClusterProcesses,
 ) -> None:
     address = replace(redis_cluster.address, limits=PATIENT)
@@ -135,7 +135,7 @@ def test_wrong_password_for_a_cluster_is_an_error(redis_cluster: RedisClusterPro
     assert "secret" not in str(caught.value)
 
 
-def test_the_user_of_the_docs_may_do_all_that_a_store_does(
+def test_user_of_the_docs_may_do_all_that_a_store_does(
     redis_cluster: RedisClusterProcesses,
 ) -> None:
     page = (ROOT / "docs" / "telemetry-redis.md").read_text()
@@ -189,7 +189,7 @@ def test_cluster_with_a_missing_node_is_reported_and_used_after_recovery(
 
 
 @pytest.mark.slow
-def test_a_replica_takes_over_from_a_primary_that_is_killed(
+def test_replica_takes_over_after_the_primary_is_killed(
     cluster: RedisClusterProcesses, tmp_path: Path
 ) -> None:
     address = replace(cluster.address, limits=PATIENT)

@@ -16,9 +16,9 @@ import pytest
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import FencedOut, StoreError
-from telemetry.store import Lease
+from telemetry.store import Lease, TaskResult
 from telemetry.stores.redis.connection.address import Limits
-from telemetry.stores.redis.connection.process import RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
 
 TIMEOUT_S = 60.0
@@ -141,7 +141,7 @@ def synced(folder: Path, fsync: str) -> Iterator[RedisProcess]:
         yield server
 
 
-def test_what_was_acknowledged_survives_kill_9_of_the_server(tmp_path: Path) -> None:
+def test_acknowledged_writes_survive_sigkill_of_the_server(tmp_path: Path) -> None:
     with synced(tmp_path, "always") as server:
         writer = kill_again_and_again(server, times=4, lives_s=(0.02, 0.2))
 
@@ -150,7 +150,7 @@ def test_what_was_acknowledged_survives_kill_9_of_the_server(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_was_acknowledged_survives_a_hundred_kills(tmp_path: Path) -> None:
+def test_acknowledged_writes_survive_a_hundred_kills(tmp_path: Path) -> None:
     with synced(tmp_path, "always") as server:
         writer = kill_again_and_again(server, times=100, lives_s=(0.02, 0.2))
 
@@ -175,7 +175,7 @@ def test_with_everysec_what_was_acknowledged_two_seconds_before_survives(tmp_pat
         assert len(writer.tokens) == len(set(writer.tokens))
 
 
-def test_numbers_that_a_crash_made_the_server_forget_are_not_given_out_again(
+def test_ids_lost_in_a_crash_are_not_given_out_again(
     tmp_path: Path,
 ) -> None:
     folder, copy = tmp_path / "redis", tmp_path / "earlier"
@@ -242,7 +242,7 @@ def check_whole(store: RedisStore) -> None:
     assert committed is not None
     assert committed.placement.generation in (1, 2)
     while (task := store.claim()) is not None:
-        store.finish(task.id, "done", {})
+        store.finish(task.id, "done", TaskResult())
     assert store.tasks("running") == []
     assert store.prune(1e9) == len(sequences)
     assert store.samples("run-1") == []
@@ -276,7 +276,7 @@ def test_change_torn_at_any_command_leaves_a_consistent_store(
         assert len(ends[num_before:-1]) > 4
 
 
-def test_what_was_written_before_a_torn_write_is_kept(tmp_path: Path) -> None:
+def test_writes_before_a_torn_write_are_kept(tmp_path: Path) -> None:
     with RedisProcess(tmp_path, {"appendonly": "yes", "appendfsync": "always"}) as server:
         with closing(RedisStore(server.address, "demo")) as store:
             first = store.add_event("kept", {})

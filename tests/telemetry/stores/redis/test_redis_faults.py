@@ -22,7 +22,7 @@ from repository import ROOT
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry.stores.redis.connection.address import Limits, RedisAddress
-from telemetry.stores.redis.connection.process import (
+from telemetry.stores.redis.connection.local_server import (
     RedisClusterProcesses,
     RedisProcess,
     find_redis_server,
@@ -60,7 +60,7 @@ def opened(address: RedisAddress, limits: Limits = PATIENT) -> Iterator[RedisSto
 # -- servers that must not be trusted with placements
 
 
-def test_a_server_that_may_drop_keys_is_refused(server: RedisProcess) -> None:
+def test_server_that_may_drop_keys_is_refused(server: RedisProcess) -> None:
     for policy in ("allkeys-lru", "volatile-ttl"):
         server.ask("CONFIG SET", "maxmemory-policy", policy)
 
@@ -68,7 +68,7 @@ def test_a_server_that_may_drop_keys_is_refused(server: RedisProcess) -> None:
             RedisStore(server.url, "demo")
 
 
-def test_a_replica_is_refused_and_so_is_a_primary_that_becomes_one(
+def test_replica_is_refused_and_so_is_a_primary_that_becomes_one(
     server: RedisProcess, tmp_path: Path
 ) -> None:
     with (
@@ -120,7 +120,7 @@ def answering(info: str) -> Iterator[int]:
         ("motto:fast\r\n", "reports no redis_version, expected a Redis server"),
     ],
 )
-def test_a_server_that_is_too_old_or_no_redis_is_refused(info: str, words: str) -> None:
+def test_server_that_is_too_old_or_no_redis_is_refused(info: str, words: str) -> None:
     with answering(info) as port, pytest.raises(StoreError, match=words):
         RedisStore(f"redis://127.0.0.1:{port}", "demo")
 
@@ -157,7 +157,7 @@ def writer_of_the_docs() -> str:
 WRITER = writer_of_the_docs()
 
 
-def test_the_user_of_the_docs_may_do_all_that_a_store_does(server: RedisProcess) -> None:
+def test_user_of_the_docs_may_do_all_that_a_store_does(server: RedisProcess) -> None:
     server.ask("ACL SETUSER", "rank", *WRITER.split())
     url = server.url.replace("//", "//rank:writer-secret@")
 
@@ -208,7 +208,7 @@ def test_user_without_subscribe_polls_instead(
 # -- full, loading, slow, gone
 
 
-def test_a_full_server_keeps_what_it_has_and_can_be_pruned(server: RedisProcess) -> None:
+def test_full_server_keeps_what_it_has_and_can_be_pruned(server: RedisProcess) -> None:
     with opened(server.address) as store:
         used = int(store.link.ask("", "INFO")["used_memory"])
         server.ask("CONFIG SET", "maxmemory", str(used + 2_000_000))
@@ -230,7 +230,7 @@ def test_a_full_server_keeps_what_it_has_and_can_be_pruned(server: RedisProcess)
         assert store.append([make_sample(num_stored)]) == 1
 
 
-def test_a_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
+def test_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
     with opened(server.address) as store:
         store.append([make_sample(n) for n in range(1200)])
         server.kill()
@@ -303,7 +303,7 @@ def test_killed_server_is_an_error_and_used_after_its_restart(
         assert [event.kind for event in store.events()] == ["before", "after"]
 
 
-def test_a_call_outlasts_a_short_absence_of_the_server(server: RedisProcess) -> None:
+def test_call_outlasts_a_short_absence_of_the_server(server: RedisProcess) -> None:
     with opened(server.address) as store:
         server.kill()
         calling = threading.Thread(target=store.add_event, args=("note", {}))
@@ -314,7 +314,7 @@ def test_a_call_outlasts_a_short_absence_of_the_server(server: RedisProcess) -> 
         assert [event.kind for event in store.events()] == ["note"]
 
 
-def test_a_wait_survives_the_loss_of_its_connection(server: RedisProcess) -> None:
+def test_wait_survives_the_loss_of_its_connection(server: RedisProcess) -> None:
     with opened(server.address) as store, opened(server.address) as other:
         version = store.version()
         found: list[int] = []
@@ -380,7 +380,7 @@ def started_with_tls(folder: Path, settings: dict[str, str]) -> RedisProcess:
         pytest.skip(f"{find_redis_server()} was built without TLS")
 
 
-def test_a_connection_over_tls_checks_the_server(certificates: Path) -> None:
+def test_connection_over_tls_checks_the_server(certificates: Path) -> None:
     settings = {
         "tls-cert-file": str(certificates / "cert.pem"),
         "tls-key-file": str(certificates / "key.pem"),
@@ -400,7 +400,7 @@ def test_a_connection_over_tls_checks_the_server(certificates: Path) -> None:
             RedisStore(f"{url}?ca_certs={certificates}/nowhere.pem", "demo")
 
 
-def test_a_socket_file_serves_as_well(tmp_path: Path) -> None:
+def test_socket_file_serves_as_well(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     with (
         RedisProcess(tmp_path / "redis", {"unixsocket": str(path)}),
@@ -411,7 +411,7 @@ def test_a_socket_file_serves_as_well(tmp_path: Path) -> None:
         assert [event.kind for event in store.events()] == ["note"]
 
 
-def test_a_socket_file_that_is_not_there_is_named_and_is_no_failure_of_tls(tmp_path: Path) -> None:
+def test_socket_file_that_is_not_there_is_named_and_is_no_failure_of_tls(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
 
     with pytest.raises(StoreError, match="has no socket file, expected a server") as refused:
@@ -428,7 +428,7 @@ def test_certificates_that_are_not_there_are_a_failure_of_tls(tmp_path: Path) ->
         RedisStore(url, "demo")
 
 
-def test_a_server_behind_a_socket_file_is_used_and_its_absence_is_passing(tmp_path: Path) -> None:
+def test_server_behind_a_socket_file_is_used_and_its_absence_is_passing(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     url = f"unix://{path}?deadline_s=5&breaker_failures=1000"
     with (

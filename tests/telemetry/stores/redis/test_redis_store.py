@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import threading
 import time
@@ -17,8 +18,9 @@ import pytest
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry import open_store
+from telemetry.live import Control, LiveSettings
 from telemetry.stores.redis.connection.address import RedisAddress
-from telemetry.stores.redis.connection.process import RedisClusterProcesses, RedisProcess
+from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from telemetry.stores.redis.scripts import CHANGE
 from telemetry.stores.redis.store import RedisStore
 
@@ -99,7 +101,7 @@ def test_repeat_of_a_pruned_sample_is_still_detected(store: RedisStore) -> None:
     assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
 
 
-def test_what_is_known_of_repeats_stays_small(store: RedisStore) -> None:
+def test_memory_of_repeats_is_bounded(store: RedisStore) -> None:
     store.append([make_sample(0, n) for n in range(0, 2000, 2)])
 
     known = store.link.read("HGET", key(store, "seen:run-1"), 0)
@@ -118,7 +120,7 @@ def test_of_too_many_samples_the_oldest_go(address: RedisAddress) -> None:
         assert store.sample_counts("run-1") == {0: 5}
 
 
-def test_a_forgotten_run_leaves_no_samples_behind(store: RedisStore) -> None:
+def test_removed_run_leaves_no_samples(store: RedisStore) -> None:
     store.append([make_sample(0, 0), make_sample(0, 1, run="run-2")])
 
     assert store.prune(1.0) == 1
@@ -127,7 +129,7 @@ def test_a_forgotten_run_leaves_no_samples_behind(store: RedisStore) -> None:
     assert store.link.read("EXISTS", key(store, "samples:run-1")) == 0
 
 
-def test_a_damaged_sample_is_passed_over_and_counted(store: RedisStore) -> None:
+def test_damaged_sample_is_passed_over_and_counted(store: RedisStore) -> None:
     store.append([make_sample(0, 0)])
     ((entry_id, fields),) = store.link.read("XRANGE", key(store, "samples:run-1"), "-", "+")
     damaged = fields[b"s"][:-1] + b"\xff"
@@ -138,7 +140,7 @@ def test_a_damaged_sample_is_passed_over_and_counted(store: RedisStore) -> None:
     assert store.refused() == {"damaged": 1}
 
 
-def test_a_sequence_that_lua_cannot_count_is_refused_and_nothing_is_stored(
+def test_sequence_that_lua_cannot_count_is_refused_and_nothing_is_stored(
     store: RedisStore,
 ) -> None:
     with pytest.raises(StoreError, match=r"expected one below 2\*\*53"):
@@ -226,7 +228,7 @@ def cut(redis_server: RedisProcess) -> Iterator[Cut]:
         yield wire
 
 
-def test_a_change_whose_answer_is_lost_is_made_once(address: RedisAddress, cut: Cut) -> None:
+def test_change_whose_answer_is_lost_is_made_once(address: RedisAddress, cut: Cut) -> None:
     with closing(RedisStore(replace(address, hosts=(("127.0.0.1", cut.port),)), "demo")) as store:
         # What rests on the state looks at it first, so that the second answer is the change's.
         for change, num_answered in (
@@ -244,7 +246,7 @@ def test_a_change_whose_answer_is_lost_is_made_once(address: RedisAddress, cut: 
         assert store.sample_counts("run-1") == {0: 1}
 
 
-def test_the_same_change_sent_twice_gives_the_same_answer(store: RedisStore) -> None:
+def test_same_change_sent_twice_gives_the_same_answer(store: RedisStore) -> None:
     keys = [key(store, name) for name in ("state", "events", "receipt:x")]
     values = ["", "x", "", 1, key(store, "wake"), 1, "note", "{}", 0, 11]
 
@@ -262,10 +264,32 @@ def test_event_ids_are_the_clock_so_that_a_lost_second_repeats_none(store: Redis
     assert again > first
 
 
+# -- live settings and programs of the version before, which know the switches alone
+
+
+def test_kill_switch_of_an_older_program_stops_movement(store: RedisStore) -> None:
+    store.change_live({"movement": True, "max_moves": 3}, reason="resumed")
+    paused = '{"movement": false, "observe": false}'
+    store.link.write("HSET", key(store, "state"), "control", paused)
+
+    assert store.control() == Control(movement=False)
+    state = store.set_static(LiveSettings(movement=True), reason="start")
+    assert (state.control, state.live.max_moves) == (Control(movement=False), 3)
+
+
+def test_older_program_reads_the_switches_that_apply(store: RedisStore) -> None:
+    store.set_static(LiveSettings(observe=True), reason="start")
+    store.change_live({"movement": False}, reason="incident 7")
+
+    found = store.link.read("HGET", key(store, "state"), "control")
+
+    assert json.loads(found) == {"movement": False, "observe": True}
+
+
 # -- the lease
 
 
-def test_a_lease_ends_by_the_watcher_s_own_clock(store: RedisStore) -> None:
+def test_lease_ends_by_the_watcher_s_own_clock(store: RedisStore) -> None:
     lease = store.acquire_lease("one", 0.15)
     assert lease is not None
     assert store.acquire_lease("two", LONG_S) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ import pytest
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from eplb.migration.recovery import Recovery
+from telemetry.live import Control, LiveSettings
 from telemetry.retention.rollup import MINUTE
+from telemetry.store import RankState
 from telemetry.stores.sqlite.schema import SCHEMA_VERSION
 from telemetry.stores.sqlite.store import SqliteStore
 
@@ -52,13 +56,15 @@ def path(tmp_path: Path) -> Path:
 # -- files that are no store, or not ours
 
 
-def test_a_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> None:
+def test_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> None:
     SqliteStore(path, "demo").close()
     with closing(sqlite3.connect(path)) as raw:
         raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 8, expected 7"):
+    with pytest.raises(
+        StoreError, match=rf"store\.sqlite has schema version {SCHEMA_VERSION + 1}, "
+    ):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
@@ -71,9 +77,20 @@ RELEASED = {
     4: "fa32d0f398e0d900",
     5: "e0e7a6dd261cfe8e",
     6: "324965774f021bd5",
+    7: "c46db0bbb7b6bbc3",
 }
 # What takes away from a file what a version added.
 UNDO = {
+    8: (
+        "DROP TABLE live_settings",
+        "CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL)",
+        "DROP TABLE rank_report",
+        "CREATE TABLE rank_state (\n    deployment TEXT NOT NULL, run TEXT NOT NULL, "
+        "rank INTEGER NOT NULL, time REAL NOT NULL,\n    step INTEGER NOT NULL, "
+        "generation INTEGER NOT NULL, phase TEXT NOT NULL,\n    plan_id INTEGER NOT NULL, "
+        "applied INTEGER NOT NULL, sequence INTEGER NOT NULL,\n    detail TEXT NOT NULL, "
+        "PRIMARY KEY (deployment, run, rank))",
+    ),
     7: (
         "DROP TABLE held_lease",
         "CREATE TABLE lease (\n    deployment TEXT PRIMARY KEY, holder TEXT NOT NULL, "
@@ -98,7 +115,7 @@ def as_version(wanted: int, path: Path) -> None:
     assert digest == RELEASED[wanted]
 
 
-@pytest.mark.parametrize("version", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("version", [2, 3, 4, 5, 6, 7])
 def test_file_of_an_older_version_is_migrated_without_loss(path: Path, version: int) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(3)])
@@ -120,7 +137,37 @@ def test_file_of_an_older_version_is_migrated_without_loss(path: Path, version: 
         assert raw.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-def test_a_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Path) -> None:
+def test_rank_report_of_version_7_keeps_its_weights_version_and_reason(path: Path) -> None:
+    SqliteStore(path, "demo").close()
+    as_version(7, path)
+    details = {"weights_version": 3, "frozen": "torn", "prepared": 2, "experts_moved": 5}
+    row = ("demo", "run-1", 1, 9.5, 6, 4, "swap", 7, 1, 30, json.dumps(details))
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute(f"INSERT INTO rank_state VALUES ({', '.join('?' * len(row))})", row)
+        raw.commit()
+
+    with closing(SqliteStore(path, "demo")) as store:
+        (state,) = store.rank_states("run-1")
+
+    expected = RankState("run-1", 1, 9.5, 6, 4, "swap", 7, 1, 30, 3, 2, "torn")
+    assert state == replace(expected, detail={"experts_moved": 5})
+
+
+def test_kill_switch_of_version_7_stays_off(path: Path) -> None:
+    SqliteStore(path, "demo").close()
+    as_version(7, path)
+    with closing(sqlite3.connect(path)) as raw:
+        switches = '{"movement": false, "observe": false}'
+        raw.execute("INSERT INTO control VALUES ('demo', ?)", (switches,))
+        raw.commit()
+
+    with closing(SqliteStore(path, "demo")) as store:
+        store.set_static(LiveSettings(movement=True), reason="start")
+
+        assert store.control() == Control(movement=False)
+
+
+def test_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Path) -> None:
     SqliteStore(path, "demo").close()
     as_version(2, path)
 
@@ -132,12 +179,12 @@ def test_a_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: 
         store.close()
 
 
-def test_a_file_older_than_version_2_is_refused(path: Path) -> None:
+def test_file_older_than_version_2_is_refused(path: Path) -> None:
     SqliteStore(path, "demo").close()
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("PRAGMA user_version = 1")
 
-    with pytest.raises(StoreError, match=r"store\.sqlite has schema version 1, expected 7"):
+    with pytest.raises(StoreError, match=rf"schema version 1, expected {SCHEMA_VERSION}"):
         SqliteStore(path, "demo")
 
 
@@ -154,7 +201,7 @@ def test_another_program_s_database_is_refused_and_left_as_it_is(path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [b"xy", b"not a database, only text\n" * 500])
-def test_a_file_that_is_no_database_is_refused(path: Path, content: bytes) -> None:
+def test_file_that_is_no_database_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     with pytest.raises(StoreError, match=f"found {len(content):,} bytes .*expected a whole SQLite"):
@@ -164,7 +211,7 @@ def test_a_file_that_is_no_database_is_refused(path: Path, content: bytes) -> No
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
-def test_a_truncated_store_is_refused(path: Path, kept: float) -> None:
+def test_truncated_store_is_refused(path: Path, kept: float) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         store.append([make_sample(n) for n in range(200)])
     os.truncate(path, int(path.stat().st_size * kept))
@@ -180,7 +227,7 @@ def test_missing_folder_and_path_of_a_folder_are_errors(tmp_path: Path) -> None:
         SqliteStore(tmp_path, "demo")
 
 
-def test_a_store_that_was_removed_while_open_is_not_written_on(path: Path) -> None:
+def test_store_that_was_removed_while_open_is_not_written_on(path: Path) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         path.unlink()
 
@@ -219,7 +266,7 @@ def open_to_others(folder: Path) -> None:
         pytest.skip("other users cannot enter the folder of temporary files")
 
 
-def test_a_read_only_file_is_refused(path: Path, fork: Fork) -> None:
+def test_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     SqliteStore(path, "demo").close()
     open_to_others(path.parent)
     path.parent.chmod(0o777)
@@ -229,7 +276,7 @@ def test_a_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     assert f"store {path} is read-only: expected the file and its folder" in words
 
 
-def test_a_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
+def test_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
     open_to_others(path.parent)
     path.parent.chmod(0o555)
 
@@ -256,7 +303,7 @@ def fill_up(pipe: Connection, path: Path) -> None:
         pipe.send((acknowledged, str(exc)))
 
 
-def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
+def test_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
     acknowledged, words = fork(fill_up, path).receive()
 
     assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
@@ -273,7 +320,7 @@ def open_on_a_full_disk(pipe: Connection, path: Path) -> None:
         pipe.send(str(exc))
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, fork: Fork) -> None:
+def test_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, fork: Fork) -> None:
     assert "could not be read or written" in fork(open_on_a_full_disk, path).receive()
 
     with closing(SqliteStore(path, "demo")) as store:

@@ -46,7 +46,7 @@ def sequences(found: list[tuple[int, LoadSample]]) -> list[int]:
     return [sample.sequence for _, sample in found]
 
 
-def test_a_damaged_sample_is_passed_over_and_counted_once(six_samples: Path) -> None:
+def test_damaged_sample_is_passed_over_and_counted_once(six_samples: Path) -> None:
     damage(six_samples, 2, 5)
     with closing(SqliteStore(six_samples, "demo")) as store:
         for _ in range(3):
@@ -58,13 +58,13 @@ def test_a_damaged_sample_is_passed_over_and_counted_once(six_samples: Path) -> 
         assert store.prune(1.0) == 6
 
 
-def test_a_reader_does_not_stop_at_a_page_that_is_damaged_all_through(six_samples: Path) -> None:
+def test_reader_does_not_stop_at_a_page_that_is_damaged_all_through(six_samples: Path) -> None:
     damage(six_samples, 0, 1, 2, 3)
     with closing(SqliteStore(six_samples, "demo")) as store:
         assert sequences(store.samples("run-1", limit=2)) == [4, 5]
 
 
-def test_reader_at_a_corrupted_end_sees_later_records(six_samples: Path) -> None:
+def test_reader_after_a_corrupted_end_reads_later_records(six_samples: Path) -> None:
     damage(six_samples, 4, 5)
     with closing(SqliteStore(six_samples, "demo")) as store:
         cursor, _ = store.samples("run-1")[-1]
@@ -77,7 +77,7 @@ def test_reader_at_a_corrupted_end_sees_later_records(six_samples: Path) -> None
         assert store.refused() == {"damaged": 2}
 
 
-def test_a_record_of_a_later_version_is_passed_over_and_counted_apart(six_samples: Path) -> None:
+def test_record_of_a_later_version_is_passed_over_and_counted_apart(six_samples: Path) -> None:
     damage(six_samples, 1)
     with closing(sqlite3.connect(six_samples)) as raw, raw:
         ((record,),) = raw.execute("SELECT record FROM sample WHERE sequence = 3")
@@ -89,7 +89,7 @@ def test_a_record_of_a_later_version_is_passed_over_and_counted_apart(six_sample
         assert store.refused() == {"damaged": 1, "version": 1}
 
 
-def test_samples_of_two_versions_stand_side_by_side(path: Path) -> None:
+def test_samples_of_two_versions_are_read_together(path: Path) -> None:
     with (
         closing(SqliteStore(path, "demo", sample_version=1)) as old,
         closing(SqliteStore(path, "demo")) as new,
@@ -106,7 +106,7 @@ def test_samples_of_two_versions_stand_side_by_side(path: Path) -> None:
     assert [sample_from_bytes(record).sequence for record in records] == [0, 1]
 
 
-def test_a_damaged_roll_up_is_passed_over_and_counted(path: Path) -> None:
+def test_damaged_roll_up_is_passed_over_and_counted(path: Path) -> None:
     with closing(SqliteStore(path, "demo")) as store:
         rollups = [
             Rollup(

@@ -98,7 +98,7 @@ def write_for_ever(pipe: Connection, path: Path, rank: int) -> None:
         pipe.send(sequence)
 
 
-def test_what_was_acknowledged_survives_kill_9_of_the_writer(path: Path, fork: Fork) -> None:
+def test_acknowledged_writes_survive_sigkill_of_the_writer(path: Path, fork: Fork) -> None:
     for rank in range(3):
         process = fork(write_for_ever, path, rank)
         for _ in range(40 + 17 * rank):
@@ -141,7 +141,7 @@ def add_an_event(pipe: Connection, path: Path) -> None:
     SqliteStore(path, "demo").add_event("note", {})
 
 
-def test_a_wait_ends_with_another_process_s_change(path: Path, fork: Fork) -> None:
+def test_wait_ends_with_another_process_s_change(path: Path, fork: Fork) -> None:
     process = fork(add_an_event, path)
     with closing(SqliteStore(path, "demo")) as store:
         before = store.version()
@@ -179,7 +179,7 @@ def carry_over(pipe: Connection, path: Path) -> None:
     store.add_event("note", {})
 
 
-def test_a_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
+def test_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
     process = fork(carry_over, path)
 
     expected = r"opened in process \d+ and is used in process \d+, expected each"
@@ -204,7 +204,7 @@ def test_locked_store_is_an_error_for_writers_and_readers_continue(path: Path) -
         store.add_event("note", {})
 
 
-def test_a_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> None:
+def test_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> None:
     with (
         closing(SqliteStore(path, "demo", busy_timeout_s=TIMEOUT_S)) as store,
         closing(sqlite3.connect(path, isolation_level=None)) as other,
@@ -222,7 +222,7 @@ def test_a_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> No
 # -- reading for people
 
 
-def test_a_person_can_read_events_with_plain_sql(path: Path) -> None:
+def test_events_are_readable_with_sql(path: Path) -> None:
     with closing(SqliteStore(path, "demo", clock=lambda: 12.5)) as store:
         first_commit(store)
     with closing(sqlite3.connect(path)) as raw:

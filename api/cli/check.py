@@ -1,0 +1,33 @@
+"""``eplb check``: validate the configuration and this host before anything starts."""
+
+from __future__ import annotations
+
+import typer
+
+from api.cli.deploy import BAD_INPUT, Config, Host, Setting, deployment_of, refused, say
+from api.deploy.hosts import host_here
+from api.terminal.printable import printable
+from eplb.errors import EplbError
+
+
+def check(config: Config = None, host: Host = None, setting: Setting = None) -> None:
+    """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
+
+    Exit status 0: all is as it should be; 2: something is not, and the output names it.
+    """
+    # Imported here: it needs the extra "api".
+    from api.deploy.checks.costs import costs_of, lines_of
+    from api.deploy.checks.host import check_all
+
+    try:
+        deployment = deployment_of(config, setting, "check")
+        is_ok = True
+        for finding in check_all(deployment, host_here(deployment, host)):
+            say(printable(str(finding)))
+            is_ok = is_ok and finding.is_ok
+        for line in lines_of(costs_of(deployment)):
+            say(line)
+    except EplbError as exc:
+        raise refused(exc) from exc
+    if not is_ok:
+        raise typer.Exit(BAD_INPUT)

@@ -1,0 +1,119 @@
+"""``eplb controller``, ``host-cache``, ``serve`` and ``launch``: the processes of a deployment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.config import named_settings
+from api.config.loader import load
+from api.deploy.deployment import Deployment, resolve
+from api.deploy.hosts import host_here
+from api.terminal.logs import LogSettings, set_up_logging
+from api.terminal.printable import print_error
+from eplb.errors import EplbError
+from eplb.package_check import check_packages
+
+BAD_INPUT = 2
+
+Config = Annotated[Path | None, typer.Option(help="A TOML file; else EPLB_CONFIG names it.")]
+Setting = Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")]
+Host = Annotated[
+    int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
+]
+Command = Annotated[list[str], typer.Argument(help="The program of a rank, after --.")]
+
+
+def deployment_of(config: Path | None, setting: list[str] | None, process: str) -> Deployment:
+    """Read the configuration of a command, and have it log as that says.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    check_packages()
+    loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
+    log = loaded.settings.log
+    name = loaded.settings.deployment.name
+    set_up_logging(LogSettings(log.format, log.level, name), process=process)
+    return resolve(loaded.settings, os.environ)
+
+
+def refused(exc: EplbError) -> typer.Exit:
+    """Print a refusal; returns what to raise."""
+    print_error(exc)
+    return typer.Exit(BAD_INPUT)
+
+
+def say(line: str) -> None:
+    """Print a line at once: whoever started the command may wait for it."""
+    typer.echo(line)
+
+
+def launch(
+    command: Command, config: Config = None, host: Host = None, setting: Setting = None
+) -> None:
+    """Start the ranks of this host: eplb launch -- CMD. Under torchrun: become one of them.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them.
+    """
+    # Imported here: it loads torch, and --help needs none of it.
+    from api.deploy.launch import Launch, become_rank, check_start, prepare_store, run_ranks
+
+    try:
+        deployment = deployment_of(config, setting, "launch")
+        here = Launch(deployment, host_here(deployment, host), command, os.environ)
+        if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+            prepare_store(here)
+            become_rank(here)
+        check_start(here)
+        generation, found = prepare_store(here)
+        master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
+        say(
+            f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
+            f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
+        )
+        say(f"eplb launch: {found}")
+        supervision = deployment.settings.supervision
+        status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
+    except EplbError as exc:
+        raise refused(exc) from exc
+    raise typer.Exit(status)
+
+
+def controller(config: Config = None, setting: Setting = None) -> None:
+    """Plan for a deployment until a signal. Any number may run; one leads."""
+    from api.deploy.roles import run_controller
+
+    try:
+        run_controller(deployment_of(config, setting, "controller"), say)
+    except EplbError as exc:
+        raise refused(exc) from exc
+
+
+def host_cache(config: Config = None, host: Host = None, setting: Setting = None) -> None:
+    """Keep expert records in the memory of this host for its ranks, until a signal."""
+    from api.deploy.roles import run_host_cache
+
+    try:
+        deployment = deployment_of(config, setting, "host cache")
+        run_host_cache(deployment, host_here(deployment, host), say)
+    except EplbError as exc:
+        raise refused(exc) from exc
+
+
+def serve(config: Config = None, setting: Setting = None) -> None:
+    """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
+    from api.processes.children import import_for_children, preload_modules
+
+    try:
+        deployment = deployment_of(config, setting, "serve")
+        preload_modules("api.processes.controller")
+        import_for_children()
+        from api.deploy.serve import serve as serve_until_signal
+
+        serve_until_signal(deployment, say)
+    except EplbError as exc:
+        raise refused(exc) from exc

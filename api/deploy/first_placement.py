@@ -1,0 +1,141 @@
+"""The placement that a deployment starts from: written by its first process, kept by all others.
+
+``eplb serve`` and ``eplb launch`` may start in any order and on any host: the store's
+compare-and-set lets one of them write. Live settings that were set stay: a start with another
+configuration replaces the static layer alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+
+from api.config.live import overriding
+from api.deploy.secret import Secret
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement, check_fits
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, EplbError, StaleGeneration
+from eplb.migration.spares import compact
+from eplb.planner import plan as make_plan
+from telemetry.live import LiveSettings
+from telemetry.store import LoadStore, events_backwards
+
+LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
+START_EVENT = "deployment"  # a process of the deployment started
+
+log = logging.getLogger(__name__)
+
+
+class Starting(Protocol):
+    """What a deployment starts with."""
+
+    @property
+    def name(self) -> str:
+        """Of the deployment."""
+
+    @property
+    def model(self) -> ModelShape:
+        """Its model."""
+
+    @property
+    def topology(self) -> Topology:
+        """Its ranks, with their spare slots."""
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots of each rank and layer that stay EMPTY."""
+
+    @property
+    def secret(self) -> Secret:
+        """Of the deployment."""
+
+    @property
+    def static(self) -> LiveSettings:
+        """Live settings as its configuration has them."""
+
+
+def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
+    """Give the placement without knowledge of load; spread evenly, it leaves spares EMPTY."""
+    idle = np.ones((model.num_layers, model.num_experts), dtype=np.int64)
+    return make_plan(idle, topology, policy="contiguous").base
+
+
+def ensure_first_placement(
+    store: LoadStore, starting: Starting, by: str, *, lost_after: int | None = None
+) -> tuple[Placement, bool]:
+    """Have the store name a placement that ranks can start from; also, whether it was written here.
+
+    Args:
+        store: of the deployment.
+        starting: the deployment.
+        by: the process, for the history.
+        lost_after: the generation that served last, if it is known: a store that has none now lost
+            its contents, and generations must grow.
+
+    Raises:
+        ConfigError: the store is of another deployment: another secret, model or topology.
+        StoreError: the store cannot be used.
+    """
+    check_belongs(store, starting)
+    wrote = False
+    if store.committed() is None:
+        first = contiguous_placement(starting.model, starting.topology)
+        generation = 0 if lost_after is None else lost_after + LOST_GENERATIONS
+        reason = f"first placement: contiguous ({by})"
+        try:
+            wrote = store.commit(first.with_generation(generation), expected=None, reason=reason)
+        except StaleGeneration as exc:  # another process was first
+            log.info("the first placement was written by another process: %s", exc)
+    committed = store.committed()
+    if committed is None:
+        raise ConfigError("the store lost the first placement at once, expected it to be kept")
+    _check_placement(committed.placement, starting)
+    if store.live().static != starting.static:
+        state = store.set_static(starting.static, reason=f"start with another configuration ({by})")
+        for one in overriding(state):
+            log.warning("live setting: %s; eplb config --live changes it", one)
+    store.add_event(START_EVENT, {"by": by, "secret": starting.secret.fingerprint})
+    return committed.placement, wrote
+
+
+def check_belongs(store: LoadStore, starting: Starting) -> None:
+    """Refuse a store that another deployment of this name uses; reads only.
+
+    Raises:
+        ConfigError: it has another secret, or a placement of another model or topology.
+        StoreError: the store cannot be used.
+    """
+    latest = next(events_backwards(store, {START_EVENT}), None)
+    expected = starting.secret.fingerprint
+    if latest is not None and latest.detail.get("secret") != expected:
+        raise ConfigError(
+            f"store: deployment {starting.name!r} was started with a secret of fingerprint "
+            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found {expected} here, "
+            "expected one secret on all hosts, or another deployment.name"
+        )
+    committed = store.committed()
+    if committed is not None:
+        _check_placement(committed.placement, starting)
+
+
+def _check_placement(placement: Placement, starting: Starting) -> None:
+    found = (placement.num_layers, placement.num_experts, placement.num_slots)
+    model, topology = starting.model, starting.topology
+    expected = (model.num_layers, model.num_experts, topology.num_slots)
+    if found != expected:
+        raise ConfigError(
+            f"store: deployment {starting.name!r} has a placement of (layers, experts, slots) "
+            f"{found}, expected {expected} by the configuration: it is of another deployment, or "
+            "its model or topology has changed; give a new deployment.name"
+        )
+    try:
+        check_fits(placement, topology)
+        if starting.spare_slots:
+            compact(placement, topology, starting.spare_slots)
+    except EplbError as exc:
+        raise ConfigError(
+            f"store: the placement of deployment {starting.name!r} does not fit its topology: {exc}"
+        ) from exc

@@ -1,0 +1,80 @@
+"""The model of a deployment: of its settings, or of the `config.json` beside its weights."""
+
+from __future__ import annotations
+
+from api.config.deployment import ModelSettings
+from eplb.core.model import ModelShape
+from eplb.errors import CheckpointError, ConfigError
+from runtime.checkpoints.model_config import CONFIG_FILE, read_config
+
+SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
+
+
+def model_shape(settings: ModelSettings) -> ModelShape:
+    """Give the shape of the deployment's model; loads no torch.
+
+    Raises:
+        ConfigError: a shape is missing, or is another than in the checkpoint's `config.json`.
+        CheckpointError: the folder or its `config.json` cannot be read, or its family is unknown.
+    """
+    given = {name: int(getattr(settings, name)) for name in SHAPES}
+    if settings.checkpoint is not None:
+        return _of_checkpoint(settings, given)
+    if missing := [name for name, value in given.items() if not value]:
+        raise ConfigError(
+            f"model.{missing[0]} is 0, expected a number, or model.checkpoint with a {CONFIG_FILE}"
+        )
+    return ModelShape(
+        tuple(range(given["layers"])),
+        num_experts=given["experts"],
+        top_k=given["top_k"],
+        hidden=given["hidden"],
+        intermediate=given["intermediate"],
+    )
+
+
+def _of_checkpoint(settings: ModelSettings, given: dict[str, int]) -> ModelShape:
+    folder = settings.checkpoint
+    assert folder is not None, "asked about a checkpoint"
+    if not folder.is_dir():
+        raise CheckpointError(f"model.checkpoint {folder} is no folder, expected one")
+    config = read_config(folder)
+    found = ModelShape(
+        config.moe_layers,
+        config.num_experts,
+        min(config.top_k, config.num_experts),
+        config.hidden,
+        config.intermediate,
+        config.num_shared,
+        config.num_groups,
+    )
+    read = (found.num_layers, found.num_experts, found.top_k, found.hidden, found.intermediate)
+    for (name, value), expected in zip(given.items(), read, strict=True):
+        if value not in (0, expected):
+            raise ConfigError(
+                f"model.{name} is {value}, expected {expected} as in {folder}/{CONFIG_FILE}, or 0"
+            )
+    return found
+
+
+def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
+    """Compare the expert tensors of a checkpoint with the model; loads torch.
+
+    Returns:
+        What was found, in a few words.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, or has another shape or type.
+    """
+    from rebalance.build.description import schema_of
+    from runtime.checkpoints.checkpoint import Checkpoint
+
+    folder, precision = settings.checkpoint, settings.precision
+    if folder is None:
+        return "none: the engine loads its weights itself"
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(model, schema_of(model.hidden, model.intermediate, precision))
+    return (
+        f"{folder}: {checkpoint.config.family.name}, {model.num_layers} MoE layers x "
+        f"{model.num_experts} experts in {precision}"
+    )

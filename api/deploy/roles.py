@@ -1,0 +1,83 @@
+"""``eplb controller`` and ``eplb host-cache``: one process each, in the foreground, until a signal.
+
+A service manager (systemd, an orchestrator) starts them again; ``eplb serve`` supervises a
+controller itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from threading import Event
+
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import check_belongs
+from api.interrupts import StopSignals
+from api.processes.controller import ControllerJob, keep_planning
+from eplb.errors import ConfigError
+
+POLL_S = 0.25
+Say = Callable[[str], None]
+
+log = logging.getLogger(__name__)
+
+
+def controller_job(deployment: Deployment, holder: str | None = None) -> ControllerJob:
+    """What a controller of a deployment is started with."""
+    settings = deployment.settings
+    return ControllerJob(
+        deployment.store_url,
+        deployment.name,
+        deployment.controller,
+        holder,
+        settings.controller.poll_s,
+        settings.telemetry.sample_version,
+    )
+
+
+def run_controller(deployment: Deployment, say: Say) -> None:
+    """Plan until a signal; one controller of all leads, the others stand by.
+
+    Raises:
+        ConfigError: the store is of another deployment.
+        StoreError: it cannot be used at the start.
+    """
+    stop = StopSignals()
+    with closing(deployment.opened_store()) as store:
+        check_belongs(store, deployment)
+    ready = f"eplb controller: ready for {deployment.name} in {deployment.store_shown}"
+    keep_planning(
+        controller_job(deployment), lambda: stop.received > 0, lambda: say(ready), log.warning
+    )
+
+
+def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
+    """Give records to the ranks of a host until a signal.
+
+    Raises:
+        ConfigError: there is no source of records.
+        CheckpointError: a weight file is missing, or is of another model.
+        MigrationError: another process has the host's place, or a port, or there is no memory.
+    """
+    # Imported here: both load torch.
+    from rebalance.build.description import schema_of
+    from rebalance.build.host_cache import build_host_cache
+
+    stop, given = StopSignals(), deployment.settings
+    model, weights = deployment.model, given.model.checkpoint
+    if weights is None and not deployment.has_links:
+        raise ConfigError(
+            "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
+            "expert records"
+        )
+    schema = schema_of(model.hidden, model.intermediate, given.model.precision)
+    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
+    with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
+        records = model.num_layers * model.num_experts
+        say(
+            f"eplb host-cache: host {host} of {deployment.name}: ready: {records} records of "
+            f"{schema.record_bytes:,} bytes, mode {settings.mode}"
+        )
+        while not stop.received:
+            Event().wait(POLL_S)

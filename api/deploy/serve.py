@@ -1,0 +1,158 @@
+"""``eplb serve``: a controller, the REST API and the page, supervised by one command.
+
+It has no ranks: ``eplb launch`` starts them, before or after. Several may run; one controller of
+all leads, and every API shows the same store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import ensure_first_placement
+from api.deploy.roles import controller_job
+from api.deploy.secret import write_token
+from api.http.app import create_app
+from api.http.server import HttpService
+from api.interrupts import StopSignals
+from api.processes.children import Child, refusal
+from api.processes.controller import run_controller
+from api.processes.descriptors import raise_descriptor_limit
+from api.processes.supervision import Kill, Supervised, Supervisor
+from eplb.errors import StoreError
+from rebalance.controller.lease import new_holder
+from telemetry.store import LoadStore
+
+POLL_S = 0.25
+LEASE_LOOK_S = 1.0
+CONTROLLER = "the controller"
+
+log = logging.getLogger(__name__)
+
+
+def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
+    """Serve until a signal.
+
+    Raises:
+        EplbError: it cannot start; nothing is left running.
+    """
+    raise_descriptor_limit()
+    stop = StopSignals()
+    with ExitStack() as stack:
+        store = deployment.opened_store()
+        stack.callback(store.close)
+        placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
+        supervisor = Supervisor(deployment.settings.supervision.settings())
+        http, limits = deployment.settings.http, deployment.settings.http.limits()
+        token = deployment.secret.http_token
+        app = create_app(
+            store,
+            metrics_level=http.metrics_level,
+            supervision=supervisor.view,
+            limits=limits,
+            token=token,
+        )
+        has_token = token is not None
+        service = HttpService(app, http.host, http.port, limits=limits, is_authenticated=has_token)
+        service.start()
+        stack.callback(service.stop)
+        helpers = Helpers(deployment, store, supervisor, service)
+        stack.callback(helpers.end)
+        helpers.start()
+        say(f"eplb serve: {service.url}")
+        if (path := write_token(deployment.secret, deployment.state_dir)) is not None:
+            say(f"eplb serve: the token of the HTTP service is in {path}")
+        did = "wrote the first placement" if wrote else "found a placement"
+        say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
+        while not stop.received:
+            helpers.look()
+
+
+class Helpers:
+    """The supervised processes of ``eplb serve``: its controller and its HTTP service."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        store: LoadStore,
+        supervisor: Supervisor,
+        service: HttpService,
+    ) -> None:
+        self._store, self._supervisor, self._service = store, supervisor, service
+        self._job = controller_job(deployment, new_holder())
+        self._child: Child | None = None
+        self._controller = self._added(CONTROLLER, "controller", self._new_controller)
+        self._http = self._added("the HTTP service", "http", self._new_http, reports_progress=False)
+        self._lease_due = 0.0
+
+    def _added(
+        self, name: str, kind: str, start: Callable[[], Kill], *, reports_progress: bool = True
+    ) -> Supervised:
+        supervisor = self._supervisor
+        made = Supervised(
+            name, kind, start, self._note, supervisor.settings, reports_progress=reports_progress
+        )
+        return supervisor.add(made)
+
+    def start(self) -> None:
+        """Start both."""
+        self._controller.begin()
+        self._http.begin()
+
+    def _new_controller(self) -> Kill:
+        self._child = Child(CONTROLLER, run_controller, self._job)
+        return self._child.kill
+
+    def _new_http(self) -> Kill:
+        if not self._service.is_alive:
+            self._service.start()
+        return self._service.stop
+
+    def look(self) -> None:
+        """Handle messages and exits, and restart what is due; takes a moment at most."""
+        if (child := self._child) is None:
+            wait([], POLL_S)
+        elif wait([child.messages], POLL_S):
+            message = child.receive()
+            self._handle_exit(child) if message is None else self._handle(*message)
+        if self._http.is_up and not self._service.is_alive:
+            self._http.ended("the HTTP service exited unexpectedly")
+        elif self._http.is_up:
+            self._http.reported()
+        now = self._supervisor.clock()
+        if now >= self._lease_due:
+            self._lease_due = now + LEASE_LOOK_S
+            with suppress(StoreError):  # its age grows, which is what it is for
+                self._supervisor.record_lease(self._store.lease())
+        self._supervisor.check()
+
+    def _handle(self, kind: str, body: Any) -> None:
+        if kind == "failed" and not self._controller.was_ready:
+            raise refusal(CONTROLLER, body)
+        if kind in ("failed", "warning"):
+            self._note(CONTROLLER, body if kind == "warning" else str(refusal(CONTROLLER, body)))
+        if kind != "failed":
+            self._controller.reported()
+
+    def _handle_exit(self, child: Child) -> None:
+        self._child = None
+        child.stop()
+        self._controller.ended(child.exit_text())
+
+    def _note(self, where: str, message: str) -> None:
+        """Log and store a failure that ends nothing."""
+        log.warning("%s: %s", where, message)
+        try:
+            self._store.add_event("error", {"where": where, "message": message})
+        except StoreError as exc:
+            log.warning("event not stored: %s", exc)
+
+    def end(self) -> None:
+        """End the controller, which gives its lease up."""
+        if self._child is not None:
+            self._child.command("stop")
+            self._child.stop()

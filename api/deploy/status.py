@@ -1,0 +1,127 @@
+"""How a deployment stands, from its store alone: who leads, what serves, what is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from api.monitor.monitor import Monitor
+from api.monitor.readiness import unready
+from api.monitor.snapshot import MigrationProgress, RankView, Snapshot, WindowScore
+from telemetry.store import Lease, LoadStore
+from telemetry.stores.holder import is_dead, shown
+
+SILENT_AFTER_S = 10.0
+STALLED_AFTER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """A deployment at one moment."""
+
+    deployment: str
+    store: str  # without a password
+    leader: str  # its process; "": none leads
+    lease_left_s: float  # until the leader's lease runs out without a renewal
+    run: str | None
+    generation: int | None
+    step: int
+    ranks: tuple[RankView, ...]
+    node_of_rank: tuple[int, ...]
+    window: WindowScore | None  # the latest complete one
+    migration: MigrationProgress | None
+    movement: bool
+    observe: bool
+    problems: tuple[str, ...]  # empty: it serves as it should
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing is wrong; a pause by an operator is not."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Give it as values of JSON."""
+        return {"ok": self.is_ok} | asdict(self)
+
+
+def read_status(store: LoadStore, store_shown: str, now: float | None = None) -> Status:
+    """Read how a deployment stands.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    now = time.time() if now is None else now
+    monitor = Monitor(store, silent_after_s=SILENT_AFTER_S)
+    monitor.refresh()
+    seen, lease = monitor.snapshot(), store.lease()
+    leader = _leader(lease, now)
+    complete = [score for score in seen.series if score.is_complete]
+    return Status(
+        deployment=seen.deployment,
+        store=store_shown,
+        leader=leader,
+        lease_left_s=max(0.0, lease.expires - now) if lease and leader else 0.0,
+        run=seen.run,
+        generation=seen.generation,
+        step=seen.step,
+        ranks=seen.ranks,
+        node_of_rank=seen.node_of_rank,
+        window=complete[-1] if complete else None,
+        migration=seen.migration,
+        movement=seen.movement,
+        observe=seen.observe,
+        problems=tuple(_problems(seen, leader, lease, now)),
+    )
+
+
+def _leader(lease: Lease | None, now: float) -> str:
+    """Name the process that leads; "" where its lease ran out, or it is known to have exited."""
+    if lease is None or not lease.ttl_s or lease.expires < now or is_dead(lease.holder):
+        return ""
+    return shown(lease.holder)
+
+
+def _problems(seen: Snapshot, leader: str, lease: Lease | None, now: float) -> Iterator[str]:
+    if not leader and lease is not None and lease.ttl_s:
+        age_s = max(0.0, now - lease.expires)
+        yield f"no controller leads: the lease of {shown(lease.holder)} ran out {age_s:.0f} s ago"
+    elif not leader:
+        yield "no controller leads, expected one (eplb serve or eplb controller)"
+    if reason := unready(seen, SILENT_AFTER_S, STALLED_AFTER_S):
+        yield reason
+
+
+def render(status: Status) -> str:
+    """Give a status as lines for people."""
+    leader = f"{status.leader}, lease for {status.lease_left_s:.0f} s more"
+    window, moving = status.window, status.migration
+    lines = {
+        "deployment": f"{status.deployment} in {status.store}",
+        "leader": leader if status.leader else "none",
+        "serves": "nothing yet"
+        if status.run is None
+        else f"generation {status.generation}, step {status.step}, run {status.run}",
+        "imbalance": "no complete window yet"
+        if window is None
+        else f"{window.measured:.2f} in the latest window, {window.contiguous:.2f} unbalanced",
+        "migration": "none"
+        if moving is None
+        else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
+        "switches": f"movement {_on(status.movement)}, observe {_on(status.observe)}",
+    }
+    text = [f"{name:<11}{line}" for name, line in lines.items()]
+    if status.ranks:
+        text.append("rank  host  state    generation  step      last report")
+    for view in status.ranks:
+        state = view.phase if view.is_alive else "silent"
+        age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
+        host = status.node_of_rank[view.rank]
+        text.append(f"{view.rank:<6}{host:<6}{state:<9}{view.generation:<12}{view.step:<10}{age}")
+    text += [f"problem    {one}" for one in status.problems] or ["status     ok"]
+    return "\n".join(text)
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"

@@ -1,0 +1,120 @@
+"""Live settings over HTTP: what applies, from which source, and changes at a revision.
+
+The revision is the entity tag of the settings. A change names the one that it has read in
+``If-Match``, so that of two clients that change the same settings one is refused (RFC 9110, 13.1).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, create_model
+
+from api.config.live import check_policy, live_settings
+from api.http.requests import WHOLE, Body, Policy, Reason
+from api.http.schemas import Answer
+from api.http.service import Refused
+from eplb.errors import StaleRevision
+from telemetry.live import LiveState
+from telemetry.store import LiveStore
+
+ANY_REVISION = "*"
+
+
+class SettingAnswer(Answer):
+    """One live setting."""
+
+    name: str
+    value: bool | int | float | str | None = Field(description="what applies; null: not known")
+    source: Literal["live", "static"]
+    static: bool | int | float | str | None = Field(description="with what it was started")
+    revision: int | None = Field(description="that set the live value")
+    time: float | None = Field(description="when the live value was set")
+    reason: str | None = Field(description="why the live value was set")
+
+
+class SettingsAnswer(Answer):
+    """Every live setting; the revision is the entity tag too."""
+
+    revision: int
+    settings: list[SettingAnswer]
+
+
+def _fields() -> dict[str, Any]:
+    """The live settings as fields of a body: bounds and meaning as in the tree of settings."""
+    found: dict[str, Any] = {}
+    for name, known in live_settings().items():
+        of_type: Any = known.field.annotation
+        for constraint in known.field.metadata:
+            of_type = Annotated[of_type, constraint]
+        if known.field.annotation is int:
+            of_type = Annotated[of_type, *WHOLE]
+        meaning = f"{known.field.description}; null: the static value"
+        # The names of policies are documented, and checked by the service.
+        of_name = Policy if name == "policy" else of_type | None
+        found[name] = (of_name, Field(None, description=meaning))
+    return found
+
+
+class _SettingsBody(Body):
+    """Change live settings; those that are not named stay."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in live_settings()]}
+    )
+
+    reason: Reason
+
+
+SettingsRequest: type[_SettingsBody] = create_model(
+    "SettingsRequest", __base__=_SettingsBody, __doc__=_SettingsBody.__doc__, **_fields()
+)
+
+
+def entity_tag(answer: SettingsAnswer) -> str:
+    """Give the entity tag of an answer."""
+    return f'"{answer.revision}"'
+
+
+def settings_answer(state: LiveState) -> SettingsAnswer:
+    """Give every live setting with its source."""
+    return SettingsAnswer(
+        revision=state.revision, settings=[_setting(name, state) for name in live_settings()]
+    )
+
+
+def change_settings(store: LiveStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
+    """Change live settings at the revision that the client has read.
+
+    Args:
+        store: that has them.
+        body: the changes.
+        if_match: an entity tag, or ANY_REVISION.
+
+    Raises:
+        Refused: another change came first, or no setting was named.
+        ConfigError: an unknown policy.
+    """
+    changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
+    if not changes:
+        raise Refused(422, "the body names no setting, expected one or more beside the reason")
+    check_policy(changes)
+    expected = None if if_match == ANY_REVISION else int(if_match.strip('"'))
+    try:
+        return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
+    except StaleRevision as exc:
+        raise Refused(412, str(exc)) from exc
+
+
+def _setting(name: str, state: LiveState) -> SettingAnswer:
+    live, static = getattr(state.live, name), getattr(state.static, name)
+    change = state.changes.get(name)
+    return SettingAnswer(
+        name=name,
+        value=static if live is None else live,
+        source="static" if live is None else "live",
+        static=static,
+        revision=change.revision if change else None,
+        time=change.time if change else None,
+        reason=change.reason if change else None,
+    )

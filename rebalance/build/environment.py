@@ -1,0 +1,261 @@
+"""Builds a rank from its environment, as ``eplb launch`` and torchrun set it.
+
+    rank = build_rank_from_env()        # EPLB_RANK_FILE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*
+    ...                                 # the engine makes its model over rank.bank, rank.table
+    rank.agent.start()
+    while rank.agent.step(number, "decode"):
+        ...
+
+Every rank calls it. An engine that has formed its default group keeps it; else the group is formed
+here, once all ranks have met (``rebalance/build/meeting.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+
+from eplb.core.placement import Placement
+from eplb.errors import ConfigError, EplbError, RankError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.agent import RankAgent
+from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription
+from rebalance.build.experts import RankPlace
+from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
+from rebalance.build.meeting import Attendance, agree, meet
+from rebalance.build.places import claim_place
+from rebalance.build.rank import BuiltRank, build_rank, committed_placement
+from rebalance.recovery.survivors import end_together, recover, rejoin
+from rebalance.types import StepCounter
+from runtime.counters import SlotCounter
+from runtime.dispatch.all_to_all import AllToAllDispatcher
+from runtime.experts import ExpertBank
+from runtime.group.agreement import gathered
+from runtime.group.listeners import gloo_listeners_closed
+from runtime.routing import RoutingTable
+from telemetry.store import LoadStore, RunInfo
+
+log = logging.getLogger(__name__)
+
+OwnExperts = Callable[[RankPlace, Placement], ExpertBank]
+
+
+@dataclass(frozen=True)
+class EmbeddedRank:
+    """A rank of a deployment inside a serving process."""
+
+    built: BuiltRank
+    place: RankPlace
+    deployment: DeploymentDescription
+    _rendezvous: Store | None  # None: the engine formed the group
+    _claim: socket.socket  # open while this process has the rank's place
+
+    @property
+    def agent(self) -> RankAgent:
+        """Call its ``step`` before each forward pass."""
+        return self.built.agent
+
+    @property
+    def bank(self) -> ExpertBank:
+        """The live slots, which the model's kernels read."""
+        return self.built.bank
+
+    @property
+    def table(self) -> RoutingTable:
+        """Chooses the slot of each routed token."""
+        return self.built.table
+
+    @property
+    def counter(self) -> SlotCounter:
+        """Counts what each slot of this rank receives."""
+        return self.built.counter
+
+    def all_to_all(self) -> AllToAllDispatcher:
+        """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
+        groups, rank = self.place.groups, self.place.rank
+        made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
+        if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
+            deadline = timedelta(seconds=self.deployment.config.vote_deadline_s)
+            distributed_c10d._set_pg_timeout(deadline, groups.tokens)
+            made.wait = self.agent.wait_for_exchange
+        return made
+
+    def close(self) -> None:
+        """End the rank after its last step, and write what it still has to report."""
+        self.built.close()
+        self.built.store.close()
+        self._claim.close()
+
+    def end_after_break(self) -> None:
+        """After ``BrokenGroup``: agree with the other survivors as far as they can, and end.
+
+        A failure of that is only logged. A start of all ranks is right without it: each rank loads
+        its slots from the placement that the store names.
+        """
+        rank, topology = self.place.rank, self.place.topology
+        try:
+            record = recover(self.agent, self.built.store, num_ranks=topology.num_ranks)
+            if self._rendezvous is not None:
+                host = self.deployment.config.host_of(rank)
+                votes = rejoin(record, self._rendezvous, rank, host=host)
+                end_together(votes, record, self.agent.placement, rank)
+                votes.close()
+        except EplbError as exc:
+            log.warning("rank %d: no recovery: %s", rank, exc)
+        self.agent.close()  # an orderly leave: the others must not take it for a death
+        self.built.close_journal()
+
+
+def build_rank_from_env(
+    own_experts: OwnExperts | None = None,
+    environ: Mapping[str, str] = os.environ,
+    passes: StepCounter | None = None,
+) -> EmbeddedRank:
+    """Build this process's rank up to the point where its agent can start; collective.
+
+    Args:
+        own_experts: for an engine that loads its own weights: gives the filled memory for the
+            experts that the placement has on this rank. None: memory is reserved here, and filled
+            from the cache of the rank's host.
+        environ: the process environment.
+        passes: counts the forward passes of this process; see ``build_rank``.
+
+    Raises:
+        ConfigError: the environment names no deployment or no rank of it, or does not fit it.
+        StoreError: the store cannot be used, or has no placement to start from.
+        RankError: a rank is missing, is there twice, has another configuration or secret, died or
+            was late.
+        MigrationError: experts cannot be loaded, or ranks hold different bytes of one.
+    """
+    deployment = described_by(environ)
+    rank, device = _rank_of(deployment, environ), _device_of(deployment, environ)
+    claim = claim_place(deployment.config.deployment, rank)
+    try:
+        groups, rendezvous = _joined(deployment, rank, device, environ)
+        store = deployment.opened_store()
+        run = _begun_run(deployment, store, rank, groups)
+        host = int(deployment.topology.host_of_rank[rank])
+        cache = deployment.host_caches[host]
+        place = RankPlace(rank, run, deployment.topology, groups, device, cache)
+        experts = deployment.schema
+        filled = None if own_experts is None else own_experts(place, committed_placement(store))
+        built = build_rank(
+            deployment.config, place, deployment.model, filled or experts, store, passes
+        )
+    except BaseException:
+        claim.close()
+        raise
+    return EmbeddedRank(built, place, deployment, rendezvous, claim)
+
+
+def described_by(environ: Mapping[str, str]) -> DeploymentDescription:
+    """Read the deployment that an environment names.
+
+    Raises:
+        ConfigError: it names none, or a file that cannot be used.
+    """
+    if RANK_FILE_VARIABLE not in environ:
+        raise ConfigError(
+            f"{RANK_FILE_VARIABLE} is not set, expected the file that eplb launch writes: start "
+            "this program with `eplb launch -- ...`"
+        )
+    return DeploymentDescription.read(Path(environ[RANK_FILE_VARIABLE]))
+
+
+def _rank_of(deployment: DeploymentDescription, environ: Mapping[str, str]) -> int:
+    num_ranks = deployment.topology.num_ranks
+    if dist.is_initialized():
+        rank, found = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, found = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if found != num_ranks or not 0 <= rank < num_ranks:
+        raise ConfigError(
+            f"rank {rank} of {found} ranks, expected one of the {num_ranks} ranks of deployment "
+            f"{deployment.config.deployment!r} (topology.nodes x topology.ranks_per_node)"
+        )
+    return rank
+
+
+def _device_of(deployment: DeploymentDescription, environ: Mapping[str, str]) -> torch.device:
+    if deployment.device == "cpu":
+        return torch.device("cpu")
+    local, found = _number(environ, "LOCAL_RANK"), torch.cuda.device_count()
+    if local >= found:
+        raise ConfigError(f"LOCAL_RANK is {local} and {found} GPUs are visible, expected one each")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, expected a number, as torchrun and eplb launch set")
+    return int(text)
+
+
+def _joined(
+    deployment: DeploymentDescription,
+    rank: int,
+    device: torch.device,
+    environ: Mapping[str, str],
+) -> tuple[RankGroups, Store | None]:
+    """Join the other ranks; beside the engine's group where it has formed one."""
+    own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
+    network = deployment.config.network
+    if network.interface is None:
+        network = replace(network, interface=interface_of(own))
+    if device.type == "cuda" and network.interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", network.interface)
+    num_ranks = deployment.topology.num_ranks
+    mine = Attendance(rank, num_ranks, own, deployment.join_key, deployment.summary())
+    if dist.is_initialized():
+        groups = join_votes(network)
+        agree(mine, lambda _, message: gathered(message, groups.votes))
+        return groups, None
+    if device.type == "cuda":  # NCCL connects to the rendezvous again later
+        store = meet(mine, environ, network.join_deadline_s)
+    else:
+        with gloo_listeners_closed():  # all ranks are connected to it: strangers come too late
+            store = meet(mine, environ, network.join_deadline_s)
+    return join_ranks(network, store, rank, num_ranks, device), store
+
+
+def _begun_run(
+    deployment: DeploymentDescription, store: LoadStore, rank: int, groups: RankGroups
+) -> str:
+    """Have rank 0 record this start under a new name, and give the name on every rank."""
+    said = {"run": "", "refusal": ""}
+    if rank == 0:
+        try:
+            said["run"] = _begin(deployment, store)
+        except EplbError as exc:
+            said["refusal"] = str(exc)[:500]
+    first = gathered(said, groups.votes)[0]
+    if first["refusal"]:
+        raise RankError(f"rank {rank}: rank 0 could not record the start: {first['refusal']}")
+    return str(first["run"])
+
+
+def _begin(deployment: DeploymentDescription, store: LoadStore) -> str:
+    """Record a start of all ranks. A migration that an earlier start left open is withdrawn."""
+    run = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+    if (open_migration := store.published()) is not None:
+        reason = "the run it was made for has ended"
+        store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)
+    model = replace(deployment.model, expert_bytes=deployment.schema.record_bytes)
+    shapes = model_to_dict(model), topology_to_dict(deployment.topology)
+    windows = deployment.window_steps, deployment.window_seconds
+    store.begin_run(RunInfo(run, time.time(), *shapes, *windows))
+    return run

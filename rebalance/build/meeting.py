@@ -1,0 +1,216 @@
+"""How the ranks of a deployment meet, before they form a group: who is there, and with what.
+
+    rank 0 listens at MASTER_ADDR:MASTER_PORT
+    each rank: claims its place --> sends hello --> waits for all --> proves that it has the secret
+
+The deadline names the ranks that are missing. A second process with one rank's place, another
+configuration and another secret are refused, each by all ranks. torch's own rendezvous would wait
+for the first without a name, and form a group with the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from eplb.core.bounded_json import decode_json
+from eplb.errors import RankError
+
+RETRY_S = 0.1
+HELLO, PROOF = "hello", "proof"
+
+Exchange = Callable[[str, Any], list[Any]]  # what it is, and this rank's message
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """One rank as it comes to the meeting."""
+
+    rank: int
+    num_ranks: int
+    host: str  # address of its host, for messages
+    key: bytes  # proves the deployment's secret
+    summary: Mapping[str, str]  # of its configuration
+
+
+def meet(mine: Attendance, environ: Mapping[str, str], deadline_s: float) -> Store:
+    """Meet all other ranks; returns the store in which they met, for the group to be formed.
+
+    Args:
+        mine: this rank.
+        environ: MASTER_ADDR and MASTER_PORT, as torchrun and ``eplb launch`` set them.
+        deadline_s: for all ranks to be there.
+
+    Raises:
+        RankError: a rank is missing at the deadline, is there twice, or has another configuration
+            or secret.
+    """
+    deadline = time.monotonic() + deadline_s
+    store = _reached(mine, environ, deadline)
+    try:
+        return _met(mine, store, deadline)
+    except RuntimeError as exc:  # torch's: the rank that listens has ended
+        raise RankError(f"rank {mine.rank}: the meeting of the ranks ended: {exc}") from exc
+
+
+def _met(mine: Attendance, store: Store, deadline: float) -> Store:
+    if store.add(f"place/{mine.rank}", 1) > 1:
+        raise RankError(
+            f"rank {mine.rank}: its place is taken by {_described(store, mine.rank)}, "
+            f"found this process {os.getpid()} on {mine.host} too, expected one of them"
+        )
+
+    def exchange(what: str, message: Any) -> list[Any]:
+        store.set(f"{what}/{mine.rank}", json.dumps(message))
+        return _all(mine, store, what, deadline)
+
+    agree(mine, exchange)
+    return PrefixStore("group", store)
+
+
+def agree(mine: Attendance, exchange: Exchange) -> None:
+    """Have ranks compare their configurations, and prove that they have one secret; collective.
+
+    Args:
+        mine: this rank.
+        exchange: gives every rank's message, by rank, for this rank's own.
+
+    Raises:
+        RankError: a rank has another configuration or secret.
+    """
+    hello = {"host": mine.host, "pid": os.getpid(), "nonce": secrets.token_hex(16)}
+    hellos = exchange(HELLO, hello | {"summary": dict(mine.summary)})
+    _check_summaries(mine, hellos)
+    agreed = hashlib.sha256(json.dumps(hellos, sort_keys=True).encode()).hexdigest()
+    proofs = exchange(PROOF, _proof(mine.key, mine.rank, agreed))
+    wrong = [
+        rank
+        for rank, found in enumerate(proofs)
+        if not hmac.compare_digest(str(found), _proof(mine.key, rank, agreed))
+    ]
+    if wrong:
+        named = ", ".join(f"rank {rank} on {hellos[rank]['host']}" for rank in wrong)
+        raise RankError(
+            f"rank {mine.rank} on {mine.host}: authentication failed: the secret of {named} "
+            "differs, expected the deployment's on all hosts"
+        )
+
+
+def _proof(key: bytes, rank: int, agreed: str) -> str:
+    return hmac.new(key, f"rank {rank} {agreed}".encode(), "sha256").hexdigest()
+
+
+def _all(mine: Attendance, store: Store, what: str, deadline: float) -> list[Any]:
+    """Wait for one message of each rank."""
+    keys = [f"{what}/{rank}" for rank in range(mine.num_ranks)]
+    left_s = max(0.01, deadline - time.monotonic())
+    try:
+        store.wait(keys, timedelta(seconds=left_s))
+    except RuntimeError as exc:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RankError(
+            f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks met in "
+            f"time, missing: {', '.join(map(str, missing))}; expected all that the configuration "
+            "names"
+        ) from exc
+    return [_decoded(rank, store.get(key)) for rank, key in enumerate(keys)]
+
+
+def _decoded(rank: int, text: bytes) -> Any:
+    try:
+        return decode_json(text)
+    except ValueError as exc:
+        raise RankError(f"rank {rank} sent no message: {exc}") from exc
+
+
+def _check_summaries(mine: Attendance, hellos: list[Any]) -> None:
+    for rank, hello in enumerate(hellos):
+        for name, expected in mine.summary.items():
+            found = hello["summary"].get(name)
+            if found != expected:
+                raise RankError(
+                    f"rank {mine.rank} on {mine.host}: the configurations of the hosts differ: "
+                    f"{name} is {found} for rank {rank} on {hello['host']}, expected {expected} "
+                    "as here"
+                )
+
+
+def _described(store: Store, rank: int) -> str:
+    """Who has a place; it may not have sent its hello yet."""
+    if not store.check([f"{HELLO}/{rank}"]):
+        return "another process"
+    found = _decoded(rank, store.get(f"{HELLO}/{rank}"))
+    return f"process {found['pid']} on {found['host']}"
+
+
+def _reached(mine: Attendance, environ: Mapping[str, str], deadline: float) -> Store:
+    """Reach the meeting; rank 0 opens it, unless torchrun's agent did."""
+    try:
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    except (KeyError, ValueError) as exc:
+        raise RankError(
+            f"rank {mine.rank}: MASTER_ADDR is {environ.get('MASTER_ADDR')!r} and MASTER_PORT "
+            f"{environ.get('MASTER_PORT')!r}, expected where ranks meet; start them with eplb "
+            "launch or torchrun"
+        ) from exc
+    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = mine.rank == 0 and not is_agents
+    listening = _listening(host, port) if opens else None
+    if listening is None:
+        _await_listener(mine.rank, host, port, deadline)
+    left_s = max(1.0, deadline - time.monotonic())
+    try:
+        store = TCPStore(
+            host,
+            port,
+            None,
+            opens,
+            timedelta(seconds=left_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
+        )
+    except RuntimeError as exc:
+        raise RankError(f"rank {mine.rank} cannot meet the others at {host}:{port}: {exc}") from exc
+    return PrefixStore(f"eplb/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Listen at the rendezvous address alone; torch would at every address of the host."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as exc:
+        raise RankError(
+            f"rank 0 cannot listen at {host}:{port} for the other ranks "
+            f"({os.strerror(exc.errno or 0)}), expected a free port of this host "
+            "(network.rendezvous_port)"
+        ) from exc
+
+
+def _await_listener(rank: int, host: str, port: int, deadline: float) -> None:
+    """Wait until there is a listener, which torch would log a stack trace for each second."""
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            with closing(socket.create_connection((host, port), timeout=max(0.01, left_s))):
+                return
+        except OSError as exc:
+            if time.monotonic() + RETRY_S >= deadline:
+                raise RankError(
+                    f"rank {rank}: no answer at {host}:{port} in time ({exc}), expected rank 0 to "
+                    "listen there"
+                ) from exc
+        Event().wait(RETRY_S)

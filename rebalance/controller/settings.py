@@ -1,0 +1,85 @@
+"""Settings of the controller, and those of them that are read from the store in each turn."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eplb.core.load import Phase
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
+from eplb.migration.build import Pace
+from eplb.policies.table import policy_named
+from telemetry.live import SWITCHES, LiveSettings
+from telemetry.retention.pruning import Retention
+from telemetry.store import LiveStore
+
+_OF_COST = ("pay_back_s",)
+_OF_BUDGET = ("max_moves", "target_imbalance")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """Settings of the controller."""
+
+    policy: str = "auto"
+    plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
+    cost: CostModel = field(default_factory=CostModel)
+    budget: Budget = field(default_factory=Budget)
+    pace: Pace = field(default_factory=Pace)
+    seed: int = 0
+    migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
+    phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
+    retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
+    lease_ttl_s: float = (
+        10.0  # longer than a plan takes; no controller leads for so long after a death
+    )
+    keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
+
+    @property
+    def spare_slots(self) -> int:
+        """EMPTY slots that every rank keeps in each layer; no policy plans on them."""
+        return self.pace.spare_slots
+
+    def with_live(self, live: LiveSettings) -> ControllerSettings:
+        """Return these settings with the live values in their place.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        values: dict[str, Any] = live.set_values()
+        cost = {name: values.pop(name) for name in _OF_COST if name in values}
+        budget = {name: values.pop(name) for name in _OF_BUDGET if name in values}
+        if "max_moves" in budget:
+            budget["max_moves"] = budget["max_moves"] or None
+        own = {name: value for name, value in values.items() if name not in SWITCHES}
+        policy_named(own.get("policy", self.policy))
+        return replace(
+            self, cost=replace(self.cost, **cost), budget=replace(self.budget, **budget), **own
+        )
+
+
+class LiveReader:
+    """Reads a controller's settings: its static ones, with the live values of the store."""
+
+    def __init__(self, store: LiveStore, static: ControllerSettings) -> None:
+        self._store, self._static = store, static
+        self._live = LiveSettings()
+        self._found = static
+
+    def read(self) -> ControllerSettings:
+        """Return the settings that apply now.
+
+        Raises:
+            ConfigError: a live value that cannot be used; once for each change.
+            StoreError: the store failed.
+        """
+        state = self._store.live()
+        if state.live != self._live:
+            self._live = state.live
+            self._found = self._static.with_live(state.live)
+            log.info("live settings of revision %d: %s", state.revision, state.live.set_values())
+        return self._found

@@ -1,0 +1,254 @@
+"""Weights on disk: sharded safetensors of any described family, read expert by expert.
+
+Layers are the model's own numbers throughout, as in ``ModelShape.layer_ids``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eplb.core.model import ModelShape
+from eplb.errors import CheckpointError
+from runtime.checkpoints.description import DOWN, GATE, UP
+from runtime.checkpoints.expert_tensors import ExpertTensors, PartRange, Source
+from runtime.checkpoints.families.own import OWN_MODEL
+from runtime.checkpoints.model_config import read_config
+from runtime.checkpoints.own_model import SCALE_SUFFIX, dense_shapes, scale_blocks
+from runtime.checkpoints.shards import INDEX_FILE, Identity, Shards
+from runtime.experts import ExpertSchema, TensorSpec
+
+__all__ = ["INDEX_FILE", "Checkpoint"]
+
+
+class Checkpoint:
+    """An opened checkpoint. Every shard's header is read at once, so damage shows at the start.
+
+    Args:
+        path: folder with config.json, the weight files and their index.
+        expected: identity at an earlier start; a checkpoint that changed since is refused.
+
+    Raises:
+        CheckpointError: no index, a shard is missing, truncated or damaged, the family is unknown,
+            config.json does not fit the weight files, or they changed.
+    """
+
+    def __init__(self, path: Path, *, expected: Identity | None = None) -> None:
+        self.path = path
+        self._shards = Shards(path)
+        self.config = read_config(path)
+        self._experts = ExpertTensors(self._shards, self.config)
+        if expected is not None and (change := expected.difference(self.identity())):
+            raise CheckpointError(f"{path}: the checkpoint changed since the last start: {change}")
+
+    def identity(self) -> Identity:
+        """State of the files now: the next start can be refused another one.
+
+        Raises:
+            CheckpointError: a file is missing.
+        """
+        return self._shards.identity()
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, without those of multi-token prediction."""
+        return self.config.moe_layers
+
+    @property
+    def mtp_layers(self) -> tuple[int, ...]:
+        """Layers of multi-token prediction that have routed experts; numbered after all others."""
+        return self._experts.mtp_layers
+
+    def model_shape(self, *, include_mtp: bool = False) -> ModelShape:
+        """Describe the model for the planner. ``expert_bytes`` are those of the files.
+
+        Raises:
+            ConfigError: figures of config.json that no model can have.
+        """
+        config, layers = self.config, self.moe_layers
+        return ModelShape(
+            layers + self.mtp_layers if include_mtp else layers,
+            config.num_experts,
+            min(config.top_k, config.num_experts),
+            config.hidden,
+            config.intermediate,
+            config.num_shared,
+            config.num_groups,
+            expert_bytes=sum(spec.num_bytes for spec in self.schema(layers[0]).tensors),
+        )
+
+    def schema(self, layer: int | None = None) -> ExpertSchema:
+        """Schema of records that hold an expert's tensors as they are stored.
+
+        Args:
+            layer: whose experts; None: the first with routed experts.
+
+        Raises:
+            CheckpointError: the layer has no routed experts.
+        """
+        layer = self.moe_layers[0] if layer is None else layer
+        return ExpertSchema(
+            tuple(
+                TensorSpec(part, where.shape, where.dtype, (part,))
+                for part in self._experts.parts(layer)
+                for where in (self._experts.range(layer, 0, part),)
+            )
+        )
+
+    def range(self, layer: int, expert: int, part: str) -> PartRange:
+        """File and bytes of one stored tensor of an expert.
+
+        Raises:
+            CheckpointError: there is no such layer, expert or tensor.
+        """
+        return self._experts.range(layer, expert, part)
+
+    def part(self, layer: int, expert: int, part: str) -> torch.Tensor:
+        """Read one tensor of an expert: as stored, or a plain matrix [out, in] that lies in it.
+
+        Raises:
+            CheckpointError: there is no such layer, expert or tensor.
+        """
+        return self._experts.read(self._experts.locate(layer, expert, part))
+
+    def router(self, layer: int) -> dict[str, torch.Tensor]:
+        """Read the router's tensors of a layer by role: weight, bias, correction_bias, ..."""
+        names = self._router_names(layer)
+        return {role: self.tensor(name) for role, name in names.items()}
+
+    def _router_names(self, layer: int) -> dict[str, str]:
+        prefix = self._experts.prefix(layer)
+        named = {role: f"{prefix}.{name}" for role, name in self.config.family.router}
+        return {role: name for role, name in named.items() if name in self or role == "weight"}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: the index or its shard has no such tensor.
+        """
+        stored = self._shards.stored(name)
+        size = stored.end - stored.start
+        where = PartRange(stored, stored.dtype, stored.shape, stored.start, size)
+        return self._experts.read(Source(where, where.shape))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it.
+
+        Raises:
+            CheckpointError: the index or its shard has no such tensor.
+        """
+        return self._shards.stored(name).shape
+
+    def repack(self, layer: int, expert: int, schema: ExpertSchema, record: torch.Tensor) -> None:
+        """Fill a record [record_bytes] with one routed expert, in the layout of the schema.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape or type than the schema.
+        """
+        target = record if record.device.type == "cpu" else torch.empty_like(record, device="cpu")
+        end = 0
+        for spec, start in schema.spans():
+            target[end:start].zero_()  # a digest covers padding too
+            end = start + spec.num_bytes
+            for part, into in zip(
+                spec.parts, target[start:end].chunk(len(spec.parts)), strict=True
+            ):
+                source = self._fitting(layer, expert, part, schema.part_shape(spec), spec.dtype)
+                if source.is_plain_run:
+                    self._shards.read(source.where.tensor, source.where.start, into)
+                else:
+                    tensor = self._experts.read(source).contiguous()
+                    into.copy_(tensor.view(torch.uint8).flatten())
+        target[end:].zero_()
+        if target is not record:
+            record.copy_(target)
+
+    def _fitting(
+        self, layer: int, expert: int, part: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Source:
+        """Find a part of the shape and type that a record needs."""
+        source = self._experts.locate(layer, expert, part)
+        if (source.shape, source.where.dtype) != (shape, dtype):
+            stored = source.where.tensor
+            raise CheckpointError(
+                f"{self.path / stored.file}: tensor {stored.name} has shape {source.shape} of "
+                f"{source.where.dtype} for {part}, expected {shape} of {dtype}"
+            )
+        return source
+
+    def dense_weights(self) -> dict[str, torch.Tensor]:
+        """Read everything but the routed experts: what every rank holds."""
+        routed = self._experts.routed
+        return {name: self.tensor(name) for name in self._shards if name not in routed}
+
+    def reference_weights(self) -> dict[str, torch.Tensor]:
+        """Read everything in float32, FP8 weights times their block scales: what they stand for."""
+        weights = {}
+        for name in self._shards:
+            if not name.endswith(SCALE_SUFFIX):
+                tensor = self.tensor(name)
+                has_scale = name + SCALE_SUFFIX in self
+                scale = self.tensor(name + SCALE_SUFFIX) if has_scale else None
+                weights[name] = tensor.float() if scale is None else scale_blocks(tensor, scale)
+        return weights
+
+    def check(self, model: ModelShape, schema: ExpertSchema) -> None:
+        """Refuse a checkpoint that is not of this model, before anything is started on it.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape or type than the model needs,
+                or an expert has a tensor that the schema would leave behind.
+        """
+        if self.config.family is OWN_MODEL:
+            vocabulary = self.shape("model.embed_tokens.weight")[0]
+            for name, shape in dense_shapes(model, vocabulary):
+                self._check_shape(name, shape)
+        for layer in model.layer_ids:
+            self._check_experts(layer, model, schema)
+
+    def _check_experts(self, layer: int, model: ModelShape, schema: ExpertSchema) -> None:
+        parts = self._experts.parts(layer)
+        routes = model.num_experts + self.config.num_zero
+        self._check_shape(self._router_names(layer)["weight"], (routes, model.hidden))
+        self._check_sizes(layer, model)
+        taken = set()
+        for expert in range(model.num_experts):
+            for spec in schema.tensors:
+                for part in spec.parts:
+                    shape = schema.part_shape(spec)
+                    source = self._fitting(layer, expert, part, shape, spec.dtype)
+                    taken.add(source.where.tensor.name)
+        for part in parts:
+            left = self._experts.range(layer, 0, part).tensor
+            if left.name not in taken:
+                raise CheckpointError(
+                    f"{self.path / left.file}: tensor {left.name} belongs to an expert, expected "
+                    f"it among the parts of a record: {', '.join(_parts_of(schema))}"
+                )
+
+    def _check_sizes(self, layer: int, model: ModelShape) -> None:
+        """Matrices that are not packed have the sizes of the model, whatever the schema."""
+        up, down = (model.intermediate, model.hidden), (model.hidden, model.intermediate)
+        for projection, shape in ((GATE, up), (UP, up), (DOWN, down)):
+            part = f"{projection}.weight"
+            if self._experts.holder(layer, part) in self._experts.parts(layer):
+                dtype = self._experts.locate(layer, 0, part).where.dtype
+                if dtype.is_floating_point:
+                    self._fitting(layer, 0, part, shape, dtype)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._shards.stored(name)
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{self.path / stored.file}: tensor {name} has shape {stored.shape}, "
+                f"expected {shape} for this model"
+            )
+
+
+def _parts_of(schema: ExpertSchema) -> list[str]:
+    return [part for spec in schema.tensors for part in spec.parts]

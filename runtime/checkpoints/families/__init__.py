@@ -1,0 +1,1 @@
+"""Descriptions of the model families, one constant each."""

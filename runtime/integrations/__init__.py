@@ -1,0 +1,1 @@
+"""Models of other libraries, served from a rank's expert bank."""

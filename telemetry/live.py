@@ -1,0 +1,174 @@
+"""Live settings: what a running deployment takes from its store.
+
+Two layers. The static one has the values with which the deployment was started; each start replaces
+it. The live one has what was set since, and wins: it outlasts restarts, so that no start switches
+on what an operator has switched off. Only switches that let weights move end with the next start.
+Every change has a revision, which a writer may compare first.
+
+This module has types and pure rules; a store keeps one ``LiveState`` for each deployment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import isfinite
+from typing import Any, get_type_hints
+
+from eplb.errors import ConfigError, StaleRevision
+from telemetry.records.typed_json import is_of
+
+Value = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Control:
+    """Switches that every process follows at once.
+
+    ``movement`` is the kill switch: while it is off no weight moves, and a migration in flight is
+    dropped at the next vote. ``observe`` plans and reports but publishes nothing.
+    """
+
+    movement: bool = True
+    observe: bool = False
+
+
+@dataclass(frozen=True)
+class LiveSettings:
+    """Settings that may change while a deployment runs; None: not set in this layer."""
+
+    movement: bool | None = None
+    observe: bool | None = None
+    policy: str | None = None
+    plan_windows: int | None = None
+    pay_back_s: float | None = None
+    max_moves: int | None = None  # 0: no limit
+    target_imbalance: float | None = None
+    migration_deadline_s: float | None = None
+    keep_every_windows: int | None = None
+
+    def set_values(self) -> dict[str, Value]:
+        """Return the values that are set, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def over(self, other: LiveSettings) -> LiveSettings:
+        """Return these values, and the other's where none is set here."""
+        return replace(other, **self.set_values())  # type: ignore[arg-type]
+
+
+LIVE_NAMES = tuple(one.name for one in fields(LiveSettings))
+_HINTS = get_type_hints(LiveSettings)
+_AT_LEAST = {
+    "plan_windows": 1,
+    "pay_back_s": 0,
+    "max_moves": 0,
+    "target_imbalance": 1,
+    "migration_deadline_s": 0,
+    "keep_every_windows": 1,
+}
+
+
+@dataclass(frozen=True)
+class LiveChange:
+    """When and why a live value was set."""
+
+    revision: int
+    time: float  # seconds since the epoch, by the store's clock
+    reason: str
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Both layers of a deployment."""
+
+    revision: int = 0  # grows with each change; 0: nothing was ever set
+    static: LiveSettings = LiveSettings()
+    live: LiveSettings = LiveSettings()
+    changes: Mapping[str, LiveChange] = field(default_factory=dict)  # of each live value, by name
+
+    @property
+    def effective(self) -> LiveSettings:
+        """What applies: the live value, else the static one."""
+        return self.live.over(self.static)
+
+    @property
+    def control(self) -> Control:
+        """The switches that apply."""
+        found = self.effective.set_values()
+        switches = {name: found[name] for name in SWITCHES if name in found}
+        return Control(**switches)  # type: ignore[arg-type]
+
+
+SWITCHES = tuple(one.name for one in fields(Control))
+
+
+def changed(
+    state: LiveState,
+    changes: Mapping[str, Value | None],
+    *,
+    expected: int | None,
+    now: float,
+    reason: str,
+) -> LiveState:
+    """Return the state after a change of live values.
+
+    Args:
+        changes: by name; None removes a live value, so that the static one applies again.
+        expected: the revision that the writer has read; None: whatever it is now.
+
+    Raises:
+        ConfigError: an unknown setting, or a value of another type or out of range.
+        StaleRevision: another change came first.
+    """
+    values = checked(changes)
+    if expected is not None and expected != state.revision:
+        raise StaleRevision(
+            f"live settings are to be changed at revision {expected}, "
+            f"found revision {state.revision}: read them again"
+        )
+    revision = state.revision + 1
+    kept = {name: mark for name, mark in state.changes.items() if name not in values}
+    mark = LiveChange(revision, now, reason)
+    marks = {name: mark for name, value in values.items() if value is not None}
+    live = replace(state.live, **values)
+    return replace(state, revision=revision, live=live, changes=kept | marks)
+
+
+def started(state: LiveState, static: LiveSettings) -> LiveState:
+    """Return the state after a start with other static values.
+
+    Live values stay, but for switches that let weights move: a start may be stricter than what an
+    operator has set before it, and is never less strict.
+    """
+    free = vars(Control())
+    dropped = {name: None for name in SWITCHES if getattr(state.live, name) is free[name]}
+    changes = {name: change for name, change in state.changes.items() if name not in dropped}
+    live = replace(state.live, **dropped)
+    return LiveState(state.revision + 1, static, live, changes)
+
+
+def checked(changes: Mapping[str, Value | None]) -> dict[str, Any]:
+    """Return changes whose names and values can be used.
+
+    Raises:
+        ConfigError: an unknown setting, or a value of another type or out of range.
+    """
+    if not changes:
+        raise ConfigError("no live setting is named, expected one of: " + ", ".join(LIVE_NAMES))
+    return {name: _checked(name, value) for name, value in changes.items()}
+
+
+def _checked(name: str, value: Value | None) -> Value | None:
+    if name not in LIVE_NAMES:
+        known = ", ".join(LIVE_NAMES)
+        raise ConfigError(f"{name!r} is no live setting, expected one of: {known}")
+    if value is None:
+        return None
+    if not is_of(value, _HINTS[name]):
+        kind = str(_HINTS[name]).removesuffix(" | None")
+        raise ConfigError(f"{name} is {value!r}, expected a value of type {kind}")
+    if isinstance(value, float) and not isfinite(value):
+        raise ConfigError(f"{name} is {value}, expected a finite number")
+    if name in _AT_LEAST and float(value) < _AT_LEAST[name]:
+        raise ConfigError(f"{name} is {value}, expected {_AT_LEAST[name]} or more")
+    return float(value) if "float" in str(_HINTS[name]) else value

@@ -1,0 +1,227 @@
+"""``eplb check``: each thing that is wrong is one line with what was found and expected."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import SMALL, deployment_in, free_ports
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
+from api.deploy.checks.finding import Finding
+from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
+from api.deploy.first_placement import ensure_first_placement
+from eplb.errors import ConfigError
+from rebalance.build.host_cache import build_host_cache
+from rebalance.build.places import claim_place
+from runtime.checkpoints.checkpoint import Checkpoint
+from telemetry.stores.redis.connection.local_server import RedisProcess
+
+GIB = 2**30
+
+
+def findings(deployment: Any, host: int = 0, **more: Any) -> dict[str, list[Finding]]:
+    found: dict[str, list[Finding]] = {}
+    for one in check_all(deployment, host, **more):
+        found.setdefault(one.component, []).append(one)
+    return found
+
+
+def wrong(found: dict[str, list[Finding]]) -> list[str]:
+    return [str(one) for many in found.values() for one in many if not one.is_ok]
+
+
+def small(tmp_path: Path, checkpoint: Checkpoint | None = None, **changes: Any) -> Any:
+    given = {
+        "deployment__name": f"west-{os.getpid()}",
+        "network__rendezvous_port": free_ports(1)[0],
+    }
+    if checkpoint is not None:
+        given["model__checkpoint"] = checkpoint.path
+    return deployment_in(tmp_path, **(given | changes))
+
+
+def test_host_that_is_ready_has_nothing_refused(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    found = findings(small(tmp_path, small_checkpoint))
+
+    assert wrong(found) == []
+    assert list(found) == [
+        "configuration",
+        "secret",
+        "ports",
+        "places",
+        "state folder",
+        "checkpoint",
+        "memory",
+        "store",
+        "clock",
+    ]
+    assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
+
+
+def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        deployment = small(tmp_path, network__rendezvous_port=port)
+        (first, _) = check_ports(deployment, 0)
+    twice = small(
+        tmp_path,
+        network__rendezvous_port=port,
+        network__rank_port=port,
+        host_cache__other_hosts="before_disk",
+    )
+
+    assert str(first) == (
+        f"refused  ports: found {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
+        "Address already in use, expected a free port"
+    )
+    assert any("is also network.rendezvous_port" in one.found for one in check_ports(twice, 0))
+
+
+def test_ports_of_the_second_host_are_its_own_alone(tmp_path: Path) -> None:
+    two = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+    deployment = small(tmp_path, network__rendezvous_port=29400, **two)
+
+    assert [one.found for one in check_ports(deployment, 1)] == ["free: none needed"]
+
+
+def test_rank_and_host_cache_that_run_already_are_refused(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    deployment = small(tmp_path, small_checkpoint)
+    schema = deployment.description().schema
+    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address(0)
+    cache = build_host_cache(settings, address, deployment.model, schema, small_checkpoint.path)
+
+    with closing(cache), closing(claim_place(deployment.name, 1)):
+        found = wrong(findings(deployment))
+
+    assert found == [
+        f"refused  places: found rank 1 is run by process {os.getpid()}, expected no process",
+        "refused  places: found a process is the cache of host 0, expected no process",
+    ]
+
+
+def test_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    typed = small(tmp_path, small_checkpoint, model__precision="bfloat16")
+
+    with pytest.raises(ConfigError, match=r"model.hidden is 32, expected 16 as in"):
+        small(tmp_path, small_checkpoint, model__hidden=32)
+    (kind,) = wrong(findings(typed))
+    assert "of torch.float32 for gate_proj.weight, expected (8, 16) of torch.bfloat16" in kind
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    costs = Costs(GIB, 10 * GIB, 0, GIB, 64 * GIB, num_local_ranks=2, device="cpu")
+
+    found = check_memory(costs, available=80 * GIB)
+
+    assert str(found) == (
+        "refused  memory: found 80.0 GiB of host memory are available, 86.0 GiB are needed, "
+        "expected more memory, or another host_cache.mode than full"
+    )
+    assert check_memory(costs, available=90 * GIB).is_ok
+    assert available_memory() > 0
+
+
+def test_costs_are_counted_by_slots_staging_and_cache(tmp_path: Path) -> None:
+    deployment = small(tmp_path, topology__slots_per_rank=6, topology__staging_experts=3)
+
+    costs = costs_of(deployment)
+
+    assert costs.record == 4096  # 3 x 16 x 8 x 4 bytes in one page
+    assert (costs.slots, costs.spares, costs.staging) == (2 * 6 * 4096, 0, 3 * 4096)
+    assert (costs.cache, costs.host) == (16 * 4096, 16 * 4096 + 2 * 15 * 4096)
+    assert lines_of(costs)[0] == (
+        "each rank    60.0 KiB of host memory: slots 48.0 KiB, spares 0 bytes, "
+        "staging ring 12.0 KiB"
+    )
+
+
+def test_store_that_does_not_answer_is_refused_without_its_password(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    deployment = small(tmp_path, deployment__store=f"redis://:hidden@127.0.0.1:{port}")
+
+    (found,) = check_store(deployment)
+
+    assert not found.is_ok
+    assert found.found == f"Redis store redis://127.0.0.1:{port}/0 cannot be reached"
+    assert "hidden" not in str(found)
+
+
+def test_store_of_another_deployment_is_refused(tmp_path: Path) -> None:
+    with closing(small(tmp_path).opened_store()) as store:
+        ensure_first_placement(store, small(tmp_path), "eplb serve")
+
+    (found,) = check_store(small(tmp_path, topology__slots_per_rank=6))
+
+    assert "has a placement of (layers, experts, slots) (2, 8, 10)" in found.found
+    assert found.expected.startswith("(2, 8, 12) by the configuration")
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(30.0, "ahead of"), (-30.0, "behind")])
+def test_clock_that_differs_from_the_store_s_is_refused(
+    tmp_path: Path, redis_server: RedisProcess, ahead_s: float, words: str
+) -> None:
+    deployment = small(tmp_path, deployment__store=redis_server.url)
+
+    _, right = check_store(deployment)
+    _, off = check_store(deployment, clock=lambda: time.time() + ahead_s)
+
+    assert right.is_ok
+    assert off.found.startswith("this host's is ")
+    assert words in off.found
+    assert off.expected == "at most 1 s: synchronise it (NTP)"
+
+
+def test_command_names_what_is_wrong_and_what_ranks_take(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    named = SMALL | {
+        "deployment.state_dir": tmp_path / "state",
+        "deployment.name": f"west-{os.getpid()}",
+        "model.checkpoint": small_checkpoint.path,
+    }
+    words = [
+        "check",
+        *(word for one in named.items() for word in ("--setting", "{}={}".format(*one))),
+    ]
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, [*words, "--setting", f"network.rendezvous_port={port}"])
+    lines = done.output.splitlines()
+
+    assert done.exit_code == 2
+    assert [line for line in lines if line.startswith("refused")] == [
+        f"refused  ports: found {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
+        "Address already in use, expected a free port"
+    ]
+    assert [line.split("  ")[0] for line in lines[-3:]] == ["each rank", "each host", "an expert"]
+
+
+@pytest.mark.skipif("torch" not in sys.modules, reason="needs torch")
+def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this host has GPUs")
+    deployment = small(tmp_path, topology__device="cuda", model__precision="bfloat16")
+
+    found = findings(deployment)
+
+    assert wrong(found) == [
+        "refused  GPUs: found 0 GPUs for 2 ranks of this host, expected one for each"
+    ]
+    assert found["DeepEP"][0].found.startswith("not used, all-to-all over NCCL takes its place")

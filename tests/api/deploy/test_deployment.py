@@ -1,0 +1,261 @@
+"""A deployment from its configuration, and the first placement in its store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import deployment_in
+from repository import ROOT
+
+from api.config.deployment import ModelSettings
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import check_belongs, ensure_first_placement
+from api.deploy.hosts import host_here
+from api.deploy.model import model_shape
+from eplb.errors import CheckpointError, ConfigError
+from telemetry.store import Control, LoadStore
+from telemetry.stores.memory import MemoryStore
+
+SECRET = {"EPLB_SECRET": "0123456789abcdef"}
+TWO_HOSTS = {"topology__nodes": 2, "topology__hosts": ["10.0.0.1", "10.0.0.2"]}
+
+
+@pytest.fixture
+def store() -> Iterator[LoadStore]:
+    with closing(MemoryStore("demo")) as opened:
+        yield opened
+
+
+def test_ports_and_keys_of_two_hosts_are_those_of_the_file(tmp_path: Path) -> None:
+    deployment = deployment_in(
+        tmp_path,
+        SECRET,
+        deployment__store="redis://10.0.0.9",
+        host_cache__other_hosts="before_disk",
+        network__rank_port=7000,
+        **TWO_HOSTS,
+    )
+
+    found = deployment.description()
+
+    assert found.config.rank_links is not None
+    assert found.config.rank_links.addresses == (
+        ("10.0.0.1", 7000),
+        ("10.0.0.1", 7001),
+        ("10.0.0.2", 7000),
+        ("10.0.0.2", 7001),
+    )
+    assert found.config.network.hosts == ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    links = deployment.host_cache(4096).links
+    assert links is not None
+    assert links.hosts == (("10.0.0.1", 23718), ("10.0.0.2", 23718))
+    keys = {found.config.rank_links.secret, links.secret, found.join_key}
+    assert len(keys | {one.key for one in found.host_caches}) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "expected"),
+    [
+        (TWO_HOSTS, SECRET, "deployment.store is the file of a host, expected a server that all 2"),
+        (
+            TWO_HOSTS | {"deployment__store": "redis://10.0.0.9"},
+            {},
+            "no secret in network.secret_file or EPLB_SECRET",
+        ),
+        ({"http__host": "0.0.0.0"}, {}, "because 0.0.0.0 is not a loopback address"),
+        (
+            {"topology__slots_per_rank": 3},
+            {},
+            "topology.slots_per_rank is 3, expected 4 to 8: 2 ranks hold 8 experts",
+        ),
+        ({"telemetry__sample_steps": 7}, {}, "sample_steps is 7, expected a divisor of"),
+        ({"model__hidden": 0}, {}, "model.hidden is 0, expected a number, or model.checkpoint"),
+    ],
+)
+def test_configuration_that_cannot_serve_is_refused(
+    tmp_path: Path, changes: dict[str, Any], environ: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        deployment_in(tmp_path, environ, **changes)
+
+
+def config_json(folder: Path, **changes: Any) -> Path:
+    shapes = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_size": 16,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 999,
+    }
+    (folder / "config.json").write_text(json.dumps(shapes | changes))
+    return folder
+
+
+def test_shapes_are_those_of_the_checkpoint_s_config_json(tmp_path: Path) -> None:
+    folder = config_json(tmp_path, first_k_dense_replace=1)
+    found = model_shape(ModelSettings(checkpoint=folder, layers=2))
+
+    assert found.layer_ids == (1, 2)
+    assert (found.num_experts, found.top_k, found.hidden, found.intermediate) == (8, 2, 16, 8)
+
+
+def test_shape_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.experts is 16, expected 8 as in .*/config.json"):
+        model_shape(ModelSettings(checkpoint=config_json(tmp_path), experts=16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "perceptron"}, "unknown model family"),
+        (None, "is no folder, expected one"),
+    ],
+)
+def test_checkpoint_that_cannot_be_read_is_refused(
+    tmp_path: Path, changes: dict[str, Any] | None, expected: str
+) -> None:
+    folder = tmp_path / "none" if changes is None else config_json(tmp_path, **changes)
+
+    with pytest.raises(CheckpointError, match=expected):
+        model_shape(ModelSettings(checkpoint=folder))
+
+
+def test_host_is_found_by_its_address_and_a_machine_without_one_is_refused(tmp_path: Path) -> None:
+    hosts = {"topology__nodes": 2, "deployment__store": "redis://198.51.100.9"}
+    one = deployment_in(tmp_path, SECRET, topology__hosts=["198.51.100.1", "127.0.0.3"], **hosts)
+    none = deployment_in(
+        tmp_path, SECRET, topology__hosts=["198.51.100.1", "198.51.100.2"], **hosts
+    )
+
+    assert host_here(one, None) == 1
+    with pytest.raises(ConfigError, match="none of them is of this machine"):
+        host_here(none, None)
+    with pytest.raises(ConfigError, match=r"host 0 has address 198\.51\.100\.1"):
+        host_here(one, 0)
+    with pytest.raises(ConfigError, match=r"--host is 2, expected 0\.\.1"):
+        host_here(one, 2)
+
+
+# -- the first placement
+
+
+def test_first_starter_writes_the_placement_and_the_second_keeps_it(
+    tmp_path: Path, store: LoadStore
+) -> None:
+    deployment = deployment_in(tmp_path)
+
+    first, wrote = ensure_first_placement(store, deployment, "eplb launch, host 0")
+    second, wrote_again = ensure_first_placement(store, deployment, "eplb serve")
+
+    assert (wrote, wrote_again) == (True, False)
+    assert first.hash == second.hash
+    assert [one.reason for one in store.placements()] == [
+        "first placement: contiguous (eplb launch, host 0)"
+    ]
+
+
+def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: LoadStore) -> None:
+    deployment = deployment_in(tmp_path)
+    first, _ = ensure_first_placement(store, deployment, "eplb serve")
+    store.commit(first.with_generation(7), expected=0, reason="a plan")
+    store.set_control(Control(movement=False), reason="an operator")
+
+    found, wrote = ensure_first_placement(store, deployment, "eplb serve")
+
+    assert (found.generation, wrote) == (7, False)
+    assert store.control() == Control(movement=False)
+
+
+def test_configuration_that_forbids_movement_yields_to_an_operator_until_it_changes(
+    tmp_path: Path, store: LoadStore
+) -> None:
+    still = deployment_in(tmp_path, controller__movement=False)
+    ensure_first_placement(store, still, "eplb serve")
+    assert not store.control().movement
+
+    store.change_live({"movement": True}, reason="an operator")
+    ensure_first_placement(store, still, "eplb launch, host 0")
+    assert store.control().movement
+
+    changed = deployment_in(tmp_path, controller__movement=False, planner__pay_back_s=30.0)
+    ensure_first_placement(store, changed, "eplb serve")
+    assert not store.control().movement
+    assert store.live().effective.pay_back_s == 30.0
+
+
+def test_start_with_another_configuration_keeps_a_pause(tmp_path: Path, store: LoadStore) -> None:
+    ensure_first_placement(store, deployment_in(tmp_path), "eplb serve")
+    store.change_live({"movement": False}, reason="an operator")
+
+    ensure_first_placement(store, deployment_in(tmp_path, planner__pay_back_s=30.0), "eplb serve")
+
+    assert not store.control().movement
+
+
+def test_store_that_lost_its_contents_gets_a_later_generation(
+    tmp_path: Path, store: LoadStore
+) -> None:
+    found, _ = ensure_first_placement(store, deployment_in(tmp_path), "x", lost_after=41)
+
+    assert found.generation == 1041
+
+
+def other_deployments() -> list[Any]:
+    return [
+        pytest.param({"model__experts": 16}, {}, r"\(2, 8, 10\), expected \(2, 16, 20\)"),
+        pytest.param({"topology__slots_per_rank": 6}, {}, r"\(2, 8, 10\), expected \(2, 8, 12\)"),
+        pytest.param({}, SECRET, "was started with a secret of fingerprint .* by eplb serve"),
+    ]
+
+
+@pytest.mark.parametrize(("changes", "environ", "expected"), other_deployments())
+def test_store_of_another_deployment_is_refused(
+    tmp_path: Path,
+    store: LoadStore,
+    changes: dict[str, Any],
+    environ: dict[str, str],
+    expected: str,
+) -> None:
+    ensure_first_placement(store, deployment_in(tmp_path), "eplb serve")
+    other: Deployment = deployment_in(tmp_path, environ, **changes)
+
+    with pytest.raises(ConfigError, match=f"store: deployment 'demo' .*{expected}"):
+        check_belongs(store, other)
+    with pytest.raises(ConfigError, match=expected):
+        ensure_first_placement(store, other, "eplb launch")
+
+
+def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: LoadStore) -> None:
+    deployment = deployment_in(tmp_path, topology__spare_slots=1)
+
+    found, _ = ensure_first_placement(store, deployment, "eplb serve")
+
+    for rank in range(2):  # 8 experts in 12 slots: every rank keeps two, its spare among them
+        held = found.slot_to_expert[:, deployment.topology.slots_on(rank)]
+        assert (held == -1).sum(axis=1).tolist() == [2, 2]
+    assert (deployment.pace.mode, deployment.pace.spare_slots) == ("flip", 1)
+
+
+def test_host_of_ranks_needs_no_http_library() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "import api.cli.deploy, api.cli.check, api.deploy.launch, api.deploy.roles\n"
+        "import api.deploy.checks.host"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,198 @@
+"""``eplb launch``: the environment of ranks, restarts, signals, and what is refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import EPLB, SMALL, CommandProcess, clean_environ, deployment_in, free_ports
+
+from api.config.sections import Supervision
+from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
+from eplb.errors import ConfigError, RankError
+from rebalance.build.description import DeploymentDescription
+from rebalance.build.places import claim_place
+
+SECRET = "0123456789abcdef0123456789abcdef"
+PRINT_ENVIRON = (
+    "import json, os, pathlib; pathlib.Path(f\"rank-{os.environ['RANK']}.json\")"
+    ".write_text(json.dumps(dict(os.environ)))"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    kept = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for one, handler in kept.items():
+        signal.signal(one, handler)
+
+
+def launch_of(folder: Path, code: str, host: int = 0, **changes: Any) -> Launch:
+    deployment = deployment_in(folder, **changes)
+    command = [sys.executable, "-c", f"import os; os.chdir({str(folder)!r})\n{code}"]
+    return Launch(deployment, host, command, dict(os.environ))
+
+
+def run(launch: Launch, restarts: int = 0) -> tuple[int, list[str]]:
+    said: list[str] = []
+    generation, _ = prepare_store(launch)
+    supervision = Supervision(restart_after_death=restarts)
+    status = run_ranks(launch, generation, supervision, said.append)
+    return status, said
+
+
+def test_ranks_get_the_environment_that_torchrun_sets(tmp_path: Path) -> None:
+    hosts = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+
+    status, _ = run(launch_of(tmp_path, PRINT_ENVIRON, host=1, **hosts))
+
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")}
+    assert status == 0
+    assert sorted(found) == ["rank-2.json", "rank-3.json"]
+    expected = {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+    }
+    assert {name: found["rank-3.json"][name] for name in expected} == expected
+
+
+def test_secret_is_in_no_environment_and_in_no_word_of_a_rank(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; r = os.environ['RANK']\n"
+        "pathlib.Path(f'rank-{r}.txt').write_bytes(pathlib.Path('/proc/self/environ').read_bytes()"
+        " + pathlib.Path('/proc/self/cmdline').read_bytes())\n"
+        "file = pathlib.Path(os.environ['EPLB_RANK_FILE'])\n"
+        "pathlib.Path(f'file-{r}.json').write_text(file.read_text())\n"
+        "pathlib.Path(f'mode-{r}').write_text(oct(file.stat().st_mode & 0o777))"
+    )
+    deployment = deployment_in(
+        tmp_path, {"EPLB_SECRET": SECRET}, deployment__store=str(tmp_path / "s.sqlite")
+    )
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}"]
+    given = dict(os.environ) | {"EPLB_SECRET": SECRET, "EPLB_STORE": "redis://:hidden@x"}
+
+    status, _ = run(Launch(deployment, 0, command, given))
+
+    shown = (tmp_path / "rank-0.txt").read_bytes()
+    assert status == 0
+    assert SECRET.encode() not in shown
+    assert b"hidden" not in shown
+    assert (tmp_path / "mode-0").read_text() == "0o600"
+    description = DeploymentDescription.read(tmp_path / "file-0.json")
+    assert description.config.deployment == "demo"
+    assert SECRET.encode().hex() not in (tmp_path / "file-0.json").read_text()
+    assert description.join_key == deployment.secret.derived("join of ranks")
+
+
+def test_ranks_are_started_again_after_a_death_until_the_budget_is_used_up(tmp_path: Path) -> None:
+    code = (
+        "import pathlib; r = os.environ['RANK']\n"
+        "with open(f'starts-{r}', 'a') as file: file.write('x')\n"
+        "os.kill(os.getpid(), 9) if r == '1' else None"
+    )
+
+    status, said = run(launch_of(tmp_path, code), restarts=2)
+
+    assert status == 1
+    assert (tmp_path / "starts-0").read_text() == "xxx"
+    assert said[0] == "rank 1 was killed by SIGKILL; starting the ranks of this host again"
+    assert said[-1] == ("rank 1 was killed by SIGKILL; 2 restarts within 3600 s used up, ending")
+
+
+def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal, sys, threading\n"
+        "told = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+        "pathlib.Path(f\"ready-{os.environ['RANK']}\").touch()\n"
+        "while not told.wait(0.05): pass\n"
+        "pathlib.Path(f\"ended-{os.environ['RANK']}\").touch()"
+    )
+    launch = launch_of(tmp_path, code)
+
+    def signal_once_ready() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_once_ready)
+    thread.start()
+    status, said = run(launch, restarts=5)
+    thread.join()
+
+    assert (status, said) == (0, [])
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
+
+
+def test_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    launch = Launch(deployment_in(tmp_path), 0, ["no-such-program"], dict(os.environ))
+
+    with pytest.raises(ConfigError, match="no-such-program cannot be started: No such file"):
+        run(launch)
+
+
+def test_place_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    named = {"deployment__name": f"west-{os.getpid()}", "network__rendezvous_port": port}
+    launch = launch_of(tmp_path, "", **named)
+
+    words = f"rank 1 of .* is run by process {os.getpid()} of this host, expected none"
+    with closing(claim_place(launch.deployment.name, 1)), pytest.raises(RankError, match=words):
+        check_start(launch)
+    check_start(launch)
+
+
+def test_rendezvous_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        launch = launch_of(tmp_path, "", network__rendezvous_port=port)
+
+        with pytest.raises(ConfigError) as caught:
+            check_start(launch)
+
+    assert str(caught.value) == (
+        f"{port} of 127.0.0.1 (network.rendezvous_port) cannot be used: Address already in use, "
+        "expected a free port"
+    )
+
+
+def test_rank_that_refused_to_start_is_not_started_again(tmp_path: Path) -> None:
+    code = "import sys; open(f\"starts-{os.environ['RANK']}\", 'a').write('x'); sys.exit(2)"
+
+    status, said = run(launch_of(tmp_path, code), restarts=3)
+
+    assert status == 2
+    assert (tmp_path / "starts-0").read_text() == "x"
+    assert said[0].endswith("exited with status 2: it refused to start, and is not started again")
+
+
+def test_command_refuses_a_host_that_is_another_machine_s(tmp_path: Path) -> None:
+    words = [str(EPLB), "launch"]
+    named = SMALL | {"deployment.state_dir": tmp_path, "topology.nodes": 2}
+    named |= {"deployment.store": "redis://198.51.100.9"}
+    words += [word for item in named.items() for word in ("--setting", "{}={}".format(*item))]
+    environ = clean_environ(EPLB_TOPOLOGY__HOSTS="198.51.100.1,198.51.100.2", EPLB_SECRET=SECRET)
+
+    process = CommandProcess([*words, "--host", "1", "--", "true"], tmp_path, environ)
+    status = process.ends()
+
+    assert status == 2
+    assert process.lines == [
+        "eplb: host 1 has address 198.51.100.2 (topology.hosts), which is none of this machine, "
+        "expected one of its own"
+    ]

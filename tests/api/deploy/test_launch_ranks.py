@@ -1,0 +1,124 @@
+"""Whole ranks that the commands start on one host: a death, torchrun, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from deployments import OneHost
+
+from rebalance.build.places import holder_of
+from runtime.checkpoints.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+ENGINE = ("--", sys.executable, "engine.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_serve_again_after_one_was_killed(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    launch = host.start("eplb", "launch", *ENGINE)
+    launch.wait_for("engine: generation 0 serves")
+    killed = holder_of(host.name, 1)
+    assert killed is not None
+
+    os.kill(killed, signal.SIGKILL)
+    launch.wait_for("rank 1 was killed by SIGKILL; starting the ranks of this host again")
+    launch.wait_for("engine: generation", times=2)
+    second = host.start("eplb", "launch", *ENGINE)
+
+    assert second.ends() == 2
+    assert re.fullmatch(
+        rf"eplb: rank 0 of deployment '{host.name}' is run by process \d+ of this host, "
+        "expected none",
+        second.lines[-1],
+    )
+    assert launch.ends(signal.SIGTERM) == 0, launch.lines
+    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_engine_that_formed_its_group_itself_keeps_it(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    engine = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    (tmp_path / "own_group.py").write_text(engine + (tmp_path / "engine.py").read_text())
+
+    program = (sys.executable, "own_group.py")
+    launch = host.start("eplb", "launch", "--", *program, GLOO_SOCKET_IFNAME="lo")
+    launch.wait_for("engine: generation 0 serves")
+
+    assert launch.ends(signal.SIGTERM) == 0, launch.lines
+    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_starts_ranks_of_the_same_deployment(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    serve = host.start("eplb", "serve")
+    torchrun = ["torchrun", "--nproc-per-node", "2", "--master-port", str(host.port)]
+    ranks = host.start(*torchrun, "--no-python", "eplb", "launch", *ENGINE)
+
+    ranks.wait_for("engine: generation 1 serves, 0 of ")
+
+    pid = holder_of(host.name, 0)
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)  # all ranks end at one step
+    assert ranks.ends() == 0, ranks.lines
+    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(ranks.lines))) == 2
+    assert serve.ends(signal.SIGTERM) == 0, serve.lines
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_number_of_ranks_is_refused(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+
+    launch = host.start("eplb", "launch", *ENGINE, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
+
+    assert launch.ends() == 2
+    assert launch.lines == [
+        "eplb: torchrun starts 3 ranks (WORLD_SIZE), expected 2 by topology.nodes and "
+        "topology.ranks_per_node"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_host_cache_with_another_secret_is_refused_by_the_ranks(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path, deadline_s=15.0)
+    other = host.start("eplb", "host-cache", EPLB_SECRET="another secret of the host")
+    other.wait_for("ready: 16 records")
+
+    launch = host.start("eplb", "launch", *ENGINE)
+
+    assert launch.ends() == 2
+    words = f"engine: the preload process of host {host.name}-host0 does not answer: "
+    assert any(line.startswith(words) for line in launch.lines), launch.lines
+    assert "it refused to start, and is not started again" in launch.lines[-1]

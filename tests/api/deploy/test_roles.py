@@ -1,0 +1,128 @@
+"""``eplb controller``, ``eplb host-cache`` and ``eplb serve`` as processes of one host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+from deployments import LINE_DEADLINE_S, OneHost
+
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from runtime.checkpoints.checkpoint import Checkpoint
+from telemetry import open_store
+from telemetry.store import Event, LoadStore, RunInfo
+
+SECRET = "0123456789abcdef0123456789abcdef"
+MODEL = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8)
+SHORT_LEASE = ("--setting", "lease_ttl_s=2")
+
+
+@pytest.fixture
+def host(tmp_path: Path, small_checkpoint: Checkpoint) -> Iterator[OneHost]:
+    with ExitStack() as stack:
+        yield OneHost(stack, tmp_path, small_checkpoint.path)
+
+
+@pytest.fixture
+def store(host: OneHost) -> Iterator[LoadStore]:
+    (host.folder / ".eplb").mkdir()
+    with closing(open_store(host.folder / ".eplb" / "store.sqlite", host.name)) as opened:
+        yield opened
+
+
+def next_event(store: LoadStore, is_it: Callable[[Event], bool], after: int = 0) -> Event:
+    """Wait for an event."""
+    for _ in range(int(LINE_DEADLINE_S / 0.5)):
+        version = store.version()
+        for event in store.events(after=after, limit=10_000):
+            if is_it(event):
+                return event
+        store.wait(version, 0.5)
+    raise AssertionError(f"not seen: {[one.detail for one in store.events()]}")
+
+
+def leads(event: Event) -> bool:
+    found = (event.kind, event.detail.get("of"), event.detail.get("state"))
+    return found == ("lease", "controller", "leads")
+
+
+def pid_of(title: str, session: int) -> int:
+    """Find the process of a command by the title that ``ps`` shows."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "comm").read_text().strip() == title and os.getsid(
+                int(path.name)
+            ) == session:
+                return int(path.name)
+    raise AssertionError(f"no process {title!r} in session {session}")
+
+
+def begin_run(store: LoadStore) -> None:
+    """A controller leads ranks that have begun to serve."""
+    shapes = model_to_dict(MODEL), topology_to_dict(Topology.uniform(1, 2, 5))
+    store.begin_run(RunInfo("a", time.time(), *shapes, window_steps=4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_controller_of_serve_is_started_again_after_it_was_killed(
+    host: OneHost, store: LoadStore
+) -> None:
+    serve = host.start("eplb", "serve", *SHORT_LEASE)
+    serve.wait_for("eplb serve: wrote the first placement, generation 0")
+    begin_run(store)
+    first = next_event(store, leads)
+
+    os.kill(pid_of("controller", serve.process.pid), signal.SIGKILL)
+    death = next_event(store, lambda one: one.kind == "error")
+    third = host.start("eplb", "controller", *SHORT_LEASE)
+    third.wait_for(f"eplb controller: ready for {host.name} in ")
+
+    assert death.detail["where"] == "the controller"
+    assert death.detail["message"].startswith("the controller was killed by SIGKILL; restarting")
+    assert pid_of("controller", serve.process.pid)
+    assert serve.ends(signal.SIGTERM) == 0, serve.lines
+    holder = first.detail["holder"]  # the other stood by until this one gave the lease up
+    next_event(store, lambda one: leads(one) and one.detail["holder"] != holder, after=death.id)
+    assert third.ends(signal.SIGTERM) == 0, third.lines
+    lease = store.lease()
+    assert lease is None or not lease.ttl_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None:
+    host.start_cache()
+    serve = host.start("eplb", "serve")
+    serve.wait_for("eplb serve: wrote the first placement")
+
+    second = host.start("eplb", "host-cache")
+    other = host.start("eplb", "controller", EPLB_SECRET=SECRET)
+
+    assert second.ends() == 2
+    words = f"eplb: the preload process of host {host.name}-host0 cannot listen: "
+    assert second.lines[-1].startswith(words), second.lines
+    assert other.ends() == 2
+    assert "was started with a secret of fingerprint " in other.lines[-1], other.lines
+    assert SECRET not in other.lines[-1]
+
+
+def test_port_of_the_http_service_in_use_is_refused(host: OneHost) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        serve = host.start("eplb", "serve", "--setting", f"http.port={port}")
+        status = serve.ends()
+
+    assert status == 2
+    assert serve.lines == [
+        f"eplb: port {port} of 127.0.0.1 cannot be used (Address already in use), "
+        "expected a free port; 0 takes any"
+    ]

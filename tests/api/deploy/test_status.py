@@ -1,0 +1,113 @@
+"""``eplb status``: what it reads of a store, and the exit status that scripts go by."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from api.deploy.status import read_status, render
+from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry import open_store
+from telemetry.store import Control, LoadStore, RankState, RunInfo
+
+MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
+FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
+SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LoadStore]:
+    """Two ranks that serve one complete window of 80 and 20 tokens, and a leader."""
+    with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
+        shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+        opened.begin_run(RunInfo("a", time.time(), *shapes, window_steps=1))
+        opened.commit(FIRST, expected=None, reason="start")
+        for rank, tokens in enumerate(([60, 20], [20, 0])):
+            held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+            load = np.array([tokens])
+            opened.append([LoadSample("west", "a", rank, 0, 0.0, 0, 0, "mixed", 1, held, load)])
+        report(opened, time.time())
+        opened.acquire_lease("someone", 60.0)
+        yield opened
+
+
+def report(store: LoadStore, at: float) -> None:
+    for rank in range(2):
+        store.report(RankState("a", rank, at, 7, 1, "idle", 0, 0, 1, 0))
+
+
+def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
+    file = tmp_path / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstore = "{tmp_path}/store.sqlite"\n')
+    found = CliRunner().invoke(app, ["status", *words], env={"EPLB_CONFIG": str(file)} | environ)
+    return found.exit_code, found.output
+
+
+def test_deployment_that_serves_has_status_0_and_shows_its_leader(
+    tmp_path: Path, store: LoadStore
+) -> None:
+    status, shown = run(tmp_path)
+
+    assert status == 0, shown
+    assert f"deployment west in {tmp_path}/store.sqlite" in shown
+    assert "leader     'someone', lease for " in shown
+    assert "serves     generation 1, step 7, run a" in shown
+    assert "imbalance  1.60 in the latest window, 1.60 unbalanced" in shown
+    assert "switches   movement on, observe off" in shown
+    assert "status     ok" in shown
+
+
+def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
+    store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
+    store.set_control(Control(movement=False), reason="an operator")
+
+    status, shown = run(tmp_path, "--json")
+    found: dict[str, Any] = json.loads(shown)
+
+    assert status == 0
+    assert (found["ok"], found["leader"], found["generation"]) == (True, "'someone'", 1)
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert found["migration"]["plan_id"] == 1
+    assert found["movement"] is False
+
+
+def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: LoadStore) -> None:
+    lease = store.lease()
+    assert lease is not None
+    store.release_lease(lease)
+    report(store, time.time() - 60.0)
+
+    status, shown = run(tmp_path)
+
+    assert status == 1
+    assert "problem    no controller leads, expected one (eplb serve or eplb controller)" in shown
+    assert "problem    silent ranks: 0, 1" in shown
+
+
+def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: LoadStore) -> None:
+    found = read_status(store, "s", now=time.time() + 100.0)
+
+    assert found.leader == ""
+    assert found.problems[0].startswith("no controller leads: the lease of 'someone' ran out ")
+    assert "leader     none" in render(found)
+
+
+def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:
+    status, shown = run(tmp_path)
+
+    assert status == 2
+    assert shown == (
+        f"eplb: there is no store at {tmp_path}/store.sqlite, expected the file of a deployment\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["eplb.toml"]

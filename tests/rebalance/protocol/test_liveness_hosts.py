@@ -1,0 +1,226 @@
+"""Liveness connections between machines: here, other addresses of one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+from repository import ROOT
+from torch._C._distributed_c10d import TCPStore
+
+from eplb.errors import RankError
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
+from rebalance.types import Outcome
+
+FORK = get_context("fork")
+DEADLINE_S = 30.0
+
+
+def own_ends() -> set[str]:
+    """Addresses at which this process's own ends of connections are."""
+    ends = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        if not entry.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(entry.name))) as end, suppress(OSError):
+            end.getpeername()  # not of one that only listens
+            if end.family in (socket.AF_INET, socket.AF_INET6):
+                ends.add(str(end.getsockname()[0]).removeprefix("::ffff:"))
+    return ends
+
+
+def run_pair(towards: str, hosts: list[str | None]) -> list[Any]:
+    """Run two ranks that meet at a rendezvous; the second is killed once they have voted.
+
+    Returns:
+        What the first has seen: its ends of connections, and who was dead in the end.
+    """
+    listening = socket.create_server((towards, 0))  # one address: a store of its own takes all
+    port = listening.getsockname()[1]
+    rendezvous = TCPStore(
+        towards, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+    def run(rank: int, pipe: Connection) -> NoReturn:
+        try:
+            pipe.send(_live(rank, hosts[rank], TCPStore(towards, rendezvous.port)))
+        except BaseException as exc:
+            pipe.send(repr(exc))
+        finally:
+            os._exit(0)
+
+    ours, theirs = FORK.Pipe(duplex=False)
+    ranks = [FORK.Process(target=run, args=(rank, theirs), daemon=True) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    theirs.close()
+    try:
+        assert ours.poll(2 * DEADLINE_S), "the first rank said nothing"
+        found: list[Any] = ours.recv()
+        return found
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _live(rank: int, host: str | None, store: TCPStore) -> list[Any]:
+    timeout = timedelta(seconds=DEADLINE_S)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    votes = GlooVotes(group, host=host, deadline_s=DEADLINE_S)
+    ends = own_ends()
+    assert votes.cast([1]).poll(DEADLINE_S) == (Outcome.VALUE, [1])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    while not votes.dead() and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    dead = sorted(votes.dead())
+    votes.close()
+    return [ends, dead]
+
+
+def test_ranks_of_two_addresses_connect_and_detect_a_death() -> None:
+    ends, dead = run_pair("127.0.0.1", ["127.0.0.2", "127.0.0.3"])
+
+    assert "127.0.0.2" in ends  # where the second rank has called the first
+    assert dead == [1]
+
+
+RANK = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from rebalance.protocol.gloo_votes import GlooVotes
+
+rank, timeout = int(sys.argv[1]), timedelta(seconds=30)
+os.environ["GLOO_SOCKET_IFNAME"] = f"end{rank}"
+store = TCPStore("10.77.0.1", 29777, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+votes = GlooVotes(dist.new_group(backend="gloo", timeout=timeout), deadline_s=30)
+votes.cast([1]).poll(30)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+deadline = time.monotonic() + 30
+while not votes.dead() and time.monotonic() < deadline:
+    threading.Event().wait(0.001)
+print("dead:", sorted(votes.dead()))
+votes.close()
+"""
+
+# Two name spaces with a cable between them; the second one lives for as long as ``cat`` waits.
+TWO_MACHINES = """
+set -e
+coproc unshare --net sh -c 'echo is there; exec cat'
+read -t 10 -u ${COPROC[0]} _
+other="nsenter --net --target $COPROC_PID"
+ip link add end0 type veth peer name end1 netns $COPROC_PID
+ip address add 10.77.0.1/24 dev end0
+$other ip address add 10.77.0.2/24 dev end1
+for machine in "" "$other"; do $machine ip link set lo up; done
+ip link set end0 up
+$other ip link set end1 up
+[ -n "$1" ] || exit 0
+"$1" "$2" 0 &
+$other "$1" "$2" 1 || true
+wait $!
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_connect_and_detect_a_death(tmp_path: Path) -> None:
+    own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", TWO_MACHINES, "two"]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, timeout=90)
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))) or run(own).returncode:
+        pytest.skip("this machine lets nobody join two name spaces of a network")
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+
+    ended = run(
+        [*own, sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+    assert ended.stdout == "dead: [1]\n", ended.stderr
+
+
+def outward() -> str:
+    """This machine's own address towards others; nobody is called."""
+    try:
+        return address_towards("203.0.113.1", 9)
+    except RankError as exc:
+        pytest.skip(f"this machine has no way out: {exc}")
+
+
+def test_ranks_listen_on_the_address_towards_the_rendezvous_by_default() -> None:
+    own = outward()
+
+    ends, dead = run_pair(own, [None, None])
+
+    assert own in ends
+    assert dead == [1]
+
+
+def test_local_rendezvous_keeps_liveness_connections_on_loopback() -> None:
+    ends, dead = run_pair("127.0.0.1", [None, None])
+
+    assert ends == {"127.0.0.1"}
+    assert dead == [1]
+
+
+def test_address_towards_this_machine_is_the_given_one() -> None:
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    own = outward()
+    assert address_towards(own, 9) == own
+
+
+def test_unreachable_host_is_named() -> None:
+    with pytest.raises(
+        RankError, match=r"no route from this host to 255\.255\.255\.255 port 9: .+"
+    ):
+        address_towards("255.255.255.255", 9)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_advised"), [("127.0.0.1", False), ("outward", True)], ids=["same", "another"]
+)
+def test_rank_at_a_remote_loopback_address_gets_advice(own: str, is_advised: bool) -> None:
+    host = outward() if own == "outward" else own
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        nobody = ("127.0.0.1", probe.getsockname()[1], b"k" * 16)
+
+    with pytest.raises(RankError, match=r"^rank 1 cannot reach rank 0 at 127") as refusal:
+        LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
+
+    assert ("configure that rank's host" in str(refusal.value)) == is_advised
+
+
+def test_only_numeric_loopback_addresses_are_known_as_such() -> None:
+    assert [is_loopback(host) for host in ("127.0.1.1", "::1", "192.0.2.1", "localhost")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

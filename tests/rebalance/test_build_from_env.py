@@ -1,0 +1,255 @@
+"""Ranks that meet before they form a group; what they are given, and the places on a host.
+
+``tests/api/deploy/test_launch.py`` has whole ranks that were started by ``eplb launch``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, EplbError, RankError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.build.description import DeploymentDescription
+from rebalance.build.environment import build_rank_from_env
+from rebalance.build.group import interface_of
+from rebalance.build.meeting import Attendance, meet
+from rebalance.build.places import claim_place, holder_of
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.stage.stage_settings import StageSettings
+from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+
+DEADLINE_S = 20.0
+HERE = "127.0.0.1"
+SUMMARY = {"deployment": "west", "ranks": "3"}
+Fork = Callable[..., Any]
+
+
+def free_port() -> int:
+    with closing(socket.create_server((HERE, 0))) as taken:
+        return int(taken.getsockname()[1])
+
+
+def at(port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
+
+
+def attend(pipe: Connection, mine: Attendance, port: int, deadline_s: float = DEADLINE_S) -> None:
+    try:
+        store = meet(mine, at(port), deadline_s)
+        store.add("left", 1)
+        pipe.send("met")
+        pipe.recv()  # the listener's process stays until the test has heard all
+    except EplbError as exc:
+        pipe.send(str(exc))
+        pipe.recv()
+
+
+def answers(fork: Fork, attending: list[Attendance], deadline_s: float = DEADLINE_S) -> list[str]:
+    port = free_port()
+    processes = [fork(attend, one, port, deadline_s) for one in attending]
+    found = [process.receive() for process in processes]
+    for process in processes:
+        process.send("end")
+    return found
+
+
+def three(**changes: Any) -> list[Attendance]:
+    usual = Attendance(0, 3, HERE, b"key", SUMMARY)
+    last = {"rank": 2} | changes
+    return [usual, replace(usual, rank=1), replace(usual, **last)]
+
+
+def test_ranks_of_one_deployment_meet(fork: Fork) -> None:
+    assert answers(fork, three()) == ["met"] * 3
+
+
+def test_nine_ranks_named_and_eight_started_name_the_missing_one(fork: Fork) -> None:
+    usual = Attendance(0, 9, HERE, b"key", SUMMARY)
+
+    found = answers(fork, [replace(usual, rank=rank) for rank in range(8)], deadline_s=3.0)
+
+    assert found[0] == (
+        "rank 0: 8 of 9 ranks met in time, missing: 8; expected all that the configuration names"
+    )
+    assert all("missing: 8;" in one or "ended" in one for one in found)
+
+
+def test_second_process_with_a_rank_s_place_is_refused(fork: Fork) -> None:
+    port = free_port()
+    usual = Attendance(0, 2, HERE, b"key", SUMMARY)
+    first = [fork(attend, replace(usual, rank=rank), port) for rank in range(2)]
+    assert [process.receive() for process in first] == ["met", "met"]
+
+    second = fork(attend, replace(usual, rank=1), port)
+    found = second.receive()
+
+    assert found.startswith("rank 1: its place is taken by process ")
+    assert found.endswith("expected one of them")
+    for process in [*first, second]:
+        process.send("end")
+
+
+def test_rank_with_another_secret_is_named_by_the_others(fork: Fork) -> None:
+    found = answers(fork, three(key=b"another key", host="127.0.0.2"))
+
+    words = "authentication failed: the secret of rank 2 on 127.0.0.2 differs"
+    assert words in found[0]
+    assert words in found[1]
+    assert "the secret of rank 0 on 127.0.0.1, rank 1 on 127.0.0.1 differs" in found[2]
+
+
+def test_rank_with_another_configuration_is_named_with_both_values(fork: Fork) -> None:
+    found = answers(fork, three(summary=SUMMARY | {"ranks": "4"}))
+
+    assert found[0] == (
+        "rank 0 on 127.0.0.1: the configurations of the hosts differ: ranks is 4 for rank 2 on "
+        "127.0.0.1, expected 3 as here"
+    )
+
+
+def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end(fork: Fork) -> None:
+    with closing(socket.create_server((HERE, 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RankError, match=f"rank 0 cannot listen at {HERE}:{port}"):
+            meet(Attendance(0, 2, HERE, b"", {}), at(port), DEADLINE_S)
+    with pytest.raises(RankError, match=f"rank 1: no answer at {HERE}:{port} in time"):
+        meet(Attendance(1, 2, HERE, b"", {}), at(port), 0.3)
+
+
+def test_place_of_a_rank_is_one_process_s_until_it_ends(fork: Fork) -> None:
+    name = f"west-{os.getpid()}"
+    other = fork(hold_place, name)
+    pid = other.receive()
+
+    assert holder_of(name, 3) == pid
+    assert holder_of(name, 2) is None
+    with pytest.raises(RankError, match=f"rank 3 of deployment '{name}' is run by process {pid}"):
+        claim_place(name, 3)
+
+    other.kill()
+    claim_place(name, 3).close()
+
+
+def hold_place(pipe: Connection, name: str) -> None:
+    with claim_place(name, 3):
+        pipe.send(os.getpid())
+        pipe.recv()
+
+
+def described(**changes: Any) -> DeploymentDescription:
+    config = RankConfig(
+        "west",
+        sample_steps=4,
+        staging_experts=2,
+        stage=StageSettings(),
+        network=NetworkConfig("lo", ("10.0.0.1", "10.0.0.2")),
+        rank_links=RankLinkSettings((("10.0.0.1", 7000), ("10.0.0.2", 7000)), bytes(range(16))),
+        reporting=ReportingConfig(spool_dir=Path("spool")),
+        journal_dir=Path("journal"),
+    )
+    whole = DeploymentDescription(
+        config=config,
+        store="redis://:pass@10.0.0.9",
+        model=ModelShape((1, 2), 8, 2, 16, 8, expert_cost=np.linspace(0.5, 1.0, 8)),
+        precision="float32",
+        topology=Topology.uniform(2, 1, 5),
+        device="cpu",
+        hosts=("10.0.0.1", "10.0.0.2"),
+        host_caches=tuple(HostCacheAddress(f"west-{host}", bytes(16)) for host in range(2)),
+        join_key=b"join",
+        window_steps=8,
+        checkpoint=Path("weights"),
+    )
+    return replace(whole, **changes)
+
+
+def test_description_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written, file = described(), tmp_path / "rank.json"
+    file.write_text(written.to_json())
+
+    found = DeploymentDescription.read(file)
+
+    assert found.config == written.config
+    assert model_to_dict(found.model) == model_to_dict(written.model)
+    assert topology_to_dict(found.topology) == topology_to_dict(written.topology)
+    assert (found.store, found.hosts, found.checkpoint) == (
+        written.store,
+        written.hosts,
+        written.checkpoint,
+    )
+    assert found.summary() == written.summary()
+    assert found.to_json() == written.to_json()
+
+
+def test_description_shows_no_secret_and_its_summary_names_what_differs() -> None:
+    one, other = described(), described(window_steps=16)
+
+    assert not any(word in repr(one) for word in ("pass", "join_key", "000102"))
+    assert {name for name in one.summary() if one.summary()[name] != other.summary()[name]} == {
+        "window_steps"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "cannot be read"),
+        ('{"store": 7}', "TypeError in the values of a DeploymentDescription"),
+        (described().to_json().replace('"version": 1', '"version": 2'), "version 2, expected 1"),
+    ],
+)
+def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "rank.json"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match=expected):
+        DeploymentDescription.read(file)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "EPLB_RANK_FILE is not set, expected the file that eplb launch writes"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "rank 0 of 3 ranks, expected one of the 2 ranks"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2 ranks, expected one of the 2 ranks"),
+        ({"WORLD_SIZE": "2"}, "RANK is '', expected a number, as torchrun and eplb launch set"),
+    ],
+)
+def test_environment_that_is_no_rank_of_the_deployment_is_refused(
+    tmp_path: Path, environ: dict[str, str], expected: str
+) -> None:
+    file = tmp_path / "rank.json"
+    file.write_text(described().to_json())
+    given = environ | ({"EPLB_RANK_FILE": str(file)} if environ else {})
+
+    with pytest.raises(ConfigError, match=expected):
+        build_rank_from_env(environ=given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
+def test_cuda_rank_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rank.json"
+    file.write_text(described(device="cuda", precision="bfloat16").to_json())
+    environ = {"EPLB_RANK_FILE": str(file), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs are visible"):
+        build_rank_from_env(environ=environ)
+
+
+def test_interface_of_a_loopback_address_is_lo_and_of_a_stranger_s_none() -> None:
+    assert interface_of("127.0.0.9") == "lo"
+    assert interface_of("198.51.100.1") is None

@@ -1,0 +1,157 @@
+"""Families that the ``transformers`` library has: what it saves is what the reader finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import library_models
+import pytest
+import torch
+from library_models import CASES, HIDDEN, INTERMEDIATE, NUM_EXPERTS, Case
+from safetensors import safe_open
+
+from eplb.errors import CheckpointError
+from runtime import Checkpoint, ExpertSchema
+from runtime.checkpoints.families.table import FAMILIES
+
+LEAST_FAMILIES = 16
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model of the library, and its checkpoint as the reader opens it."""
+
+    case: Case
+    experts: dict[int, Any]  # the library's modules, by layer
+    model: torch.nn.Module
+    checkpoint: Checkpoint
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    case: Case = request.param
+    model = library_models.build(case)
+    folder = library_models.save(case, model, tmp_path_factory.mktemp("family") / "model")
+    return Saved(case, library_models.expert_modules(model), model, Checkpoint(folder))
+
+
+def matrices(saved: Saved, layer: int, expert: int) -> dict[str, torch.Tensor]:
+    """Gate, up and down [out, in] of one expert, from the library's own parameters."""
+    module = saved.experts[layer]
+    gate_up, down = module.gate_up_proj[expert], module.down_proj[expert]
+    if gate_up.shape[0] == HIDDEN:  # [in, out]
+        gate_up, down = gate_up.T, down.T
+    is_interleaved = saved.case.name == "gpt-oss"
+    gate, up = (gate_up[0::2], gate_up[1::2]) if is_interleaved else gate_up.chunk(2)
+    return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
+
+
+def test_families_proved_are_those_that_are_not_marked() -> None:
+    proved = {case.family or case.name for case in CASES}
+    marked = {family.name for family in FAMILIES if family.unproven}
+    own = {"eplb's own model"}
+
+    assert len(proved) >= LEAST_FAMILIES
+    assert proved | marked | own == {family.name for family in FAMILIES}
+    assert not proved & marked
+
+
+def test_family_and_its_moe_layers_are_recognised(saved: Saved) -> None:
+    assert saved.checkpoint.config.family.name == (saved.case.family or saved.case.name)
+    assert saved.checkpoint.moe_layers == saved.case.moe_layers == tuple(saved.experts)
+    assert saved.checkpoint.mtp_layers == ()
+
+
+def test_figures_of_the_model_shape_are_those_of_its_config(saved: Saved) -> None:
+    shape = saved.checkpoint.model_shape()
+    module = saved.experts[shape.layer_ids[0]]
+
+    assert (shape.num_experts, shape.hidden, shape.intermediate) == (8, HIDDEN, INTERMEDIATE)
+    assert shape.expert_bytes == sum(
+        parameter[0].nbytes for parameter in module.parameters(recurse=False)
+    )
+    saved.checkpoint.check(shape, saved.checkpoint.schema())
+
+
+def test_every_expert_is_read_byte_for_byte(saved: Saved) -> None:
+    schema = ExpertSchema.swiglu(HIDDEN, INTERMEDIATE, torch.bfloat16)
+    record = torch.full((schema.record_bytes,), 0xA5, dtype=torch.uint8)
+
+    for layer in saved.experts:
+        for expert in range(NUM_EXPERTS):
+            expected = matrices(saved, layer, expert)
+            saved.checkpoint.repack(layer, expert, schema, record)
+
+            for part, matrix in expected.items():
+                assert torch.equal(saved.checkpoint.part(layer, expert, part), matrix), part
+            views = schema.views(record)
+            gate_up = torch.cat([expected["gate_proj.weight"], expected["up_proj.weight"]])
+            assert torch.equal(views["gate_up"], gate_up)
+            assert torch.equal(views["down"], expected["down_proj.weight"])
+
+
+def test_record_as_stored_holds_the_bytes_of_the_files(saved: Saved) -> None:
+    schema, checkpoint = saved.checkpoint.schema(), saved.checkpoint
+    record = torch.full((schema.record_bytes,), 0xA5, dtype=torch.uint8)
+
+    for layer in saved.experts:
+        for expert in range(NUM_EXPERTS):
+            checkpoint.repack(layer, expert, schema, record)
+
+            end = 0
+            for spec, start in schema.spans():
+                assert not record[end:start].any()
+                end = start + spec.num_bytes
+                where = checkpoint.range(layer, expert, spec.name)
+                with safe_open(checkpoint.path / where.tensor.file, framework="pt") as file:
+                    tensor = file.get_tensor(where.tensor.name)
+                if tensor.shape != spec.shape:
+                    tensor = tensor[expert]
+                raw = tensor.contiguous().view(torch.uint8).flatten()
+                assert torch.equal(record[start:end], raw), spec.name
+            assert not record[end:].any()
+
+
+def test_router_is_read_byte_for_byte(saved: Saved) -> None:
+    state = saved.model.state_dict()
+
+    for layer in saved.experts:
+        own = [tensor for name, tensor in state.items() if f"layers.{layer}." in name]
+        router = saved.checkpoint.router(layer)
+        assert "weight" in router
+        for role, found in router.items():
+            # Every number was drawn at random, so that equal bytes are the same tensor.
+            same = [t for t in own if t.shape == found.shape and t.dtype == found.dtype]
+            assert any(torch.equal(found, tensor) for tensor in same), role
+
+
+def test_everything_else_is_dense_and_nothing_is_missed(saved: Saved) -> None:
+    dense = saved.checkpoint.dense_weights()
+    files = saved.checkpoint.path.glob("*.safetensors")
+    total = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            total += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+
+    shape = saved.checkpoint.model_shape()
+    routed = shape.num_layers * shape.num_experts * shape.expert_bytes
+    unused = 4 * shape.num_layers * 2 * INTERMEDIATE * HIDDEN * 2  # of the library's LongCat
+    assert sum(tensor.nbytes for tensor in dense.values()) + routed == total - (
+        unused if saved.case.name == "LongCat-Flash" else 0
+    )
+
+
+def test_layer_without_experts_is_refused(saved: Saved) -> None:
+    others = set(range(4)) - set(saved.experts)
+
+    for layer in others:
+        with pytest.raises(CheckpointError, match=f"layer {layer} has no routed experts"):
+            saved.checkpoint.part(layer, 0, "down_proj.weight")
+
+
+def test_expert_beyond_the_last_is_refused(saved: Saved) -> None:
+    layer = saved.checkpoint.moe_layers[0]
+
+    with pytest.raises(CheckpointError, match=rf"layer {layer} has no expert 8, expected 0\.\.7"):
+        saved.checkpoint.part(layer, NUM_EXPERTS, "down_proj.weight")

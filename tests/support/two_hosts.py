@@ -1,0 +1,69 @@
+"""Two hosts: network namespaces with a cable between them, 10.0.0.1 and 10.0.0.2."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+NEEDED = ("unshare", "nsenter", "ip", "bash")
+READY_S = 20.0
+SCRIPT = """
+set -e
+coproc unshare --net sh -c 'echo is there; exec cat'
+read -t 10 -u ${COPROC[0]} _
+other="nsenter --net --target $COPROC_PID"
+ip link add end0 type veth peer name end1 netns $COPROC_PID
+ip address add 10.0.0.1/24 dev end0
+$other ip address add 10.0.0.2/24 dev end1
+for host in "" "$other"; do $host ip link set lo up; done
+ip link set end0 up
+$other ip link set end1 up
+echo $$ $COPROC_PID
+cat || true  # its last command, bash would become: the other name space ends with its shell
+exit
+"""
+
+
+class TwoHosts:
+    """Open while the block runs.
+
+    Raises:
+        OSError: this machine allows no namespaces.
+    """
+
+    def __enter__(self) -> TwoHosts:
+        if not all(map(shutil.which, NEEDED)):
+            raise OSError(f"expected the programs {', '.join(NEEDED)}")
+        own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", SCRIPT]
+        self._keeper = subprocess.Popen(
+            own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._keeper.stdout is not None, "it was asked for"
+        pids = self._keeper.stdout.readline().split()
+        if len(pids) != 2:
+            _, errors = self._keeper.communicate(timeout=READY_S)
+            raise OSError(f"no namespaces on this machine: {errors.strip()}")
+        self._pids = pids
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._keeper.kill()
+        self._keeper.communicate(timeout=READY_S)
+
+    def on(self, host: int, words: list[str]) -> list[str]:
+        """Give the words that run a command on a host; signals reach the command itself."""
+        enter = ["nsenter", "--target", self._pids[host], "--user", "--net"]
+        return [*enter, "--preserve-credentials", "--", *words]
+
+
+def folders(root: Path) -> list[Path]:
+    """Make the folder of each host."""
+    made = [root / f"host{number}" for number in range(len(ADDRESSES))]
+    for folder in made:
+        folder.mkdir()
+    return made

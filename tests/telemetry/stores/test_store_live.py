@@ -1,0 +1,145 @@
+"""Live settings in every store: two layers, revisions, and the kill switch over restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from eplb.errors import ConfigError, StaleRevision
+from telemetry.live import Control, LiveChange, LiveSettings, LiveState
+from telemetry.store import LoadStore
+
+OpenStore = Callable[[str], LoadStore]
+STATIC = LiveSettings(movement=True, observe=False, pay_back_s=60.0, plan_windows=16)
+
+
+def test_store_without_settings_has_revision_0_and_movement_on(store: LoadStore) -> None:
+    assert store.live() == LiveState()
+    assert store.control() == Control(movement=True, observe=False)
+
+
+def test_live_value_wins_over_the_static_one_until_it_is_removed(store: LoadStore) -> None:
+    store.set_static(STATIC, reason="start")
+
+    changed = store.change_live({"pay_back_s": 300}, reason="less churn")
+
+    assert store.live() == changed
+    assert (changed.revision, changed.effective.pay_back_s) == (2, 300.0)
+    assert changed.changes == {"pay_back_s": LiveChange(2, 1000.0, "less churn")}
+    assert changed.effective.plan_windows == 16
+    removed = store.change_live({"pay_back_s": None}, reason="as before")
+    assert (removed.revision, removed.effective, removed.changes) == (3, STATIC, {})
+
+
+def test_start_with_movement_on_leaves_a_kill_switch_off(store: LoadStore) -> None:
+    store.set_static(STATIC, reason="start")
+    store.set_control(Control(movement=False), reason="incident 7")
+
+    state = store.set_static(STATIC, reason="another start")
+
+    assert store.control() == state.control == Control(movement=False)
+    assert state.changes["movement"] == LiveChange(2, 1000.0, "incident 7")
+
+
+def test_start_that_forbids_movement_ends_a_switch_that_allowed_it(store: LoadStore) -> None:
+    store.set_static(STATIC, reason="start")
+    store.change_live({"movement": True, "observe": False, "max_moves": 3}, reason="resumed")
+
+    state = store.set_static(LiveSettings(movement=False, observe=True), reason="another start")
+
+    assert store.control() == Control(movement=False, observe=True)
+    assert (state.live, list(state.changes)) == (LiveSettings(max_moves=3), ["max_moves"])
+
+
+def test_start_replaces_the_static_values_of_the_start_before(store: LoadStore) -> None:
+    store.set_static(LiveSettings(movement=False), reason="start")
+
+    store.set_static(LiveSettings(movement=True), reason="another start")
+
+    assert store.control() == Control()
+
+
+def test_change_at_an_older_revision_is_refused_and_changes_nothing(store: LoadStore) -> None:
+    read = store.change_live({"policy": "greedy"}, expected=0, reason="try")
+    store.change_live({"plan_windows": 4}, expected=read.revision, reason="faster")
+    before, events = store.live(), store.events()
+
+    words = "changed at revision 1, found revision 2: read them again"
+    with pytest.raises(StaleRevision, match=words):
+        store.change_live({"policy": "auto"}, expected=read.revision, reason="late")
+
+    assert (store.live(), store.events()) == (before, events)
+
+
+def test_of_changes_at_one_revision_one_is_made(store: LoadStore) -> None:
+    def change(number: int) -> bool:
+        try:
+            store.change_live({"max_moves": number}, expected=0, reason="race")
+        except StaleRevision:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(change, range(8)))
+
+    assert sorted(made) == [False] * 7 + [True]
+    assert store.live().live == LiveSettings(max_moves=made.index(True))
+
+
+def test_changes_of_different_settings_at_once_are_all_kept(store: LoadStore) -> None:
+    changes: list[dict[str, Any]] = [{"movement": False}, {"observe": True}, {"pay_back_s": 5.0}]
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda one: store.change_live(one, reason="race"), changes))
+
+    assert store.live().live == LiveSettings(movement=False, observe=True, pay_back_s=5.0)
+    assert store.live().revision == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "no live setting is named, expected one of: movement, observe,"),
+        ({"port": 80}, "'port' is no live setting, expected one of: movement"),
+        ({"movement": 0}, "movement is 0, expected a value of type bool"),
+        ({"movement": "no"}, "movement is 'no', expected a value of type bool"),
+        ({"plan_windows": True}, "plan_windows is True, expected a value of type int"),
+        ({"plan_windows": 1.5}, r"plan_windows is 1\.5, expected a value of type int"),
+        ({"plan_windows": 0}, "plan_windows is 0, expected 1 or more"),
+        ({"pay_back_s": -1.0}, r"pay_back_s is -1\.0, expected 0 or more"),
+        ({"pay_back_s": float("nan")}, "pay_back_s is nan, expected a finite number"),
+        ({"policy": 3}, "policy is 3, expected a value of type str"),
+        ({"observe": True, "pay_back_s": "5"}, "pay_back_s is '5', expected a value of type"),
+    ],
+)
+def test_unusable_live_value_is_refused_and_changes_nothing(
+    store: LoadStore, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        store.change_live(changes, reason="a slip")
+
+    assert (store.live(), store.events()) == (LiveState(), [])
+
+
+def test_changes_are_events_and_wake_readers(store: LoadStore) -> None:
+    before = store.version()
+
+    store.change_live({"movement": False, "policy": "greedy"}, reason="incident 7")
+
+    assert store.version() > before
+    assert [(event.kind, event.detail) for event in store.events()] == [
+        ("control", {"movement": False, "observe": False, "reason": "incident 7"}),
+        ("settings", {"revision": 1, "live": {"policy": "greedy"}, "reason": "incident 7"}),
+    ]
+
+
+def test_settings_of_two_deployments_are_kept_apart(open_stores: OpenStore) -> None:
+    one, other = open_stores("demo"), open_stores("other")
+
+    one.change_live({"movement": False}, reason="incident 7")
+
+    assert open_stores("demo").live() == one.live()
+    assert other.live() == LiveState()
