@@ -91,9 +91,11 @@ class RedisLink:
         """
         try:
             return subscription.wait_for_message(timeout_s)
-        except self._driver.errors as exc:
+        except Exception as exc:
             subscription.close()
             self._check_open(exc)
+            if not isinstance(exc, self._driver.errors):
+                raise
             raise self._failed("receiving change notifications", exc, 1, 0.0) from exc
 
     def close(self) -> None:
@@ -110,6 +112,9 @@ class RedisLink:
             try:
                 result = attempt()
             except self._driver.errors as exc:
+                if self.is_closed:
+                    self.breaker.abandon()
+                    self._check_open(exc)
                 wait_s = self._jitter.uniform(0.5, 1.0) * backoff_s
                 spent_s = time.monotonic() - started
                 is_last = is_probe or spent_s + wait_s > self._limits.deadline_s

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -325,6 +328,39 @@ def test_wait_survives_the_loss_of_its_connection(server: RedisProcess) -> None:
         waiting.join(TIMEOUT_S)
 
         assert found == [other.version()]
+
+
+def test_close_at_any_moment_of_a_wait_is_the_error_of_a_closed_store(
+    redis_server: RedisProcess,
+) -> None:
+    """``close`` falls between any two instructions of the waiting thread.
+
+    redis-py then fails with whatever the closed connection makes of the next call.
+    """
+    random_moment = random.Random(5)
+    before_s = sys.getswitchinterval()
+    found: Counter[str] = Counter()
+
+    def wait(store: RedisStore) -> None:
+        try:
+            store.wait(store.version(), TIMEOUT_S)
+        except Exception as exc:
+            found[f"{type(exc).__name__}: {exc}"] += 1
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            store = RedisStore(redis_server.url, "closes")
+            thread = threading.Thread(target=wait, args=(store,))
+            thread.start()
+            threading.Event().wait(random_moment.uniform(0.0, 0.003))
+            store.close()
+            thread.join(TIMEOUT_S)
+    finally:
+        sys.setswitchinterval(before_s)
+
+    words = f"Redis store {store.link.address} is closed, expected an open one"
+    assert found == {f"StoreError: {words}": 200}
 
 
 def test_unreachable_address_is_an_error(server: RedisProcess) -> None:
