@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from typing import Any, NoReturn
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import REPORT_PERIOD_S
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
-from eplb.errors import BrokenGroup, EplbError, RankError
+from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 
 ORPHANED = 86  # exit status of a child whose parent exited
 FAILED = 1
 STOP_DEADLINE_S = 10.0
+# Of the 107 that unix(7) allows a socket, multiprocessing takes "/pymp-xxxxxxxx/listener-xxxxxxxx".
+_LONGEST_TMPDIR = 107 - 32
 TITLE_CHARACTERS = 15  # of a process, TASK_COMM_LEN less its zero (proc_pid_comm(5))
 
 WORKER_MODULES = (  # of the demo's children
@@ -158,12 +161,23 @@ def import_for_children() -> None:
 
     It and its children ignore, from the start, the signals that a terminal sends to all processes:
     the parent alone handles them.
+
+    Raises:
+        ConfigError: sockets cannot be made in the folder of temporary files.
     """
     of_terminal = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(one, signal.SIG_IGN) for one in of_terminal]
-    forkserver.ensure_running()
-    for one, handler in zip(of_terminal, handlers, strict=True):
-        signal.signal(one, handler)
+    try:
+        forkserver.ensure_running()
+    except OSError as exc:
+        raise ConfigError(
+            f"TMPDIR: found the folder {tempfile.gettempdir()}, where the socket of the fork "
+            f"server cannot be made ({exc}), expected a writable folder of at most "
+            f"{_LONGEST_TMPDIR} characters"
+        ) from exc
+    finally:
+        for one, handler in zip(of_terminal, handlers, strict=True):
+            signal.signal(one, handler)
 
 
 def title_of(name: str) -> str:

@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ StartDemo = Callable[..., Any]
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files of all processes that a test starts."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files of all processes that a test starts.
+
+    Its path is short: processes have sockets in it, whose paths are limited to 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("library", ["libpython", "_multiarray_umath", "libtorch_cpu"])
@@ -53,6 +56,26 @@ def test_interrupt_during_the_imports_ends_in_one_line(
 
     assert (process.returncode, errors) == (130, "eplb: interrupted\n")
     assert list(temporary.glob("pymp-*")) == []
+
+
+def test_demo_with_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    command = [EPLB, "demo", "--port", "0", "--state-dir", str(tmp_path / "state")]
+
+    ended = subprocess.run(
+        command,
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"eplb: TMPDIR: found the folder {folder}, where the socket of the fork server cannot be "
+        "made (AF_UNIX path too long), expected a writable folder of at most 75 characters\n"
+    )
 
 
 @pytest.mark.slow
