@@ -1,8 +1,7 @@
 """Moving experts, measured: each phase against the plain copy, and what decode steps feel of it.
 
-    python3 -m benchmarks.migration.migrate --device cuda [--only stage,host
-    cache,flip,whole,disk,decode-copy] python -m benchmarks.migration.migrate # the same on CPU
-    ranks, small
+    python3 -m benchmarks.migration.migrate --device cuda [--only stage,host_cache,flip,whole,disk]
+    python -m benchmarks.migration.migrate    # the same on CPU ranks, small
 
 On GPUs it needs four of one host and deep_ep. Shapes are DeepSeek-V3's, made-up weights; a decode
 step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; one table.
@@ -11,9 +10,12 @@ step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; o
 measurement that moves experts under an agent: whole, and every decode. The others are without a
 budget and stage sixteen.
 
-    migrate_stage   stage, host cache          migrate_agent    the agent and the plans of the next
-    two migrate_flip    flip                 migrate_whole    whole preload         disk
-    migrate_decode   decode-copy, decode-flip, decode-host
+    stage.py      rows stage, host_cache
+    flip.py       row flip
+    whole.py      row whole
+    preload.py    row disk
+    decode.py     rows decode-copy, decode-flip, decode-host
+    agent.py      the agent and the plans of the last two files
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 
 from eplb.core.jit import jit
 from eplb.core.kernels import FloatArray, IntArray
-from eplb.dispatch_rules.draws import Sources, fill_shares
+from eplb.dispatch_rules.engine_draws import Sources, fill_shares
 from eplb.dispatch_rules.layer import Dispatched, add_load, on_rank, place_of, spread_of_time
 
 HOT_RANKS = 3  # busiest ranks whose experts are tried before a layer counts as stuck

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from eplb.core.jit import by_reference, jit
 from eplb.core.kernels import BoolArray, FloatArray, IntArray
-from eplb.dispatch_rules.draws import Sources, Words, draw_layer, fill_shares, replica_slots
+from eplb.dispatch_rules.engine_draws import Sources, Words, draw_layer, fill_shares, replica_slots
 
 
 class Dispatched:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement, duplicate_replicas
 from eplb.core.topology import Topology
-from eplb.dispatch_rules.draws import Sources, shares_by_choice
+from eplb.dispatch_rules.engine_draws import Sources, shares_by_choice
 from eplb.errors import ConfigError
 
 SGLANG_SEED = 42  # of SGLang's draws, which restart with every map

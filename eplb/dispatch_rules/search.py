@@ -26,7 +26,7 @@ from eplb.dispatch_rules.changes import (
     moves_added,
     promising_changes,
 )
-from eplb.dispatch_rules.draws import START, Sources, Words
+from eplb.dispatch_rules.engine_draws import START, Sources, Words
 from eplb.dispatch_rules.layer import Dispatched, add_load, new_dispatched, recompute, score_of_time
 
 TRIES = 96  # changes of replicas tried in a layer

@@ -8,8 +8,8 @@ from pathlib import Path
 from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
 from telemetry.records.sample_codec import sample_from_bytes
-from telemetry.reporter.folder import SpoolFolder
 from telemetry.reporter.segment import Place
+from telemetry.reporter.spool_folder import SpoolFolder
 
 log = logging.getLogger(__name__)
 

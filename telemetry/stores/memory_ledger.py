@@ -16,7 +16,7 @@ from telemetry.store import (
     RunInfo,
     Task,
 )
-from telemetry.stores.decisions import as_stored
+from telemetry.stores.deciding_store import as_stored
 from telemetry.stores.memory_tables import EventTable
 
 

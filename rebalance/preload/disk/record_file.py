@@ -2,7 +2,7 @@
 
 A checkpoint stores an expert in several tensors; repacking assembles them through the page cache on
 one core. A record file stores the repacked records, page-aligned and in kernel layout, with a mark
-for each complete record (see ``record_layout.py``).
+for each complete record (see ``record_file_layout.py``).
 
 A record is marked after its bytes are on the disk, so a crash at any byte leaves it unmarked or
 whole.

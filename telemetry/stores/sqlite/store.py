@@ -37,7 +37,7 @@ from telemetry.store import (
     TaskState,
 )
 from telemetry.stores import commit_rules
-from telemetry.stores.decisions import DecidingStore, Ledger
+from telemetry.stores.deciding_store import DecidingStore, Ledger
 from telemetry.stores.lease_watch import LeaseWatch
 from telemetry.stores.sqlite import queries
 from telemetry.stores.sqlite.change import Change

@@ -20,9 +20,9 @@ from repository import ROOT
 from eplb.core.load import LoadSample
 from eplb.errors import ConfigError, StoreError
 from telemetry.records.sample_codec import sample_to_bytes
-from telemetry.reporter.folder import MIN_BYTES
 from telemetry.reporter.segment import HEADER, frame_bytes
 from telemetry.reporter.spool import Spool
+from telemetry.reporter.spool_folder import MIN_BYTES
 from telemetry.stores.sqlite.store import SqliteStore
 
 TIMEOUT_S = 30.0
