@@ -36,7 +36,7 @@ class DemoSettings(Section):
     precision: Precision = setting(
         "float32", "of the weights; fp8 has block scales", short="precision"
     )
-    dispatcher: str = setting("auto", "auto, or a name of runtime.dispatch.selftest.DISPATCHERS")
+    dispatcher: str = setting("auto", "auto, or a name of runtime.dispatch.table.DISPATCHERS")
     nodes: Whole = setting(
         2, "nodes; the ranks of one share a fast fabric", short="nodes", ge=1, le=256
     )

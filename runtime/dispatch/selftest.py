@@ -9,7 +9,7 @@ Shapes:  T tokens of this rank, K top-k, H hidden, S slots, C slots of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,10 +18,8 @@ import torch.distributed as dist
 
 from eplb.core.load import Phase
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import (
-    AllToAllDispatcher,
     Dispatcher,
     OverlappedDispatcher,
     PhasedDispatcher,
@@ -29,11 +27,9 @@ from runtime.dispatch.all_to_all import (
     begin_combine,
     begin_dispatch,
 )
-from runtime.group.agreement import first_refusal
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TOLERANCE_FP8 = 5e-2  # of rows that travel as FP8
-DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -152,49 +148,3 @@ def _compare_counts(
     expected = sent[trial.topology.slots_on(group.rank())].tolist()
     found = counter.drain()[0].tolist()
     return "" if found == expected else f"counted {found} received rows, expected {expected}"
-
-
-def choose_dispatcher(
-    name: str, trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, *, max_tokens: int
-) -> tuple[Dispatcher, str]:
-    """Make the dispatcher of that name, or with "auto" the first that passes on every rank.
-
-    Returns:
-        The dispatcher, and one sentence with the reason of the choice.
-
-    Raises:
-        ConfigError: an unknown name, or the named dispatcher fails its proof.
-    """
-    if name != "auto" and name not in DISPATCHERS:
-        raise ConfigError(
-            f"unknown dispatcher {name!r}, expected auto or one of: {', '.join(DISPATCHERS)}"
-        )
-    refusals: list[str] = []
-    for candidate in DISPATCHERS if name == "auto" else (name,):
-        made: Dispatcher | None = None
-        try:
-            made = _makers(trial, counter, group, max_tokens)[candidate]()
-            wrong = check_dispatcher(made, counter, trial, group)
-        except ConfigError as exc:
-            wrong = str(exc)
-        wrong = first_refusal(wrong, group)
-        if not wrong and made is not None:
-            passed = f"{candidate} gives right results on {group.size()} ranks"
-            return made, "; ".join([passed, *refusals])
-        refusals.append(f"{candidate} refused: {wrong}")
-    raise ConfigError("; ".join(refusals))
-
-
-def _makers(
-    trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
-) -> dict[str, Callable[[], Dispatcher]]:
-    # Imported here: the module is about a library that need not be installed.
-    from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
-
-    shape = DeepEPShape(trial.topology, trial.hidden, trial.top_k, max_tokens)
-    return {
-        "deepep_low_latency": lambda: DeepEPLowLatency(shape, group, counter),
-        "deepep_normal": lambda: DeepEPNormal(shape, group, counter),
-        "deepep_by_phase": lambda: DeepEPByPhase(shape, group, counter),
-        "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
-    }

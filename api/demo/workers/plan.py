@@ -51,7 +51,7 @@ class WorkerPlan:
     staging_experts: int
     device: str  # cpu or cuda
     precision: str  # float32, bfloat16 or fp8
-    dispatcher: str  # a name of runtime.dispatch.selftest.DISPATCHERS, or auto; on cuda
+    dispatcher: str  # a name of runtime.dispatch.table.DISPATCHERS, or auto; on cuda
     controller: ControllerSettings
     # Of the controller's lease: it is restarted only once it has exited, so one name will do.
     holder: str | None = None
