@@ -166,7 +166,8 @@ class Watcher:
                 raise StoreError(
                     "the store lost its contents, expected its placement to be restored"
                 ) from None
-            if committed.placement.generation <= serving.generation:
+            is_restored = committed.placement.hash == serving.hash  # by a rank that serves it
+            if committed.placement.generation <= serving.generation and not is_restored:
                 raise
 
     def _watch(self) -> None:
