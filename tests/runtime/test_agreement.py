@@ -114,5 +114,5 @@ def test_rendezvous_that_was_dropped_leaves_no_descriptor() -> None:
 
     # Other descriptors of this process come and go. A number that is used again is another file.
     places = [Path(handle) for handle in handles]
-    links = [os.readlink(place) for place in places if place.is_symlink()]
+    links = [str(place.readlink()) for place in places if place.is_symlink()]
     assert [link for link in links if "eplb-rendezvous" in link] == []
