@@ -37,7 +37,7 @@ from telemetry.stores.redis.connection.local_server import RedisProcess, free_po
 ROOT = Path(__file__).parents[2]
 EPLB = Path(sys.executable).with_name("eplb")
 NUM_RANKS, WINDOW_STEPS = 4, 8
-START_DEADLINE_S, END_DEADLINE_S = 240.0, 90.0
+START_DEADLINE_S, END_DEADLINE_S = 600.0, 90.0
 MAX_SILENCE_S = 60.0  # of a rank
 CONFIG = """
 [deployment]
@@ -67,6 +67,7 @@ keep_events = 500
 [http]
 port = 0
 [supervision]
+start_deadline_s = 600.0  # kernels are compiled at a first start
 restart_after_death = 0
 process_restarts = 0
 """
