@@ -75,6 +75,7 @@ class Clockwork:
     def __init__(self, rank: int, num_ranks: int, run: Run) -> None:
         self._run = run
         self._big = build(rank, num_ranks, run.shapes)
+        self._big.votes.close()  # each agent has its own, and a block without has none
         self._is_cuda = self._big.device.type == "cuda"
         control = dist.new_group(backend="gloo")
         assert isinstance(control, dist.ProcessGroup), "every rank is a member"
