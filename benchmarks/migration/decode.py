@@ -129,7 +129,7 @@ def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
     ]
     stack = MoEStack(model, dense_weights(model, device), layers)
     captured = CapturedStack(
-        stack, dispatcher, shape=(2, TOKENS // 2), num_layers=model.num_layers, device=device
+        stack, shape=(2, TOKENS // 2), num_layers=model.num_layers, device=device
     )
     random = torch.Generator().manual_seed(big.rank)
     ids = torch.randint(VOCABULARY, (16, 2, TOKENS // 2), generator=random).to(device)

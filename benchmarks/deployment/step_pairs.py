@@ -1,0 +1,246 @@
+"""One rank's blocks of steps, with an agent and without."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.deployment.packing import PACKED_BY
+from benchmarks.migration.agent import DEPLOYMENT
+from benchmarks.migration.big_rank import BigRank, Shapes, build
+from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_weights
+from eplb.errors import RankError
+from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
+from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from runtime.dispatch.all_to_all import AllToAllDispatcher
+from runtime.model.compute import Experts, GroupedExperts, LoopExperts
+from runtime.model.moe import MoELayer, MoEStack
+from runtime.streams import Completion
+from telemetry import open_store
+from telemetry.reporter.reporter import Reporter
+
+SETTLE_STEPS = 20  # of each block, not counted
+SAMPLE_STEPS = 16
+IDLE_STEP_S = 0.005  # without load
+MIN_PAIRS, MAX_PAIRS = 4, 60
+CPU_TOKENS = 32
+FLUSH_S = 5.0
+AGENT_THREADS = ("eplb-", "reporter-")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every rank is given alike."""
+
+    shapes: Shapes
+    dispatcher: str  # deepep or all-to-all
+    layer_runs: int  # of the resident layers in a pass
+    block_steps: int
+    seconds: float  # of all pairs
+    store: Path
+    load: str  # full, or none: no pass
+
+
+@dataclass
+class Block:
+    """Steps of one block."""
+
+    step_us: list[float]
+    call_us: list[float] = field(default_factory=list)  # processor time of each call of ``step``
+    threads_us: float = 0.0  # processor time of the agent's threads, a step
+
+
+@dataclass
+class Sides:
+    """Blocks of one rank in the order of their pairs."""
+
+    without: list[Block] = field(default_factory=list)
+    with_agent: list[Block] = field(default_factory=list)
+    store: str = f"SQLite, packed by {PACKED_BY}"
+
+
+class Clockwork:
+    """Makes the agents and runs the blocks of one rank."""
+
+    def __init__(self, rank: int, num_ranks: int, run: Run) -> None:
+        self._run = run
+        self._big = build(rank, num_ranks, run.shapes)
+        self._big.votes.close()  # each agent has its own, and a block without has none
+        self._is_cuda = self._big.device.type == "cuda"
+        control = dist.new_group(backend="gloo")
+        assert isinstance(control, dist.ProcessGroup), "every rank is a member"
+        self._control = control
+        self.sides = Sides()
+        wired = self._wired()
+        self._table, self._counter = wired.table, wired.counter
+        self._agent: RankAgent | None = wired.agent  # the first block's
+        self._forward = _forward(self._big, wired, run)
+
+    def _links(self) -> Links:
+        self._store = open_store(self._run.store, DEPLOYMENT)
+        self._reporter = Reporter(self._store)
+        votes = GlooVotes(self._control)
+        return Links(votes, self._big.transport(), self._store, self._reporter)
+
+    def _wired(self) -> WiredAgent:
+        big = self._big
+        held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
+        return wire_agent(self._settings(), held, self._links())
+
+    def _settings(self) -> AgentSettings:
+        return AgentSettings(DEPLOYMENT, "bench", self._big.topology, SAMPLE_STEPS)
+
+    def _new_agent(self) -> RankAgent:
+        """One over the same experts, table and counters: a captured graph holds their addresses."""
+        if (first := self._agent) is not None:
+            self._agent = None
+            return first
+        big = self._big
+        parts = RankParts(big.rank, big.bank, self._table, self._counter, None, big.digests)
+        return RankAgent(self._settings(), parts, self._links(), big.placement)
+
+    def agreed(self, value: float) -> float:
+        """The largest value of any rank; also has all ranks meet."""
+        vector = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._control)
+        return float(vector)
+
+    def without(self) -> Block:
+        """Run a block without an agent."""
+        self.agreed(0.0)
+        return Block(self._steps(lambda _: None, Completion.wait)[SETTLE_STEPS:])
+
+    def with_agent(self) -> Block:
+        """Run a block with a new agent, and end it after the block."""
+        self._counter.drain()
+        agent, calls = self._new_agent(), list[float]()
+        agent.start()
+        self.agreed(0.0)
+        cpu = [0.0, 0.0]  # of the agent's threads, at the first counted step and at the last
+
+        def step(number: int) -> None:
+            if number in (SETTLE_STEPS, SETTLE_STEPS + self._run.block_steps - 1):
+                cpu[number != SETTLE_STEPS] = threads_cpu_s()
+            begun = time.thread_time()
+            assert agent.step(number, "decode"), "nobody asked for an end"
+            calls.append((time.thread_time() - begun) * 1e6)
+
+        step_us = self._steps(step, agent.wait)
+        self._end(agent)
+        per_step = (cpu[1] - cpu[0]) * 1e6 / max(self._run.block_steps - 1, 1)
+        return Block(step_us[SETTLE_STEPS:], calls[SETTLE_STEPS:], per_step)
+
+    def _steps(
+        self, before: Callable[[int], None], wait: Callable[[Completion], None]
+    ) -> list[float]:
+        """Times of all steps of a block, the settling ones too."""
+        marks: list[Any] = []
+        in_flight = Completion(is_cuda=self._is_cuda)
+        for number in range(SETTLE_STEPS + self._run.block_steps + 1):
+            marks.append(self._mark())
+            if number == SETTLE_STEPS + self._run.block_steps:
+                break
+            before(number)
+            self._forward(number)
+            wait(in_flight)
+            in_flight = Completion(is_cuda=self._is_cuda)
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
+        return [(b - a) * 1e6 for a, b in itertools.pairwise(marks)]
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _end(self, agent: RankAgent) -> None:
+        agent.request_halt()
+        number = SETTLE_STEPS + self._run.block_steps
+        while agent.step(number, "decode"):
+            self._forward(number)
+            number += 1
+        agent.close()
+        self._reporter.close(FLUSH_S)
+        for thread in agent_threads():  # the next block is to be without them
+            thread.join(FLUSH_S)
+            if thread.is_alive():
+                raise RankError(f"thread {thread.name} has not ended within {FLUSH_S:.0f} s")
+        self._store.close()
+
+
+def agent_threads() -> list[threading.Thread]:
+    """Threads of an agent and of its reporter that run now."""
+    return [one for one in threading.enumerate() if one.name.startswith(AGENT_THREADS)]
+
+
+def threads_cpu_s() -> float:
+    """Processor time of the agent's threads so far."""
+    files = [Path(f"/proc/self/task/{one.native_id}/schedstat") for one in agent_threads()]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+def _forward(big: BigRank, wired: WiredAgent, run: Run) -> Callable[[int], None]:
+    """A pass of the resident layers; the same in blocks of both kinds."""
+    if run.load == "none":
+        return lambda _: time.sleep(IDLE_STEP_S)
+    if run.dispatcher == "deepep":
+        return decode_step(big, wired)
+    model, device = run.shapes.model, big.device
+    group, is_cuda = dist.group.WORLD, device.type == "cuda"
+    assert group is not None, "launch joins one"
+    dispatcher = AllToAllDispatcher(big.topology, group, big.rank, wired.counter)
+    tokens = TOKENS if is_cuda else CPU_TOKENS
+    usual = 2 * tokens * big.topology.num_ranks * model.top_k // big.topology.num_slots
+    experts: Experts = LoopExperts(big.bank)
+    if is_cuda:
+        experts = GroupedExperts(big.bank, usual_rows=usual)
+    layers = [
+        MoELayer(layer, model.top_k, experts, wired.table, dispatcher)
+        for layer in range(model.num_layers)
+    ]
+    dense = dense_weights(model, device)
+    if not is_cuda:
+        dense = {name: tensor.float() for name, tensor in dense.items()}
+    stack = MoEStack(model, dense, layers)
+    random = torch.Generator().manual_seed(big.rank)
+    ids = torch.randint(VOCABULARY, (16, 2, tokens // 2), generator=random).to(device)
+
+    def forward(step: int) -> None:
+        for number in range(run.layer_runs):
+            stack.forward(ids[(step + number) % 16], salt=run.layer_runs * step + number)
+
+    return forward
+
+
+def measure_pairs(rank: int, num_ranks: int, run: Run) -> Sides:
+    """Run pairs until the time is over; a first pair warms everything up and does not count."""
+    clockwork = Clockwork(rank, num_ranks, run)
+    clockwork.without()
+    begun = time.perf_counter()
+    clockwork.with_agent()
+    clockwork.without()
+    pair_s = clockwork.agreed(time.perf_counter() - begun)
+    sides = clockwork.sides
+    for number in range(min(MAX_PAIRS, max(MIN_PAIRS, int(run.seconds / pair_s)))):
+        first, second = clockwork.without, clockwork.with_agent
+        if number % 2:  # without, with, with, without: drift adds to both alike
+            second_block = second()
+            sides.without.append(first())
+        else:
+            sides.without.append(first())
+            second_block = second()
+        sides.with_agent.append(second_block)
+    return sides
