@@ -14,7 +14,7 @@ from eplb.core.constraints import Constraints
 from eplb.core.kernels import BoolArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement
+from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Budget, Objective, Problem
 from eplb.core.scenarios import Scenarios, as_scenarios
 from eplb.core.topology import Topology
@@ -23,6 +23,7 @@ from eplb.decision.alternatives import (
     Option,
     choose,
     no_worse_than,
+    ordered,
     score_of,
     with_shares,
     without_losses,
@@ -32,14 +33,15 @@ from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.promises import Record
 from eplb.dispatch_rules.plans import balanced_for_rule, rule_note
 from eplb.dispatch_rules.rules import DispatchRule
+from eplb.errors import ConfigError, PlacementError
 from eplb.policies.frontier import Curve
-from eplb.policies.greedy import frame_of, step_ms
+from eplb.policies.greedy import frame_of, in_place, step_ms
 from eplb.policies.incremental import repaired
 from eplb.policies.legality import illegal_layers, violations_of
 from eplb.policies.table import contiguous_policy, policy_named
 from eplb.shares.traffic import with_less_crossing
 
-__all__ = ["Plan", "plan", "plan_for"]
+__all__ = ["Plan", "plan", "plan_for", "plan_to"]
 
 
 def plan(
@@ -143,6 +145,77 @@ def plan_for(problem: Problem, policy: str) -> Plan:
         curve=curve,
         policy=policy,
         expected_gain=expected,
+    )
+
+
+def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
+    """The plan to a placement that was chosen elsewhere, an earlier one for example.
+
+    It is priced as any other plan, and the gate does not decide on it. Experts that stay on a rank
+    keep their slots, so slots may differ from those of ``wanted``; experts by rank and shares do
+    not.
+
+    Args:
+        problem: with a current placement.
+        wanted: experts and shares, in slots of the problem's topology.
+        why: the first words of the plan's reason.
+
+    Raises:
+        ConfigError: no current placement.
+        PlacementError: ``wanted`` is of another system, or cannot serve on these ranks or within
+            the constraints.
+    """
+    base = problem.current
+    if base is None:
+        raise ConfigError(f"{why}: found no current placement, expected one to move from")
+    found, expected = wanted.slot_to_expert.shape, base.slot_to_expert.shape
+    if (*found, wanted.num_experts) != (*expected, base.num_experts):
+        raise PlacementError(
+            f"{why}: found {found[0]} layers of {found[1]} slots and {wanted.num_experts} experts, "
+            f"expected {expected[0]} layers of {expected[1]} slots and {base.num_experts} experts "
+            "as in the placement that serves"
+        )
+    violations = violations_of(problem, wanted)
+    if violations:
+        raise PlacementError(f"{why}: it cannot serve: {violations[min(violations)]}")
+    serving = Option(base, score_of(problem, base))
+    target = in_slots_of(base, wanted, problem.topology)
+    chosen = Option(target, score_of(problem, target))
+    decision, reason, taken, expected_gain = ordered(problem, serving, chosen, why)
+    return Plan(
+        problem=problem,
+        base=base,
+        target=base if decision is Decision.KEEP else _next(base, taken.placement),
+        before_per_layer=serving.score,
+        after_per_layer=chosen.score,
+        decision=decision,
+        reason=reason,
+        curve=((0, float(serving.score.mean())),),
+        policy="ordered",
+        expected_gain=expected_gain,
+    )
+
+
+def in_slots_of(base: Placement, wanted: Placement, topology: Topology) -> Placement:
+    """``wanted`` with every expert that stays on a rank in its slot of ``base``; shares go along.
+
+    Both keep an expert on a rank at most once.
+    """
+    old = wanted.slot_to_expert
+    held = in_place(old.astype(np.int64), base.slot_to_expert, topology)
+    place = np.full((wanted.num_layers, topology.num_ranks, wanted.num_experts), -1)
+    layers, slots = np.nonzero(old != EMPTY)
+    place[layers, topology.rank_of_slot[slots], old[layers, slots]] = slots
+    layers, slots = np.nonzero(held != EMPTY)
+    from_slots = place[layers, topology.rank_of_slot[slots], held[layers, slots]]
+    share = np.zeros(held.shape)
+    share[layers, slots] = wanted.slot_share[layers, from_slots]
+    source_share = None
+    if wanted.source_share is not None:
+        source_share = np.zeros((len(wanted.source_share), *held.shape))
+        source_share[:, layers, slots] = wanted.source_share[:, layers, from_slots]
+    return Placement(
+        held.astype(np.int32), wanted.num_experts, base.generation + 1, share, source_share
     )
 
 

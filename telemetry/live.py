@@ -46,6 +46,9 @@ class LiveSettings:
     target_imbalance: float | None = None
     migration_deadline_s: float | None = None
     keep_every_windows: int | None = None
+    back_off_s: float | None = None
+    task_expiry_s: float | None = None  # 0: tasks do not expire
+    rollback_loss: float | None = None  # 0: no plan is taken back by rule
 
     def set_values(self) -> dict[str, Value]:
         """Return the values that are set, by name."""
@@ -65,6 +68,9 @@ _AT_LEAST = {
     "target_imbalance": 1,
     "migration_deadline_s": 0,
     "keep_every_windows": 1,
+    "back_off_s": 0,
+    "task_expiry_s": 0,
+    "rollback_loss": 0,
 }
 
 

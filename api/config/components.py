@@ -39,6 +39,9 @@ def controller_settings(settings: Settings, pace: Pace, seed: int = 0) -> Contro
         lease_ttl_s=settings.controller.lease_ttl_s,
         migration_deadline_s=settings.controller.migration_deadline_s,
         keep_every_windows=settings.controller.keep_every_windows,
+        back_off_s=settings.controller.back_off_s,
+        task_expiry_s=settings.controller.task_expiry_s,
+        rollback_loss=settings.controller.rollback_loss,
     )
 
 

@@ -92,6 +92,25 @@ class Controller(Section):
     keep_every_windows: Whole = setting(
         8, "windows between two events of the same KEEP decision", ge=1, le=1_000_000, live=True
     )
+    back_off_s: Number = setting(
+        10.0,
+        "wait after a migration that failed, twice as long after each further one, 600 s at most",
+        ge=0,
+        le=HOUR_S,
+        live=True,
+    )
+    task_expiry_s: Number = setting(
+        300.0, "age at which a queued request is refused; 0: never", ge=0, le=YEAR_S, live=True
+    )
+    rollback_loss: Number = setting(
+        0.0,
+        "imbalance by which a plan has made its first windows worse, at which it is taken back; "
+        "0: never",
+        unit="",
+        ge=0,
+        le=1_000_000,
+        live=True,
+    )
 
 
 class Telemetry(Section):

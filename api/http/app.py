@@ -38,6 +38,7 @@ from api.http.requests import (
     ExplainRequest,
     ReasonRequest,
     RebalanceRequest,
+    RollbackRequest,
 )
 from api.http.schemas import (
     ControlAnswer,
@@ -175,6 +176,16 @@ def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
 def post_rebalance(service: Service, body: RebalanceRequest, response: Response) -> TaskAnswer:
     """Submits a task to the controller and waits a while for its result."""
     return _answered(service.rebalance(body), response)
+
+
+@act.post(
+    "/rollbacks",
+    summary="Back to an earlier placement; move only when dry_run is false",
+    responses=TASK_ANSWERS,
+)
+def post_rollback(service: Service, body: RollbackRequest, response: Response) -> TaskAnswer:
+    """Submits a task to the controller and waits a while for its result."""
+    return _answered(service.rollback(body), response)
 
 
 @act.post(

@@ -59,6 +59,19 @@ class RebalanceRequest(Body):
     policy: Policy = None
 
 
+class RollbackRequest(Body):
+    """Ask the controller for the way back to an earlier placement, or for what it would cost.
+
+    It is a migration forward: the earlier experts and shares serve as a new generation.
+    """
+
+    reason: Reason
+    generation: Annotated[int, Field(ge=0, le=MAX_ID), *WHOLE] = Field(
+        description="whose placement is to serve again"
+    )
+    dry_run: bool = Field(True, description="true: plan only, move nothing")
+
+
 class ExplainRequest(Body):
     """Ask the controller to explain where a plan made now places an expert, and why."""
 

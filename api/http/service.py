@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest
+from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
@@ -205,8 +205,18 @@ class AdminService:
         """
         if request.policy is not None:
             policy_named(request.policy)
-        self._check_may_rebalance(request)
+        self._check_may_move(request.dry_run)
         return self._ask("rebalance", request.model_dump(exclude_none=True))
+
+    def rollback(self, request: RollbackRequest) -> TaskAnswer:
+        """Ask the controller for the way back to an earlier placement; else as ``rebalance``.
+
+        Raises:
+            Refused: movement is off, a migration is open, or the controller refuses: no such
+                generation, or ranks that cannot serve it.
+        """
+        self._check_may_move(request.dry_run)
+        return self._ask("rollback", request.model_dump())
 
     def explain(self, request: ExplainRequest) -> TaskAnswer:
         """Ask the controller why an expert is where a plan has it; nothing moves.
@@ -225,11 +235,11 @@ class AdminService:
             raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
         return task_answer(self.store, task)
 
-    def _check_may_rebalance(self, request: RebalanceRequest) -> None:
+    def _check_may_move(self, is_dry_run: bool) -> None:
         control, migration = self.store.control(), self.store.published()
-        if not request.dry_run and not control.movement:
+        if not is_dry_run and not control.movement:
             raise Refused(409, "movement is off, expected it on; a dry run is possible")
-        if not request.dry_run and control.observe:
+        if not is_dry_run and control.observe:
             raise Refused(409, "observe is on, expected it off; a dry run is possible")
         if migration is not None:
             raise Refused(

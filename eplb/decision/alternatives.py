@@ -190,6 +190,27 @@ def choose(
     return _first_shares(problem, move, alone, outlook)
 
 
+def ordered(problem: Problem, serving: Option, wanted: Option, why: str) -> Choice:
+    """MOVE or RESPLIT to a placement that was chosen elsewhere; the gate decides nothing.
+
+    Args:
+        problem: cost and pay-back time of moves, for the figures of the reason.
+        serving: the serving placement.
+        wanted: the chosen placement.
+        why: the first words of the reason.
+    """
+    old, new = serving.placement, wanted.placement
+    if np.array_equal(old.slot_to_expert, new.slot_to_expert) and np.allclose(
+        old.slot_share, new.slot_share
+    ):
+        return Choice(Decision.KEEP, f"{why}: it is the current placement", serving)
+    outlook = _outlook(problem, serving, wanted, _received(old, new, problem.topology))
+    judged, figures = decide(outlook, problem.cost)
+    decision = Decision.MOVE if outlook.num_moves else Decision.RESPLIT
+    note = "" if judged is decision else f", by itself a {judged.value}"
+    return Choice(decision, f"{why}: {figures}{note}", wanted, _gain(serving, wanted))
+
+
 def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outlook) -> Choice:
     """RESPLIT where new shares pay and moves in addition do not; else ``move``."""
     after = _mean(problem, alone.score)

@@ -12,33 +12,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from eplb.clock import Clock
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.decision.gate import Decision
+from eplb.decision.promises import ENOUGH
 from eplb.errors import ConfigError, EplbError, FencedOut, StaleGeneration, StoreError
-from eplb.explanation.figures import finite
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.candidates import Candidates, candidates_for
-from eplb.migration.spares import compact, expand
-from eplb.planner import Plan, plan
+from eplb.migration.spares import expand
+from eplb.planner import Plan
 from eplb.policies.table import policy_named
+from rebalance.controller.failures import Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
+from rebalance.controller.planning import Planning, planned_on, summary
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
-from rebalance.controller.track_record import TrackRecord
-from telemetry.drift.detector import LOOK_BACK, planning_history
+from rebalance.controller.track_record import Judged
 from telemetry.log_context import set_log_fields
 from telemetry.retention.pruning import Keeper
 from telemetry.store import LoadStore, Task, TaskResult
-from telemetry.windows.folder import Window, history
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
+PAUSE_WINDOWS = 16  # after a rollback by rule: the history is then of windows after it
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,11 @@ class Controller:
         self._planned_window = -1  # newest window that was planned on
         self._noted_window = -1  # newest window whose KEEP was recorded
         self._noted_decision = ""
-        self._how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
         self._open = OpenPlan(store, clock)
+        self._failures = Failures(store, clock)
+        self._planning = Planning(store, monotonic)
+        self._paused_until = -1  # window before which no plan follows a rollback by rule
         self._noted_errors: set[str] = set()
-        self._track: TrackRecord | None = None  # read once this one leads
         self._keeper, self._kept_at = Keeper(store, settings.retention), clock()
 
     def run(self, is_stopping: Callable[[], bool], *, poll_s: float = 0.2) -> None:
@@ -106,6 +107,7 @@ class Controller:
             return
         if group is not self._group:
             self._group, self._planned_window, self._noted_window = group, -1, -1
+            self._paused_until = -1
             self._noted_errors.clear()
         try:
             if self._lease.is_held():
@@ -181,50 +183,76 @@ class Controller:
         past = planned_on(windows, self._settings.plan_windows)
         if committed is None or past is None:
             return
-        proposal = self._plan(group, past, committed.placement, self._settings.policy)
         control = self._store.control()
-        self._suggest(candidates_for(past.tokens.sum(axis=0), committed.placement, group.topology))
+        serving, is_free = committed.placement, control.movement and not control.observe
+        judged = self._planning.judge(group, serving)
+        if judged is not None and is_free and self._take_back(group, judged, serving):
+            return
+        proposal = self._plan(group, past, serving, self._settings.policy)
+        self._suggest(candidates_for(past.tokens.sum(axis=0), serving, group.topology))
         if proposal.decision is Decision.KEEP:
             self._note_keep(proposal, windows[-1].index)
         elif control.observe or not control.movement:
             why = "observe only" if control.observe else "movement is switched off"
             self._note(proposal, windows[-1].index, held_back=why)
+        elif why := self._paused() or self._failures.held_back(self._settings.back_off_s):
+            self._note(proposal, windows[-1].index, held_back=why)
         else:
             self._note(proposal, windows[-1].index)
-            self._publish(group, proposal, committed.placement)
+            self._publish(group, proposal, serving)
 
-    def _plan(self, group: Group, past: LoadHistory, current: Placement, policy: str) -> Plan:
-        set_log_fields(generation=current.generation)
-        topology, spare_slots = group.topology, self._settings.spare_slots
-        track = self._judged(group, current)
-        unseen = track.unseen(group.complete_windows(), current)
-        if past.num_windows < self._settings.plan_windows:
-            unseen = min(unseen, past.num_windows)  # a change of load restarts the count
-        if spare_slots:
-            current, topology = compact(current, topology, spare_slots)
-        begun = self._monotonic()
-        proposal = plan(
-            past,
-            topology,
-            model=group.model,
-            current=current,
-            budget=self._settings.budget,
-            policy=policy,
-            cost=self._settings.cost,
-            seed=self._settings.seed,
-            unseen=unseen,
-            record=track.record,
-        )
-        took_s = round(self._monotonic() - begun, 4)
-        self._how = {"plan_seconds": took_s, "windows": past.num_windows}
+    def _plan(self, group: Group, past: LoadHistory, serving: Placement, policy: str) -> Plan:
+        set_log_fields(generation=serving.generation)
+        proposal = self._planning.plan(group, self._settings, past, serving, policy)
         self._lease.check()  # a plan may take long, and what comes next is written down
         return proposal
 
-    def _judged(self, group: Group, serving: Placement) -> TrackRecord:
-        """Hold what serves to what its plan promised."""
-        self._track = self._track or TrackRecord(self._store)
-        self._track.judge(group.complete_windows(), serving, group.topology)
-        return self._track
+    # -- back to an earlier placement
+
+    def _take_back(self, group: Group, judged: Judged, serving: Placement) -> bool:
+        """Publish the way back from a plan that made its first windows worse; whether it did."""
+        loss, promise, given = self._settings.rollback_loss, judged.promise, judged.given
+        if not loss or given > -loss:
+            return False
+        generation, base = promise.target.generation, promise.base.generation
+        why = (
+            f"rollback to generation {base}: generation {generation} promised {promise.gain:.3f} "
+            f"and gave {given:.3f} in its first windows, expected above {-loss:.3f}"
+        )
+        try:
+            proposal = self._plan_back(group, base, serving, why, last=ENOUGH)
+        except StoreError:
+            raise
+        except EplbError as exc:  # its ranks are gone, or it was pruned
+            self._note_error("rollback", exc)
+            return False
+        self._paused_until = self._planned_window + PAUSE_WINDOWS
+        return self._carry_out(group, proposal, serving, "rollback") is not None
+
+    def _paused(self) -> str:
+        """Why no plan is published after a rollback by rule; "" if one may be."""
+        left = self._paused_until - self._planned_window
+        return f"{left} windows of the pause after a rollback are left" if left > 0 else ""
+
+    def _plan_back(
+        self, group: Group, generation: int, serving: Placement, why: str, *, last: int
+    ) -> Plan:
+        earlier = self._store.placement(generation)
+        if earlier is None:
+            raise EplbError(f"{why}: found no placement of generation {generation} in the store")
+        past = planned_on(group.complete_windows(), last)
+        if past is None:
+            raise EplbError(f"{why}: found no complete window of load, expected one for its price")
+        return self._planning.plan_back(
+            group, self._settings, past, serving, earlier.placement, why
+        )
+
+    def _carry_out(
+        self, group: Group, proposal: Plan, serving: Placement, trigger: str
+    ) -> Migration | None:
+        """Record a decision and publish its migration."""
+        self._note(proposal, self._planned_window, trigger=trigger)
+        return self._publish(group, proposal, serving, is_promise=trigger != "rollback")
 
     def _suggest(self, candidates: Candidates) -> None:
         """Publish candidate experts that hosts should preload for a coming plan, if they
@@ -232,8 +260,14 @@ class Controller:
         if candidates != self._store.candidates():
             self._store.suggest(candidates)
 
-    def _publish(self, group: Group, proposal: Plan, current: Placement) -> Migration | None:
-        """Offer the way from ``current``, which the plan was made for, to the plan's target."""
+    def _publish(
+        self, group: Group, proposal: Plan, current: Placement, *, is_promise: bool = True
+    ) -> Migration | None:
+        """Offer the way from ``current``, which the plan was made for, to the plan's target.
+
+        Args:
+            is_promise: whether the plan is held to its gain; a rollback promises none.
+        """
         target, spare_slots = proposal.target, self._settings.spare_slots
         if spare_slots:
             target = expand(target, current, group.topology, spare_slots)
@@ -257,8 +291,8 @@ class Controller:
         except StaleGeneration as exc:
             log.info("plan_id=%d not published: %s", migration.plan_id, exc)
             return None
-        if self._track is not None:
-            self._track.published(proposal, current, migration.target)
+        if is_promise:
+            self._planning.published(proposal, current, migration.target)
         return migration
 
     def _note_keep(self, proposal: Plan, window: int) -> None:
@@ -273,7 +307,7 @@ class Controller:
         self._noted_window, self._noted_decision = window, proposal.decision.value
         reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
         detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
-        detail |= self._how
+        detail |= self._planning.how
         self._store.add_event("plan", detail)
         log.info(
             "generation=%d decision=%s reason=%r",
@@ -313,16 +347,25 @@ class Controller:
             self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
     def _work_off(self, group: Group, task: Task) -> TaskResult:
-        if task.kind not in ("rebalance", "explain"):
+        if task.kind not in ("rebalance", "rollback", "explain"):
             raise EplbError(
-                f"task {task.id} is of kind {task.kind!r}, expected 'rebalance' or 'explain'"
+                f"task {task.id} is of kind {task.kind!r}, expected 'rebalance', 'rollback' or "
+                "'explain'"
             )
+        self._refuse_if_expired(task)
         committed = self._store.committed()
         past = planned_on(group.complete_windows(), self._settings.plan_windows)
         if committed is None or past is None:
             raise EplbError("no complete window of load yet, expected at least one to plan on")
-        policy = str(task.request.get("policy") or self._settings.policy)
-        proposal = self._plan(group, past, committed.placement, policy)
+        serving = committed.placement
+        if task.kind == "rollback":
+            generation = int(task.request["generation"])
+            why = f"rollback to generation {generation} ({task.request.get('reason', '')})"
+            windows = self._settings.plan_windows
+            proposal = self._plan_back(group, generation, serving, why, last=windows)
+        else:
+            policy = str(task.request.get("policy") or self._settings.policy)
+            proposal = self._plan(group, past, serving, policy)
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
             return TaskResult(detail=proposal.explain(layer, expert).to_dict())
@@ -331,9 +374,17 @@ class Controller:
         if is_dry or proposal.decision is Decision.KEEP:
             return TaskResult(detail=detail)
         self._refuse_if_held_back()
-        self._note(proposal, self._planned_window, trigger="request")
-        migration = self._publish(group, proposal, committed.placement)
+        trigger = "request" if task.kind == "rebalance" else task.kind
+        migration = self._carry_out(group, proposal, serving, trigger)
         return TaskResult(plan_id=migration.plan_id if migration else 0, detail=detail)
+
+    def _refuse_if_expired(self, task: Task) -> None:
+        age_s, limit_s = self._clock() - task.time, self._settings.task_expiry_s
+        if limit_s and age_s > limit_s:
+            raise EplbError(
+                f"task {task.id} of kind {task.kind!r} expired: found it queued for {age_s:.0f} s, "
+                f"expected {limit_s:g} s at most; submit it again"
+            )
 
     def _refuse_if_held_back(self) -> None:
         control = self._store.control()
@@ -343,24 +394,3 @@ class Controller:
             raise EplbError("this deployment is observed only, expected observe off")
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")
-
-
-def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
-    """The latest complete windows, none from before a sudden change of load; None without any."""
-    seen = history(windows, last=max(last, LOOK_BACK))
-    return planning_history(seen, last=last) if seen is not None else None
-
-
-def summary(proposal: Plan) -> dict[str, Any]:
-    """Return a plan as the detail of an event."""
-    return {
-        "decision": proposal.decision.value,
-        "reason": proposal.reason,
-        "policy": proposal.policy,
-        "imbalance_before": finite(round(proposal.before, 4)),
-        "imbalance_after": round(proposal.after, 4),
-        "expected_gain": round(proposal.expected_gain, 4),
-        "moves": proposal.num_moves,
-        "bytes": proposal.num_moves * proposal.expert_bytes,
-        "generation": proposal.base_generation,
-    }

@@ -37,6 +37,10 @@ class ControllerSettings:
     lease_ttl_s: float = (
         10.0  # longer than a plan takes; no controller leads for so long after a death
     )
+    back_off_s: float = 10.0  # from a failed migration to the next plan; twice with each further
+    task_expiry_s: float = 300.0  # a request that was queued for longer is refused; 0: none is
+    # Imbalance by which a plan must have made its first windows worse to be taken back; 0: never.
+    rollback_loss: float = 0.0
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,13 @@ class Judgement:
     promised: float
     given: float
     record: list[float]  # promised, given
+
+
+class Judged(NamedTuple):
+    """A plan that has served for long enough."""
+
+    promise: Promise
+    given: float  # reduction of imbalance on the windows that came under the plan
 
 
 class TrackRecord:
@@ -61,16 +69,22 @@ class TrackRecord:
         if proposal.decision is Decision.MOVE:
             self._open = Promise(base, target, proposal.before - proposal.after)
 
-    def judge(self, windows: Sequence[Window], committed: Placement, topology: Topology) -> None:
-        """Judge the open promise by the windows that came under it, once they are enough."""
+    def judge(
+        self, windows: Sequence[Window], committed: Placement, topology: Topology
+    ) -> Judged | None:
+        """Judge the open promise by the windows that came under it, once they are enough.
+
+        Returns:
+            The promise that was judged now, and what it gave; None: there was none to judge.
+        """
         promise, count = self._open, self.unseen(windows, committed)
         if promise is None or committed.generation < promise.target.generation:
-            return
+            return None
         if not np.array_equal(committed.slot_to_expert, promise.target.slot_to_expert):
             self._open = None  # dropped half-way, or another placement came
-            return
+            return None
         if count < ENOUGH:
-            return
+            return None
         given = promise.given(np.stack([window.tokens for window in windows[-count:]]), topology)
         self.record = self.record.with_plan(promise.gain, given)
         self._open = None
@@ -81,6 +95,7 @@ class TrackRecord:
             [self.record.promised, self.record.given],
         )
         self._store.add_event(KIND, vars(judgement))
+        return Judged(promise, given)
 
 
 def _latest(store: EventStore) -> Record:

@@ -196,6 +196,27 @@ def test_rebalance_is_a_dry_run_by_default(client: httpx.Client, controller: End
     assert result["request"] == {"reason": "look", "policy": "greedy", "dry_run": True}
 
 
+def test_rollback_is_a_dry_run_by_default(client: httpx.Client, controller: EndTasks) -> None:
+    controller("done", TaskResult(detail={"decision": "MOVE"}))
+
+    answer = client.post("/api/v1/rollbacks", json={"reason": "bad text", "generation": 3})
+
+    assert answer.status_code == 200
+    result = answer.json()["result"]
+    assert (result["published"], result["plan_id"]) == (False, None)
+    assert result["request"] == {"reason": "bad text", "generation": 3, "dry_run": True}
+
+
+@pytest.mark.parametrize("generation", [-1, 2**63, 1.5, "1", True, None])
+def test_rollback_to_no_generation_is_refused(
+    client: httpx.Client, store: MemoryStore, generation: object
+) -> None:
+    answer = client.post("/api/v1/rollbacks", json={"reason": "x", "generation": generation})
+
+    assert answer.status_code == 422
+    assert store.task(1) is None
+
+
 def test_explanation_is_asked_of_the_controller(client: httpx.Client, controller: EndTasks) -> None:
     sentences = ["Layer 0, expert 1: 20.0% of the layer's tokens."]
     controller("done", TaskResult(detail={"sentences": sentences}))
@@ -521,7 +542,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 18
+    assert len(paths) == 19
 
 
 def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:

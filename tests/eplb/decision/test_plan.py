@@ -1,5 +1,7 @@
 """The planner's front door: what it finds, what it decides, and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,10 +18,12 @@ from eplb import (
     Topology,
     plan,
 )
-from eplb.core.load import LoadHistory
+from eplb.core.load import LoadHistory, as_history
 from eplb.core.placement import EMPTY, check_fits
+from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.packing.zones import nodes_of_groups
+from eplb.planner import plan_to
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 EVEN_SPLIT = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=7)
@@ -374,3 +378,91 @@ def test_every_plan_is_legal_complete_and_repeatable(data: st.DataObject) -> Non
         assert first.hash == again.hash
         assert (first.after_per_layer >= first.lower_bound - 1e-9).all()
         assert later.decision is Decision.KEEP or later.after <= later.before
+
+
+# -- to a placement that was chosen elsewhere
+
+
+def test_plan_to_an_earlier_placement_is_priced_and_not_gated() -> None:
+    problem = Problem(as_history(HOT_FIRST), TWO_RANKS, current=EVEN_SPLIT, cost=DEAR_MOVES)
+
+    found = plan_to(problem, SINGLE, why="an order")
+
+    assert found.decision is Decision.RESPLIT  # a replica only goes
+    assert (found.before, found.after, found.target.generation) == (1.0, 1.6, 8)
+    assert found.reason.startswith("an order: imbalance 1.000 -> 1.600")
+    assert found.reason.endswith("by itself a KEEP")
+
+
+def test_plan_to_a_placement_keeps_experts_of_a_rank_in_their_slots() -> None:
+    current = Placement(np.array([[0, 1, 0, 2]]), 3, 7)
+    share = np.array([[1.0, 0.3, 1.0, 0.7]])
+    wanted = Placement(np.array([[1, 0, 2, 0]]), 3, 2, share)  # the same ranks, other slots
+    problem = Problem(as_history(HOT_FIRST), TWO_RANKS, current=current)
+
+    found = plan_to(problem, wanted, why="an order")
+
+    assert found.decision is Decision.RESPLIT
+    assert found.target.slot_to_expert.tolist() == [[0, 1, 0, 2]]
+    assert found.target.slot_share.tolist() == [[0.3, 1.0, 0.7, 1.0]]
+
+
+def test_plan_to_what_serves_is_kept() -> None:
+    problem = Problem(as_history(HOT_LAST), TWO_RANKS, current=EVEN_SPLIT)
+
+    found = plan_to(problem, EVEN_SPLIT.with_generation(3), why="an order")
+
+    assert (found.decision, found.target) == (Decision.KEEP, EVEN_SPLIT)
+    assert found.reason == "an order: it is the current placement"
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_plan_to_a_placement_has_its_experts_and_shares_on_every_rank(seed: int) -> None:
+    topology = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=5)
+    current = plan(lognormal(3, 16, seed), topology, policy="random", seed=seed).target
+    wanted = plan(lognormal(3, 16, seed + 1), topology).target
+    problem = Problem(as_history(lognormal(3, 16, seed + 2)), topology, current=current)
+
+    found = plan_to(problem, wanted, why="an order").target
+
+    for layer in range(3):
+        for rank in range(topology.num_ranks):
+            span = topology.slots_on(rank)
+            held = [
+                dict(
+                    zip(
+                        one.slot_to_expert[layer, span].tolist(),
+                        one.slot_share[layer, span].tolist(),
+                        strict=True,
+                    )
+                )
+                for one in (found, wanted)
+            ]
+            assert held[0] == held[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (Placement(np.array([[0, 1, 2]]), 3), "found 1 layers of 3 slots and 3 experts"),
+        (Placement(np.array([[0, 1, 2, 0]]), 3), "rank 1, which is not alive"),
+        (Placement(np.array([[0, 0, 1, 2]]), 3), "rank 0 holds expert 0 more than once"),
+    ],
+    ids=["other slots", "a dead rank", "twice on a rank"],
+)
+def test_plan_to_a_placement_that_cannot_serve_is_refused(wanted: Placement, words: str) -> None:
+    alive = np.array([True, "not alive" not in words])
+    topology = replace(TWO_RANKS, slots_of_rank=np.array([3, 1]), alive=alive)
+    current = Placement(np.array([[0, 1, 2, EMPTY]]), 3, 7)
+    problem = Problem(as_history(HOT_FIRST), topology, current=current)
+
+    with pytest.raises(PlacementError, match=words):
+        plan_to(problem, wanted, why="an order")
+
+
+def test_plan_to_a_placement_needs_one_that_serves() -> None:
+    problem = Problem(as_history(HOT_FIRST), TWO_RANKS)
+
+    with pytest.raises(ConfigError, match="an order: found no current placement"):
+        plan_to(problem, EVEN_SPLIT, why="an order")

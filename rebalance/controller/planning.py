@@ -1,0 +1,130 @@
+"""The controller's plans: on which windows, with which track record, in which slots.
+
+Policies do not see spare slots, so placements are compacted before a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eplb.clock import Clock
+from eplb.core.load import LoadHistory
+from eplb.core.placement import Placement, check_fits
+from eplb.core.problem import Problem
+from eplb.explanation.figures import finite
+from eplb.migration.spares import compact
+from eplb.planner import Plan, plan, plan_to
+from rebalance.controller.load import Group
+from rebalance.controller.settings import ControllerSettings
+from rebalance.controller.track_record import Judged, TrackRecord
+from telemetry.drift.detector import LOOK_BACK, planning_history
+from telemetry.store import EventStore
+from telemetry.windows.folder import Window, history
+
+
+class Planning:
+    """Makes plans, and holds them to what they promise.
+
+    Args:
+        store: with the events of earlier plans, which are read with the first plan.
+        clock: for how long a plan takes.
+    """
+
+    def __init__(self, store: EventStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._track: TrackRecord | None = None
+        self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
+
+    def plan(
+        self,
+        group: Group,
+        settings: ControllerSettings,
+        past: LoadHistory,
+        current: Placement,
+        policy: str,
+    ) -> Plan:
+        """Plan on ``past``, from the placement that serves.
+
+        Raises:
+            EplbError: as ``eplb.plan``.
+        """
+        track = self._record()
+        unseen = track.unseen(group.complete_windows(), current)
+        if past.num_windows < settings.plan_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load restarts the count
+        topology = group.topology
+        if settings.spare_slots:
+            current, topology = compact(current, topology, settings.spare_slots)
+        begun = self._clock()
+        proposal = plan(
+            past,
+            topology,
+            model=group.model,
+            current=current,
+            budget=settings.budget,
+            policy=policy,
+            cost=settings.cost,
+            seed=settings.seed,
+            unseen=unseen,
+            record=track.record,
+        )
+        took_s = round(self._clock() - begun, 4)
+        self.how = {"plan_seconds": took_s, "windows": past.num_windows}
+        return proposal
+
+    def plan_back(
+        self,
+        group: Group,
+        settings: ControllerSettings,
+        past: LoadHistory,
+        current: Placement,
+        earlier: Placement,
+        why: str,
+    ) -> Plan:
+        """Plan the way to an earlier placement, priced on ``past``.
+
+        Raises:
+            PlacementError: the ranks of this run cannot serve it.
+        """
+        topology = group.topology
+        check_fits(earlier, topology)
+        if settings.spare_slots:
+            earlier, _ = compact(earlier, topology, settings.spare_slots)
+            current, topology = compact(current, topology, settings.spare_slots)
+        problem = Problem(past, topology, group.model, current, settings.budget, settings.cost)
+        self.how = {"windows": past.num_windows}
+        return plan_to(problem, earlier, why=why)
+
+    def judge(self, group: Group, serving: Placement) -> Judged | None:
+        """Hold what serves to what its plan promised; None: there is nothing to judge now."""
+        return self._record().judge(group.complete_windows(), serving, group.topology)
+
+    def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
+        """Hold a published plan to its promise."""
+        self._record().published(proposal, base, target)
+
+    def _record(self) -> TrackRecord:
+        self._track = self._track or TrackRecord(self._store)
+        return self._track
+
+
+def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
+    """The latest complete windows, none from before a sudden change of load; None without any."""
+    seen = history(windows, last=max(last, LOOK_BACK))
+    return planning_history(seen, last=last) if seen is not None else None
+
+
+def summary(proposal: Plan) -> dict[str, Any]:
+    """Return a plan as the detail of an event."""
+    return {
+        "decision": proposal.decision.value,
+        "reason": proposal.reason,
+        "policy": proposal.policy,
+        "imbalance_before": finite(round(proposal.before, 4)),
+        "imbalance_after": round(proposal.after, 4),
+        "expected_gain": round(proposal.expected_gain, 4),
+        "moves": proposal.num_moves,
+        "bytes": proposal.num_moves * proposal.expert_bytes,
+        "generation": proposal.base_generation,
+    }

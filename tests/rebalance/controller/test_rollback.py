@@ -1,0 +1,330 @@
+"""Rollback to an earlier generation, back-off after failed migrations, and expired requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    TOPOLOGY,
+    Clock,
+    Deployment,
+    decisions,
+    events,
+    worked_off,
+)
+
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.promises import ENOUGH
+from eplb.measure.balance import imbalance
+from eplb.migration.build import Pace
+from rebalance.controller.failures import back_off
+from rebalance.controller.loop import PAUSE_WINDOWS, Controller
+from telemetry.store import Control
+from telemetry.stores.memory import MemoryStore
+
+# Even where each expert is on its first rank; 1.5 once expert 0 has a replica on rank 1.
+AGAINST_REPLICAS = [50_000, 0, 25_000, 25_000]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def deployment(clock: Clock) -> Deployment:
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
+
+
+def moved(deployment: Deployment, clock: Clock) -> Controller:
+    """Return the controller of a deployment whose generation 1 serves."""
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+    return controller
+
+
+# -- ordered
+
+
+def test_ordered_rollback_publishes_the_way_to_the_earlier_placement(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = moved(deployment, clock)
+    deployment.serve(SKEWED)
+    deployment.store.submit("rollback", {"generation": 0, "reason": "bad text", "dry_run": False})
+    controller.turn()
+
+    migration = deployment.swap()
+
+    assert (migration.base.generation, migration.target.generation) == (1, 2)
+    assert np.array_equal(migration.target.slot_to_expert, START.slot_to_expert)
+    last = events(deployment.store, "plan")[-1].detail
+    assert (last["decision"], last["trigger"]) == ("RESPLIT", "rollback")  # replicas only go
+    assert last["reason"].startswith("rollback to generation 0 (bad text): imbalance 1.0")
+    assert "by itself a KEEP" in last["reason"]
+
+
+def test_rollback_is_a_dry_run_by_default_and_has_its_price(
+    deployment: Deployment, clock: Clock
+) -> None:
+    moved(deployment, clock).close()
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, "rollback", generation=0, reason="look")
+
+    assert (task.state, task.result.plan_id) == ("done", 0)
+    assert task.result.detail["dry_run"]
+    assert task.result.detail["after"] == pytest.approx(1.6)
+    assert deployment.store.published() is None
+
+
+def test_rollback_to_what_serves_is_kept(deployment: Deployment, clock: Clock) -> None:
+    moved(deployment, clock).close()
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, "rollback", generation=1, reason="x", dry_run=False)
+
+    assert task.result.detail["decision"] == "KEEP"
+    assert task.result.detail["reason"].endswith("it is the current placement")
+    assert deployment.store.published() is None
+
+
+def test_rollback_with_spare_slots_is_a_flip(clock: Clock) -> None:
+    settings = replace(SETTINGS, pace=Pace(mode="flip", spare_slots=1))
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    deployment, controller = Deployment(store), Controller(store, settings, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    there = deployment.swap()
+    deployment.serve(SKEWED)
+    store.submit("rollback", {"generation": 0, "reason": "x", "dry_run": False})
+    controller.turn()
+
+    back = deployment.swap()
+
+    assert back.base.hash == there.target.hash
+    held = back.target.slot_to_expert.reshape(2, 3)
+    assert [sorted(set(row.tolist()) - {EMPTY}) for row in held] == [[0, 1], [2, 3]]
+    assert (held == EMPTY).sum(axis=1).tolist() == [1, 1]
+
+
+def test_rollback_to_an_unknown_generation_fails_with_the_reason(deployment: Deployment) -> None:
+    deployment.serve(EVEN)
+
+    task = worked_off(deployment, "rollback", generation=7, reason="x", dry_run=False)
+
+    assert task.state == "failed"
+    assert task.result.error == (
+        "rollback to generation 7 (x): found no placement of generation 7 in the store"
+    )
+
+
+def test_rollback_to_another_number_of_slots_is_refused(deployment: Deployment) -> None:
+    wide = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=4)
+    wider = Placement(np.array([[0, 1, EMPTY, EMPTY, 2, 3, EMPTY, EMPTY]]), 4, 1)
+    assert wider.num_slots == wide.num_slots
+    deployment.store.commit(wider, expected=0, reason="another start")
+    deployment.store.commit(START.with_generation(2), expected=1, reason="and back")
+    deployment.serve(EVEN)
+
+    task = worked_off(deployment, "rollback", generation=1, reason="x", dry_run=False)
+
+    assert "the placement has 8 slots a layer, the topology has 6" in task.result.error
+
+
+# -- by rule
+
+
+def test_plan_that_made_its_windows_worse_is_taken_back_once(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = moved(deployment, clock)
+    # No plan of the planner pays; the rule asks for no pay-back.
+    changes = {"rollback_loss": 0.2, "pay_back_s": 0.0}
+    deployment.store.change_live(changes, reason="a test")
+    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH - 1)
+    controller.turn()
+    assert deployment.store.published() is None
+    deployment.serve(AGAINST_REPLICAS)
+    controller.turn()
+
+    migration = deployment.swap()
+
+    assert np.array_equal(migration.target.slot_to_expert, START.slot_to_expert)
+    load = np.array([AGAINST_REPLICAS])
+    assert imbalance(load, migration.base, TOPOLOGY).mean() == pytest.approx(1.5)
+    assert imbalance(load, migration.target, TOPOLOGY).mean() == pytest.approx(1.0)
+    last = events(deployment.store, "plan")[-1].detail
+    assert last["trigger"] == "rollback"
+    assert "generation 1 promised 0.6" in last["reason"]
+    assert "gave -0.500 in its first windows, expected above -0.200" in last["reason"]
+
+    # The planner wants the same plan for the next text, and waits.
+    deployment.store.change_live({"pay_back_s": None}, reason="a test")
+    deployment.serve(SKEWED, windows=PAUSE_WINDOWS - 1)
+    controller.turn()
+    assert "of the pause after a rollback are left" in _last_reason(deployment)
+    deployment.serve(SKEWED, windows=2)
+    controller.turn()
+    assert deployment.published().base.generation == 2
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.6], ids=["off", "above what was lost"])
+def test_plan_within_the_limit_of_the_rule_is_not_taken_back(
+    deployment: Deployment, clock: Clock, loss: float
+) -> None:
+    controller = moved(deployment, clock)
+    changes = {"rollback_loss": loss, "pay_back_s": 0.0}
+    deployment.store.change_live(changes, reason="a test")
+
+    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
+    controller.turn()
+
+    assert deployment.store.published() is None
+    assert len(events(deployment.store, "promise")) == 1
+
+
+def test_rule_publishes_nothing_while_the_deployment_is_observed(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = moved(deployment, clock)
+    changes = {"rollback_loss": 0.2, "pay_back_s": 0.0}
+    deployment.store.change_live(changes, reason="a test")
+    deployment.store.set_control(Control(observe=True), reason="only look")
+
+    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
+    controller.turn()
+
+    assert deployment.store.published() is None
+
+
+# -- back-off
+
+
+def _last_reason(deployment: Deployment) -> str:
+    return str(events(deployment.store, "plan")[-1].detail["reason"])
+
+
+def test_plan_after_a_failed_migration_waits_twice_as_long_each_time(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    waits = []
+    for _ in range(3):
+        plan_id, failed_at = deployment.published().plan_id, clock.now
+        deployment.store.withdraw(plan_id, outcome="aborted", reason="rank 1 cannot stage")
+        while deployment.store.published() is None and clock.now < failed_at + 100:
+            clock.now += 5
+            deployment.serve(SKEWED)
+            controller.turn()
+        waits.append(clock.now - failed_at)
+
+    assert waits == [10, 20, 40]
+
+
+def test_new_leader_continues_the_back_off_and_a_commit_ends_it(
+    deployment: Deployment, clock: Clock
+) -> None:
+    deployment.serve(SKEWED)
+    Controller(deployment.store, SETTINGS, clock=clock, holder="one").turn()
+    plan_id = deployment.published().plan_id
+    deployment.store.withdraw(plan_id, outcome="aborted", reason="rank 1 cannot stage")
+
+    deployment.serve(SKEWED)
+    other = Controller(deployment.store, SETTINGS, clock=clock, holder="one")
+    other.turn()
+    assert deployment.store.published() is None
+    assert _last_reason(deployment).endswith(
+        "(not moved: migrations failed 1 time, the latest: rank 1 cannot stage; "
+        "10 s of back-off left)"
+    )
+    clock.now += 10
+    deployment.serve(SKEWED)
+    other.turn()
+    deployment.swap()
+    deployment.serve(list(reversed(SKEWED)), windows=4)
+    other.turn()
+
+    assert deployment.published().base.generation == 1
+
+
+def test_migration_ended_by_the_kill_switch_is_no_failure(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.store.set_control(Control(movement=False), reason="stop")
+    controller.turn()
+    assert deployment.store.published() is None
+    deployment.store.set_control(Control(), reason="go on")
+
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert decisions(deployment.store) == ["MOVE", "MOVE"]
+    assert deployment.store.published() is not None
+
+
+def test_request_is_carried_out_during_the_back_off(deployment: Deployment, clock: Clock) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    plan_id = deployment.published().plan_id
+    deployment.store.withdraw(plan_id, outcome="aborted", reason="rank 1 cannot stage")
+    deployment.store.submit("rebalance", {"dry_run": False, "reason": "mended"})
+
+    controller.turn()
+
+    assert deployment.store.published() is not None
+
+
+def test_back_off_doubles_up_to_its_limit() -> None:
+    assert [back_off(n, 10.0) for n in (0, 1, 2, 3, 7, 10_000)] == [0, 10, 20, 40, 600, 600]
+    assert back_off(2, 0.0) == 0.0
+    assert back_off(1, 900.0) == 900.0
+
+
+# -- expiry
+
+
+def test_request_older_than_its_limit_is_refused(deployment: Deployment, clock: Clock) -> None:
+    deployment.serve(SKEWED)
+    task = deployment.store.submit("rebalance", {"dry_run": False, "reason": "now"})
+    clock.now += SETTINGS.task_expiry_s + 1
+
+    Controller(deployment.store, SETTINGS, clock=clock).turn()
+
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    assert ended.state == "failed"
+    assert ended.result.error == (
+        f"task {task.id} of kind 'rebalance' expired: found it queued for 301 s, expected 300 s "
+        "at most; submit it again"
+    )
+
+
+def test_request_does_not_expire_where_the_limit_is_0(deployment: Deployment, clock: Clock) -> None:
+    deployment.serve(SKEWED)
+    task = deployment.store.submit("rebalance", {"dry_run": True, "reason": "now"})
+    clock.now += 1e6
+
+    Controller(deployment.store, replace(SETTINGS, task_expiry_s=0.0), clock=clock).turn()
+
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    assert ended.state == "done"

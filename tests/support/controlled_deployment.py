@@ -1,0 +1,114 @@
+"""A deployment as its controller sees it: ranks report to the shipped fake store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rank_reports import rank_report
+
+from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.migration.build import Migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.loop import Controller, ControllerSettings
+from telemetry.store import Event, RunInfo, Task
+from telemetry.stores.memory import MemoryStore
+
+# One layer of four experts over two ranks of three slots: one spare slot each.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+MODEL = ModelShape((0,), 4, 2, hidden=16, intermediate=8)
+START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
+WINDOW_STEPS = 4
+EVEN = [25_000, 25_000, 25_000, 25_000]
+SKEWED = [60_000, 20_000, 10_000, 10_000]  # rank 0 gets 80 %: imbalance 1.6
+SETTINGS = ControllerSettings(migration_deadline_s=30.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Deployment:
+    """What the ranks would do to the store."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        run: str = "run-1",
+        window_seconds: float = 0.0,
+        topology: Topology = TOPOLOGY,
+    ) -> None:
+        self.store, self.run, self.next_window = store, run, 0
+        described = model_to_dict(MODEL), topology_to_dict(topology)
+        store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
+        for rank in range(topology.num_ranks):
+            store.report(rank_report(run, rank))
+
+    def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
+        """Report windows in which each expert got ``load`` tokens; a silent rank reports none."""
+        committed = self.store.committed()
+        assert committed is not None
+        placement = committed.placement
+        tokens = np.array(load)[np.maximum(placement.slot_to_expert, 0)] * placement.slot_share
+        for _ in range(windows):
+            samples = [self.sample(rank, placement, tokens) for rank in range(2) if rank != silent]
+            self.store.append(samples)
+            self.next_window += 1
+
+    def sample(self, rank: int, placement: Placement, tokens: Any, **changes: int) -> LoadSample:
+        first = self.next_window * WINDOW_STEPS
+        sample = LoadSample(
+            "test",
+            self.run,
+            rank,
+            self.next_window,
+            float(first),
+            first,
+            first + WINDOW_STEPS - 1,
+            "mixed",
+            placement.generation,
+            placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)],
+            tokens[:, TOPOLOGY.slots_on(rank)].astype(np.int64),
+        )
+        return replace(sample, **changes)
+
+    def swap(self) -> Migration:
+        """Commit the open migration as the ranks do after their swap."""
+        migration = self.published()
+        self.store.commit(
+            migration.target,
+            expected=migration.base.generation,
+            plan_id=migration.plan_id,
+            reason="swapped",
+        )
+        return migration
+
+    def published(self) -> Migration:
+        migration = self.store.published()
+        assert migration is not None
+        return migration
+
+
+def events(store: MemoryStore, kind: str) -> list[Event]:
+    return [event for event in store.events() if event.kind == kind]
+
+
+def decisions(store: MemoryStore) -> list[str]:
+    return [event.detail["decision"] for event in events(store, "plan")]
+
+
+def worked_off(deployment: Deployment, kind: str = "rebalance", **request: object) -> Task:
+    task = deployment.store.submit(kind, request)
+    # The age of a task is by one clock.
+    Controller(deployment.store, SETTINGS, holder="one", clock=lambda: task.time).turn()
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    return ended
