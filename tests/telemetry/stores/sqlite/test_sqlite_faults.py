@@ -82,6 +82,9 @@ RELEASED = {
 # What takes away from a file what a version added.
 UNDO = {
     8: (
+        "DROP VIEW control",  # of telemetry/stores/sqlite/compatible.py, as what follows
+        "DROP VIEW rank_state",
+        "DROP TABLE announced",
         "DROP TABLE live_settings",
         "CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL)",
         "DROP TABLE rank_report",
