@@ -61,7 +61,7 @@ def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
     kinds = {"component": str, "name": str, "software": str, "protocol": int, "oldest": int}
     for name, kind in kinds.items():
         if type(found.get(name)) is not kind:
-            raise ValueError(f"{name} is {found.get(name)!r}, expected a {kind.__name__}")
+            raise ValueError(f"{name} is {found.get(name)!r}, expected {kind.__name__}")
     known = {name: found[name] for name in kinds}
     return Announcement(**known, time=float(found.get("time", 0.0)))
 
@@ -83,6 +83,6 @@ def refusal(joining: Announcement, present: Announcement) -> str:
     if not expected:
         return ""
     return (
-        f"version: {NAMES[joining.component]} of {joining.version} cannot join: found "
+        f"{NAMES[joining.component]} of {joining.version} cannot join: found "
         f"{NAMES[present.component]} of {present.version}, expected {expected}"
     )

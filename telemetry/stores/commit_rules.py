@@ -291,7 +291,7 @@ def announcements_from_texts(texts: Iterable[str | bytes]) -> list[Announcement]
         found = [announcement_from_dict(from_json(text, "an announcement")) for text in texts]
     except ValueError as exc:
         raise StoreError(f"an announcement cannot be read: {exc}") from exc
-    return sorted(found, key=lambda one: one.time)
+    return sorted(found, key=lambda one: (one.time, one.name))
 
 
 def report_to_text(report: SurvivorReport) -> str:

@@ -147,7 +147,10 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
         return
     with closing(opened) as store:
         try:
-            yield check_versions_here(store, clock())
+            versions = check_versions_here(store, clock())
+            if not versions.is_ok:  # nothing else of the store can be relied on
+                yield versions
+                return
             check_belongs(store, deployment)
             committed = store.committed()
             offset_s, error_s = clock_offset(store, clock)
@@ -160,6 +163,7 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
     expected = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)" if is_off else ""
     yield Finding("clock", f"{found} store's", expected)
+    yield versions
 
 
 def check_versions_here(store: LoadStore, now: float) -> Finding:
