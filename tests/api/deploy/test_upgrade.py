@@ -23,6 +23,11 @@ from telemetry import file_of, open_store
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# Two replicas for eight experts: nearly every drift of one hot expert needs a rebalance.
+ONE_HOT_EXPERT = (
+    "(torch.randint(2, (TOKENS,), generator=random) + hot) % model.num_experts",
+    "(3 * hot // 2) % model.num_experts",
+)
 ENGINE = ("eplb", "launch", "--", sys.executable, "engine.py")
 
 
@@ -54,6 +59,8 @@ class Upgraded:
         config = folder / "eplb.toml"
         text = config.read_text().replace("[model]", f'store = "{store}"\n[model]')
         config.write_text(text)
+        engine = folder / "engine.py"
+        engine.write_text(engine.read_text().replace(*ONE_HOT_EXPERT))
 
     def start(self, release: Release, *words: str, **environ: str) -> CommandProcess:
         return self.host.start(*words, **(release.environ | environ))
@@ -110,7 +117,7 @@ class FirstRelease:
                 "rendezvous": str(folder / "rendezvous"),
             }
         )
-        script = ROOT / "tests" / "support" / "release_0_1.py"
+        script = ROOT / "tests" / "support" / "installed" / "release_0_1.py"
         (folder / "release_0_1.py").write_text(script.read_text())
         engine = (folder / "engine.py").read_text()
         (folder / "engine_0_1.py").write_text(
