@@ -82,7 +82,10 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
 
 def _versions(store: LoadStore, now: float) -> dict[str, str]:
     found = {one.component: one.version for one in serving(store, now)}
-    return found | {f"{HOST_CACHE} {one.name}": one.version for one in host_caches(store)}
+    return found | {
+        f"{HOST_CACHE} {one.name}": one.version
+        for one in sorted(host_caches(store), key=lambda one: one.name)
+    }
 
 
 def _leader(lease: Lease | None, now: float) -> str:

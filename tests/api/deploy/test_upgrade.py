@@ -28,6 +28,7 @@ ONE_HOT_EXPERT = (
     "(torch.randint(2, (TOKENS,), generator=random) + hot) % model.num_experts",
     "(3 * hot // 2) % model.num_experts",
 )
+SOON = ("DRIFT_EVERY = 64, 32, 500", "DRIFT_EVERY = 64, 32, 256")
 ENGINE = ("eplb", "launch", "--", sys.executable, "engine.py")
 
 
@@ -60,7 +61,8 @@ class Upgraded:
         text = config.read_text().replace("[model]", f'store = "{store}"\n[model]')
         config.write_text(text)
         engine = folder / "engine.py"
-        engine.write_text(engine.read_text().replace(*ONE_HOT_EXPERT))
+        text = engine.read_text().replace(*ONE_HOT_EXPERT).replace(*SOON)
+        engine.write_text(text)
 
     def start(self, release: Release, *words: str, **environ: str) -> CommandProcess:
         return self.host.start(*words, **(release.environ | environ))
