@@ -22,7 +22,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import file_of, open_store
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # wheels and kernels included
 # Two replicas for eight experts: nearly every drift of one hot expert needs a rebalance.
 ONE_HOT_EXPERT = (
     "(torch.randint(2, (TOKENS,), generator=random) + hot) % model.num_experts",
