@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from eplb.policies.table import POLICIES, PolicyEntry, Proposal, register_policy
     from eplb.shares.resplitting import resplit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EMPTY",

@@ -20,6 +20,7 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import Announcement
 from telemetry.live import Control as Control
 from telemetry.live import LiveSettings, LiveState, Value
 from telemetry.retention.rollup import Rollup
@@ -133,6 +134,8 @@ class RunStore(Protocol):
 
     def begin_run(self, info: RunInfo) -> None:
         """Record a start of the serving processes; the same again changes nothing.
+
+        It announces this program's version as that of the ranks.
 
         Raises:
             StoreError: another start has this name; its samples would pass for repeats.
@@ -438,6 +441,16 @@ class WaitStore(Protocol):
         """Return once the version differs from ``version``, or after ``timeout_s``."""
 
 
+class VersionStore(Protocol):
+    """Versions of the processes of a deployment."""
+
+    def announce(self, mine: Announcement) -> None:
+        """Record the version of a process; of each component the latest 256 names are kept."""
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first, by processes that have ended too."""
+
+
 class ReporterStore(RunStore, SampleStore, Protocol):
     """What the reporter of a rank writes to."""
 
@@ -465,6 +478,7 @@ class LoadStore(
     TaskStore,
     ControlStore,
     WaitStore,
+    VersionStore,
     Protocol,
 ):
     """One deployment's memory: the interfaces above, each of which a consumer may take alone.

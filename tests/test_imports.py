@@ -46,7 +46,7 @@ RULES = {
     # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
     "rebalance/build": rule(
         "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
-        "telemetry.records.sample_codec",
+        "telemetry.records.sample_codec telemetry.joining",
         "numpy torch",
     ),
     # The controller runs where there is no torch and no expert.

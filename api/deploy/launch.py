@@ -27,8 +27,10 @@ from api.interrupts import StopSignals
 from api.processes.devices import check_gpus
 from api.processes.supervision import RestartBudget
 from eplb.errors import ConfigError, RankError, StoreError
+from eplb.versions import RANKS, Announcement
 from rebalance.build.description import RANK_FILE_VARIABLE
 from rebalance.build.places import holder_of
+from telemetry.joining import check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 # What a rank needs none of: the secret itself, and a store's password.
@@ -93,6 +95,7 @@ def check_start(launch: Launch) -> None:
 def prepare_store(launch: Launch, lost_after: int | None = None) -> tuple[int, str]:
     """Have the store name a first placement; returns its generation, and a sentence about it."""
     with closing(launch.deployment.opened_store()) as store:
+        check_versions(store, Announcement(RANKS, ""))
         by = f"eplb launch, host {launch.host}"
         placement, wrote = ensure_first_placement(
             store, launch.deployment, by, lost_after=lost_after

@@ -15,7 +15,9 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.interrupts import StopSignals
 from api.processes.controller import ControllerJob, keep_planning
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, StoreError
+from eplb.versions import HOST_CACHE, Announcement
+from telemetry.joining import check_versions
 
 POLL_S = 0.25
 Say = Callable[[str], None]
@@ -71,6 +73,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
             "expert records"
         )
+    _join(deployment, host)
     schema = schema_of(model.hidden, model.intermediate, given.model.precision)
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
@@ -81,3 +84,17 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         )
         while not stop.received:
             Event().wait(POLL_S)
+
+
+def _join(deployment: Deployment, host: int) -> None:
+    """Refuse a version that the ranks cannot work with, and announce it.
+
+    Ranks compare again when they connect: a cache may serve them while the store is down.
+    """
+    joining = Announcement(HOST_CACHE, str(host))
+    try:
+        with closing(deployment.opened_store()) as store:
+            check_versions(store, joining)
+            store.announce(joining)
+    except StoreError as exc:
+        log.warning("host %d: its version is not compared: %s", host, exc)

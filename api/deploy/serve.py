@@ -23,8 +23,10 @@ from api.processes.children import Child, refusal
 from api.processes.controller import run_controller
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import Kill, Supervised, Supervisor
+from eplb import versions
 from eplb.errors import StoreError
 from rebalance.controller.lease import new_holder
+from telemetry.joining import check_versions
 from telemetry.store import LoadStore
 
 POLL_S = 0.25
@@ -45,6 +47,7 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
     with ExitStack() as stack:
         store = deployment.opened_store()
         stack.callback(store.close)
+        check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
         placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
         supervisor = Supervisor(deployment.settings.supervision.settings())
         http, limits = deployment.settings.http, deployment.settings.http.limits()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from api.monitor.monitor import Monitor
 from api.monitor.readiness import unready
 from api.monitor.snapshot import MigrationProgress, RankView, Snapshot, WindowScore
+from eplb.versions import HOST_CACHE
+from telemetry.joining import host_caches, serving
 from telemetry.store import Lease, LoadStore
 from telemetry.stores.holder import is_dead, shown
 
@@ -34,6 +36,7 @@ class Status:
     migration: MigrationProgress | None
     movement: bool
     observe: bool
+    versions: Mapping[str, str]  # of what serves, by component
     problems: tuple[str, ...]  # empty: it serves as it should
 
     @property
@@ -72,8 +75,17 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         migration=seen.migration,
         movement=seen.movement,
         observe=seen.observe,
+        versions=_versions(store, now),
         problems=tuple(_problems(seen, leader, lease, now)),
     )
+
+
+def _versions(store: LoadStore, now: float) -> dict[str, str]:
+    found = {one.component: one.version for one in serving(store, now)}
+    return found | {
+        f"{HOST_CACHE} {one.name}": one.version
+        for one in sorted(host_caches(store), key=lambda one: one.name)
+    }
 
 
 def _leader(lease: Lease | None, now: float) -> str:
@@ -111,6 +123,13 @@ def render(status: Status) -> str:
         else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
         "switches": f"movement {_on(status.movement)}, observe {_on(status.observe)}",
     }
+    # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.
+    alike = {
+        version: ", ".join(name for name, found in status.versions.items() if found == version)
+        for version in status.versions.values()
+    }
+    lines["versions"] = "; ".join(f"{names}: {version}" for version, names in alike.items())
+    lines["versions"] = lines["versions"] or "none"
     text = [f"{name:<11}{line}" for name, line in lines.items()]
     if status.ranks:
         text.append("rank  host  state    generation  step      last report")

@@ -8,8 +8,11 @@ import numpy as np
 
 from eplb.core.topology import Topology
 from eplb.planner import plan
+from eplb.versions import CONTROLLER, Announcement
+from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
+from telemetry.joining import check_versions
 from telemetry.store import LoadStore
 
 
@@ -32,12 +35,16 @@ def build_controller(
         holder: under which it holds the lease; None: a new name.
 
     Raises:
-        ConfigError: the settings name an unknown policy, or the URL an unknown store.
+        ConfigError: the settings name an unknown policy, the URL an unknown store, or a process of
+            the deployment is of a version that this one cannot work with.
         StoreError: the store cannot be used.
     """
     if isinstance(store, Path | str):
         store = open_store(store, deployment)
-    controller = Controller(store, settings, holder=holder)
+    joining = Announcement(CONTROLLER, holder or new_holder())
+    check_versions(store, joining)
+    controller = Controller(store, settings, holder=joining.name)
+    store.announce(joining)
     warm_up(settings.policy)
     return controller
 

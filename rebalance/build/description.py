@@ -19,6 +19,7 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
+from eplb.versions import RANKS, Announcement
 from rebalance.build.config import RankConfig
 from rebalance.build.plain import from_plain, to_plain
 from rebalance.preload.cache.local_socket import HostCacheAddress
@@ -89,6 +90,7 @@ class DeploymentDescription:
         rest = (to_plain(common), to_plain(model), to_plain(topology), self.window_seconds)
         digest = hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8)
         return {
+            "version": Announcement(RANKS, "").version,
             "deployment": self.config.deployment,
             "ranks": str(topology.num_ranks),
             "slots": ", ".join(map(str, sorted(set(topology.slots_of_rank.tolist())))),

@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.build.experts import RankPlace
@@ -45,6 +46,7 @@ from runtime.experts import ExpertBank
 from runtime.group.agreement import gathered
 from runtime.group.listeners import gloo_listeners_closed
 from runtime.routing import RoutingTable
+from telemetry.joining import check_versions
 from telemetry.store import LoadStore, RunInfo
 
 log = logging.getLogger(__name__)
@@ -251,6 +253,7 @@ def _begun_run(
 def _begin(deployment: DeploymentDescription, store: LoadStore) -> str:
     """Record a start of all ranks. A migration that an earlier start left open is withdrawn."""
     run = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+    check_versions(store, Announcement(RANKS, run))
     if (open_migration := store.published()) is not None:
         reason = "the run it was made for has ended"
         store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)

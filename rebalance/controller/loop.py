@@ -25,6 +25,7 @@ from eplb.migration.candidates import Candidates, candidates_for
 from eplb.migration.spares import expand
 from eplb.planner import Plan
 from eplb.policies.table import policy_named
+from eplb.versions import CONTROLLER, Announcement, refusal
 from rebalance.controller.failures import Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
@@ -33,6 +34,7 @@ from rebalance.controller.planning import Planning, planned_on, summary
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.track_record import Judged
+from telemetry.joining import ranks_of
 from telemetry.log_context import set_log_fields
 from telemetry.retention.pruning import Keeper
 from telemetry.store import LoadStore, Task, TaskResult
@@ -74,6 +76,7 @@ class Controller:
         )
         self._arrivals = Arrivals(store, settings.phase, clock)
         self._group: Group | None = None
+        self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on
         self._noted_window = -1  # newest window whose KEEP was recorded
         self._noted_decision = ""
@@ -106,14 +109,24 @@ class Controller:
         if group is None:
             return
         if group is not self._group:
+            self._noted_errors.clear()
+            self._check_version(group)
             self._group, self._planned_window, self._noted_window = group, -1, -1
             self._paused_until = -1
-            self._noted_errors.clear()
         try:
-            if self._lease.is_held():
+            if self._fits_ranks and self._lease.is_held():
                 self._lead(group)
         except FencedOut as exc:
             self._lease.lose(str(exc))
+
+    def _check_version(self, group: Group) -> None:
+        """Stop leading while the ranks are of a version that this controller cannot work with."""
+        joining = Announcement(CONTROLLER, self._lease.holder)
+        why = refusal(joining, ranks_of(self._store, group.run.run))
+        self._fits_ranks = not why
+        if why:
+            self._note_error("version", ConfigError(why))
+            self._lease.give_up()
 
     def _lead(self, group: Group) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""

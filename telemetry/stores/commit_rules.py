@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -15,8 +15,9 @@ from eplb.errors import ConfigError, FencedOut, HistoryError, StaleGeneration, S
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import Announcement, announcement_from_dict, announcement_to_dict
 from telemetry.live import LiveState
-from telemetry.records.typed_json import to_json
+from telemetry.records.typed_json import from_json, to_json
 from telemetry.store import Control, Details, Lease, LeaseOf, RunInfo, TaskState
 
 OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
@@ -273,6 +274,24 @@ def is_overtaken(record: Recovery, committed: int | None) -> bool:
 def is_dropped_by(record: Recovery, open_plan_id: int | None) -> bool:
     """Whether a record ends the open migration: nothing of it is to be applied."""
     return open_plan_id is not None and record.plan_id == open_plan_id and record.applied == 0
+
+
+def announcement_to_text(announced: Announcement) -> str:
+    """Return an announcement as JSON text."""
+    return details_to_text(announcement_to_dict(announced))
+
+
+def announcements_from_texts(texts: Iterable[str | bytes]) -> list[Announcement]:
+    """Make announcements from what ``announcement_to_text`` gave in any version, oldest first.
+
+    Raises:
+        StoreError: one lacks what every version has written.
+    """
+    try:
+        found = [announcement_from_dict(from_json(text, "an announcement")) for text in texts]
+    except ValueError as exc:
+        raise StoreError(f"an announcement cannot be read: {exc}") from exc
+    return sorted(found, key=lambda one: (one.time, one.name))
 
 
 def report_to_text(report: SurvivorReport) -> str:

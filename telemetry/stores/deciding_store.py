@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
+from eplb.versions import RANKS, Announcement
 from telemetry.events import EVENT_OF_OUTCOME, PlanEnd, PlanOffer
 from telemetry.live import (
     SWITCHES,
@@ -39,6 +40,8 @@ from telemetry.store import (
 )
 from telemetry.stores import commit_rules
 from telemetry.stores.lease_watch import LeaseWatch
+
+KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were started again
 
 T = TypeVar("T")
 
@@ -122,6 +125,15 @@ class Ledger(Protocol):
     def wake(self) -> None:
         """Wake readers that wait, without an event."""
 
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+
+    def put_announcement(self, announced: Announcement) -> None:
+        """Write an announcement in place of an earlier one of that component and name."""
+
+    def drop_announcement(self, announced: Announcement) -> None:
+        """Forget an announcement."""
+
 
 def as_stored(details: Details) -> Details:
     """A copy as every store gives it back: what JSON makes of it, changed by nobody."""
@@ -155,6 +167,7 @@ class DecidingStore(ABC):
                 commit_rules.check_run_is_new(info, known)
                 return
             ledger.add_run(info)
+            _announce(ledger, Announcement(RANKS, info.run))
             ledger.add_event("run", commit_rules.run_detail(info))
 
         self._decide(f"run {info.run!r}", decision)
@@ -304,6 +317,7 @@ class DecidingStore(ABC):
                 return False
             if current is None:
                 ledger.add_run(run)
+                _announce(ledger, Announcement(RANKS, run.run))
             ledger.add_placement(placement, 0, reason)
             # Readers may know revisions past the caller's.
             ledger.put_live(replace(live, revision=live.revision + commit_rules.PLAN_ID_GAP))
@@ -315,6 +329,11 @@ class DecidingStore(ABC):
             return True
 
         return self._decide(f"restoring of run {run.run!r}", decision)
+
+    def announce(self, mine: Announcement) -> None:
+        """Record the version of a process."""
+        what = f"version of {mine.component} {mine.name!r}"
+        self._decide(what, lambda ledger: _announce(ledger, mine))
 
     def control(self) -> Control:
         """Return the switches that apply."""
@@ -407,3 +426,14 @@ def _drop(ledger: Ledger, plan_id: int, outcome: Outcome, reason: str) -> None:
     committed = ledger.committed()
     end = PlanEnd(committed[0] if committed else None, plan_id, reason)
     ledger.add_event(EVENT_OF_OUTCOME[outcome], vars(end))
+
+
+def _announce(ledger: Ledger, mine: Announcement) -> None:
+    others = [
+        one
+        for one in ledger.announced()
+        if one.component == mine.component and one.name != mine.name
+    ]
+    for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
+        ledger.drop_announcement(old)
+    ledger.put_announcement(replace(mine, time=ledger.time))

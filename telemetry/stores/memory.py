@@ -17,6 +17,7 @@ from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.retention.rollup import Rollup
@@ -227,6 +228,11 @@ class MemoryStore(DecidingStore):
         with self._use():
             self._candidates = candidates
             self.ledger.wake()
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        with self._use():
+            return self.ledger.announced()
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

@@ -6,6 +6,7 @@ from eplb.clock import Clock
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.store import (
     CommittedPlacement,
@@ -39,6 +40,7 @@ class MemoryLedger:
         self.live_state = LiveState()
         self.tasks: list[Task] = []  # numbered from 1
         self.events = EventTable()
+        self._announced: dict[tuple[str, str], Announcement] = {}  # by component and name
 
     @property
     def time(self) -> float:
@@ -154,3 +156,16 @@ class MemoryLedger:
     def wake(self) -> None:
         """Count the version up."""
         self.version += 1
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        return list(self._announced.values())
+
+    def put_announcement(self, announced: Announcement) -> None:
+        """Write an announcement."""
+        self.drop_announcement(announced)
+        self._announced[announced.component, announced.name] = announced
+
+    def drop_announcement(self, announced: Announcement) -> None:
+        """Forget an announcement."""
+        self._announced.pop((announced.component, announced.name), None)

@@ -20,8 +20,10 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.hosts import is_own
 from api.deploy.model import check_checkpoint
-from eplb.errors import EplbError
+from eplb.errors import ConfigError, EplbError
+from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.build.places import holder_of
+from telemetry.joining import check_versions, serving
 from telemetry.store import LoadStore
 
 CLOCK_TOLERANCE_S = 1.0  # reports older than 10 s count as silent
@@ -145,6 +147,10 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
         return
     with closing(opened) as store:
         try:
+            versions = check_versions_here(store, clock())
+            if not versions.is_ok:  # nothing else of the store can be relied on
+                yield versions
+                return
             check_belongs(store, deployment)
             committed = store.committed()
             offset_s, error_s = clock_offset(store, clock)
@@ -157,6 +163,19 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
     expected = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)" if is_off else ""
     yield Finding("clock", f"{found} store's", expected)
+    yield versions
+
+
+def check_versions_here(store: LoadStore, now: float) -> Finding:
+    """Compare this release with the processes of the deployment that serve."""
+    own, found = Announcement(RANKS, ""), list(serving(store, now))
+    try:
+        for component in (CONTROLLER, RANKS):
+            check_versions(store, Announcement(component, ""), now)
+    except ConfigError as exc:
+        return _as_finding("versions", exc)
+    shown = "".join(f", {one.component} of {one.version} serve" for one in found)
+    return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
 
 
 def clock_offset(store: LoadStore, clock: Clock) -> tuple[float, float]:

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import MigrationError
-from rebalance.network.frames import Message
+from eplb.versions import (
+    HOST_CACHE,
+    RANKS,
+    Announcement,
+    announcement_from_dict,
+    refusal,
+    unannounced,
+)
+from rebalance.network.frames import Message, malformed_responses_fail
 from rebalance.preload.cache.local_socket import HostCacheAddress, connect
 from rebalance.preload.cache.stats import HostCacheStats
 from rebalance.threads.cancellation import LOOK_S, CalledOff, IsWanted, always
@@ -71,6 +79,12 @@ class HostCacheClient:
 
     def _attach(self, hello: Message) -> NDArray[np.uint8]:
         """[entries, record_bytes] the memory of the host cache."""
+        cache = unannounced(HOST_CACHE, self._name)
+        if "version" in hello:
+            with malformed_responses_fail():
+                cache = announcement_from_dict(hello["version"])
+        if why := refusal(Announcement(RANKS, ""), cache):
+            raise MigrationError(f"host {self._name}: {why}")
         found = hello["num_experts"], hello["record_bytes"]
         if found != (self._num_experts, self.record_bytes):
             raise MigrationError(

@@ -24,6 +24,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError, MigrationError
+from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
 from rebalance.network.frames import Message, Wire
 from rebalance.network.listener import ConnectionListener, ListenerSettings
 from rebalance.preload.cache.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
@@ -155,6 +156,7 @@ class HostCacheServer:
             "num_bytes": len(self.arena.bytes),
             "record_bytes": origin.record_bytes,
             "num_experts": origin.num_experts,
+            "version": announcement_to_dict(Announcement(HOST_CACHE, "")),
         }
 
     def _serve_rank(self, wire: Wire) -> None:

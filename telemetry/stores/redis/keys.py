@@ -17,6 +17,7 @@ server, where a script may use them together.
     words:RUN:MEMBERSHIP HASH rank -> survivor report
     tasks        HASH    id -> task; queued, running, tasks:done and tasks:failed ZSET: ids
     events       STREAM  id-0: time, kind, detail
+    announced    HASH    component and name -> version of a process
     receipt:ID   STRING  answer to a change of the last two minutes
     wake         channel: a change was made; a hint, never data
 """
@@ -46,7 +47,7 @@ class Keys:
         self.runs, self.run_order = self.of("runs"), self.of("run_order")
         self.sampled = self.of("sampled")
         self.placements, self.migration = self.of("placements"), self.of("migration")
-        self.plans = self.of("plans")
+        self.plans, self.announced = self.of("plans"), self.of("announced")
         self.tasks = self.of("tasks")
         self.queued, self.running = self.of("queued"), self.of("running")
 

@@ -8,6 +8,7 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.records.live_codec import live_to_text
 from telemetry.store import Details, Lease, LeaseOf, Outcome, RunInfo, Task
@@ -181,3 +182,21 @@ class RedisLedger:
     def wake(self) -> None:
         """Wake readers that wait."""
         self.change.is_awaited = True
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        texts = self.link.read("HVALS", self.keys.announced)
+        return commit_rules.announcements_from_texts(texts)
+
+    def put_announcement(self, announced: Announcement) -> None:
+        """Write an announcement."""
+        text = commit_rules.announcement_to_text(announced)
+        self.change.write("HSET", self.keys.announced, _field_of(announced), text)
+
+    def drop_announcement(self, announced: Announcement) -> None:
+        """Forget an announcement."""
+        self.change.write("HDEL", self.keys.announced, _field_of(announced))
+
+
+def _field_of(announced: Announcement) -> str:
+    return f"{announced.component} {announced.name}"

@@ -16,6 +16,7 @@ from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.records.sample_codec import SAMPLE_VERSION
@@ -243,6 +244,11 @@ class RedisStore(DecidingStore):
         change = Change(self._keys, is_awaited=True)
         change.set_state(candidates=commit_rules.candidates_to_text(candidates))
         self._changes.make("candidates", change)
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        texts = self.link.read("HVALS", self._keys.announced)
+        return commit_rules.announcements_from_texts(texts)
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

@@ -14,6 +14,7 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.records.live_codec import live_from_text, live_to_text
 from telemetry.records.task_codec import result_to_text
@@ -176,6 +177,22 @@ class Change:
         )
         assert added.lastrowid is not None, "an INSERT has a rowid"
         return added.lastrowid
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        found = self.connection.execute(queries.ANNOUNCED, (self.deployment,))
+        return commit_rules.announcements_from_texts(text for (text,) in found)
+
+    def put_announcement(self, announced: Announcement) -> None:
+        """Write an announcement."""
+        text = commit_rules.announcement_to_text(announced)
+        row = (self.deployment, announced.component, announced.name, text)
+        self.connection.execute(queries.REPLACE_ANNOUNCED, row)
+
+    def drop_announcement(self, announced: Announcement) -> None:
+        """Forget an announcement."""
+        row = (self.deployment, announced.component, announced.name)
+        self.connection.execute(queries.DROP_ANNOUNCED, row)
 
     def wake(self) -> None:
         """Count the version up, which ends the waits of readers."""

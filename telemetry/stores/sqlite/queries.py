@@ -97,6 +97,9 @@ REPLACE_REPORT = "INSERT OR REPLACE INTO last_words VALUES (?, ?, ?, ?, ?)"
 REPORTS = (
     "SELECT words FROM last_words WHERE deployment = ? AND run = ? AND membership = ? ORDER BY rank"
 )
+ANNOUNCED = "SELECT record FROM announced WHERE deployment = ?"
+REPLACE_ANNOUNCED = "INSERT OR REPLACE INTO announced VALUES (?, ?, ?, ?)"
+DROP_ANNOUNCED = "DELETE FROM announced WHERE deployment = ? AND component = ? AND name = ?"
 RECOVERY = "SELECT record FROM recovery WHERE deployment = ? ORDER BY membership DESC LIMIT 1"
 INSERT_RECOVERY = "INSERT INTO recovery VALUES (?, ?, ?)"
 TASKS = f"{TASK} AND state = ? AND id > ? ORDER BY id LIMIT ?"

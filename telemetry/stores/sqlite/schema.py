@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from eplb.errors import StoreError
+from telemetry.stores.sqlite import compatible
 from telemetry.stores.sqlite.errors import is_busy
 
 APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
@@ -122,7 +123,8 @@ def prepare(
     """Check the file, make the tables it lacks, and register the deployment.
 
     A file of an older version is brought up to date: it keeps all that it holds, and programs of
-    that older version cannot open it any more.
+    that older version cannot open it any more. Those that have it open go on, if they are of the
+    release before (``compatible.py``).
 
     Raises:
         StoreError: the file is another program's, or a store of an unknown version.
@@ -145,6 +147,8 @@ def prepare(
     try:
         # Checked again under the lock: another process may have made the tables in between.
         _bring_up_to_date(connection, check(connection, path))
+        for statement in compatible.STATEMENTS:
+            connection.execute(statement)
         connection.execute(
             "INSERT INTO deployment VALUES (?, 0, 0) ON CONFLICT DO NOTHING", (deployment,)
         )

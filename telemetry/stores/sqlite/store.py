@@ -20,6 +20,7 @@ from eplb.core.load import LoadSample
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import Announcement
 from telemetry.live import LiveState
 from telemetry.records.live_codec import live_from_text
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
@@ -230,6 +231,12 @@ class SqliteStore(DecidingStore):
             row = (self.deployment, commit_rules.candidates_to_text(candidates))
             change.connection.execute("INSERT OR REPLACE INTO candidates VALUES (?, ?)", row)
             change.wake()
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first."""
+        return commit_rules.announcements_from_texts(
+            text for (text,) in self._rows(queries.ANNOUNCED)
+        )
 
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for."""

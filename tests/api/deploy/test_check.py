@@ -65,6 +65,7 @@ def test_host_that_is_ready_has_nothing_refused(
         "memory",
         "store",
         "clock",
+        "versions",
     ]
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
 
@@ -177,8 +178,8 @@ def test_clock_that_differs_from_the_store_s_is_refused(
 ) -> None:
     deployment = small(tmp_path, deployment__store=redis_server.url)
 
-    _, right = check_store(deployment)
-    _, off = check_store(deployment, clock=lambda: time.time() + ahead_s)
+    _, right, _ = check_store(deployment)
+    _, off, _ = check_store(deployment, clock=lambda: time.time() + ahead_s)
 
     assert right.is_ok
     assert off.found.startswith("this host's is ")

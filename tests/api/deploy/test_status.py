@@ -17,6 +17,7 @@ from api.cli.main import app
 from api.deploy.status import read_status, render
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.versions import RANKS, Announcement
 from telemetry import open_store
 from telemetry.store import Control, LoadStore, RankState, RunInfo
 
@@ -65,6 +66,8 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     assert "serves     generation 1, step 7, run a" in shown
     assert "imbalance  1.60 in the latest window, 1.60 unbalanced" in shown
     assert "switches   movement on, observe off" in shown
+    ours, unknown = Announcement(RANKS, "a").version, "eplb 0.1.0 or earlier (protocol 1)"
+    assert f"versions   ranks: {ours}; controller: {unknown}" in shown
     assert "status     ok" in shown
 
 

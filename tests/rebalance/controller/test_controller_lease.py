@@ -25,6 +25,7 @@ from eplb.core.topology import Topology
 from eplb.errors import FencedOut, StoreError
 from eplb.migration.build import Migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.versions import PROTOCOL, RANKS, Announcement
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
@@ -219,6 +220,25 @@ def test_standby_writes_nothing_and_claims_no_task(store: Asked) -> None:
 
     assert (store.published(), store.task(task.id)) == (None, task)
     assert len(store.events()) == before
+
+
+def test_controller_does_not_lead_ranks_that_are_newer_than_it(store: Asked) -> None:
+    begin(store)
+    controller = Controller(store, SETTINGS, holder="c")
+    controller.turn()
+    assert store.lease() is not None
+
+    newer = Announcement(RANKS, "run-2", "9.0.0", PROTOCOL + 1, PROTOCOL)
+    info = RunInfo("run-2", 2.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), window_steps=4)
+    store.begin_run(info)
+    store.announce(newer)
+    controller.turn()
+    controller.turn()
+
+    assert store.lease() is None
+    (error,) = details(store, "error")
+    assert error["where"] == "version"
+    assert "found the ranks of eplb 9.0.0" in error["message"]
 
 
 def test_controller_that_ends_releases_its_lease(store: Asked) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
+from rebalance.network.frames import Message
 from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.threads.cancellation import CalledOff
@@ -362,6 +364,26 @@ def test_second_host_cache_under_one_name_is_refused(
 ) -> None:
     with pytest.raises(MigrationError, match=r"cannot listen: .*Address already in use"):
         HostCacheServer(host.address, host.checkpoint, small_model, small_schema)
+
+
+class OfProtocol1(HostCacheServer):
+    """A host cache that announces no version."""
+
+    def _hello(self) -> Message:
+        return {name: value for name, value in super()._hello().items() if name != "version"}
+
+
+def test_rank_refuses_a_host_cache_that_is_older_than_itself(
+    host: Host, small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    address = replace(host.address, name=f"{host.address.name}-older")
+    older = OfProtocol1(address, host.checkpoint, small_model, small_schema)
+    refusal = (
+        r"cannot join: found the host cache of eplb 0\.1\.0 or earlier \(protocol 1\), "
+        "expected protocol"
+    )
+    with closing(older), pytest.raises(MigrationError, match=refusal):
+        host.reader(address)
 
 
 # -- strangers

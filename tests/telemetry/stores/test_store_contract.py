@@ -15,7 +15,9 @@ from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.store import Control, LoadStore, RankState, RunInfo, TaskResult, events_backwards
+from telemetry.stores import decisions
 
 TIMEOUT_S = 20.0
 
@@ -366,3 +368,34 @@ def test_close_ends_a_wait_and_later_calls_are_errors(store: LoadStore) -> None:
     thread.join(TIMEOUT_S)
     with pytest.raises(StoreError, match="closed"):
         store.add_event("note", {})
+
+
+# -- versions
+
+
+def test_start_of_ranks_announces_the_version_of_the_program(store: LoadStore) -> None:
+    store.begin_run(make_run("a"))
+    store.begin_run(make_run("b"))
+
+    found = [(one.component, one.name, one.protocol) for one in store.announced()]
+    assert sorted(found) == [("ranks", "a", PROTOCOL), ("ranks", "b", PROTOCOL)]
+
+
+def test_announcement_of_the_same_process_replaces_the_earlier_one(store: LoadStore) -> None:
+    for protocol in (4, 5):
+        store.announce(Announcement(CONTROLLER, "c", "0.5.0", protocol, 4))
+
+    (found,) = store.announced()
+    assert (found.name, found.protocol, found.oldest) == ("c", 5, 4)
+
+
+def test_oldest_announcement_of_a_component_makes_room(
+    store: LoadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "KEPT_ANNOUNCEMENTS", 2)
+    store.begin_run(make_run("a"))
+    for name in "cde":
+        store.announce(Announcement(CONTROLLER, name))
+
+    found = {(one.component, one.name) for one in store.announced()}
+    assert found == {("ranks", "a"), ("controller", "d"), ("controller", "e")}

@@ -82,6 +82,9 @@ RELEASED = {
 # What takes away from a file what a version added.
 UNDO = {
     8: (
+        "DROP VIEW control",  # of telemetry/stores/sqlite/compatible.py, as what follows
+        "DROP VIEW rank_state",
+        "DROP TABLE announced",
         "DROP TABLE live_settings",
         "CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL)",
         "DROP TABLE rank_report",
@@ -165,6 +168,35 @@ def test_kill_switch_of_version_7_stays_off(path: Path) -> None:
         store.set_static(LiveSettings(movement=True), reason="start")
 
         assert store.control() == Control(movement=False)
+
+
+def test_rank_of_version_7_reports_and_reads_switches_after_an_upgrade(path: Path) -> None:
+    SqliteStore(path, "demo").close()
+    as_version(7, path)
+    names = "deployment run rank time step generation phase plan_id applied sequence detail"
+    row = ("demo", "run-1", 1, 9.5, 6, 4, "swap", 7, 1, 30, '{"weights_version": 3}')
+    marks = ", ".join("?" * len(row))
+    report = f"INSERT OR REPLACE INTO rank_state ({', '.join(names.split())}) VALUES ({marks})"
+    switches = "SELECT switches FROM control WHERE deployment = ?"
+    with closing(sqlite3.connect(path, isolation_level=None)) as older:
+        older.execute(report, row)
+        assert older.execute(switches, ("demo",)).fetchall() == []
+
+        with closing(SqliteStore(path, "demo")) as store:
+            store.set_control(Control(movement=False, observe=True), reason="test")
+            store.set_static(LiveSettings(movement=True), reason="start")
+            older.execute(report, (*row[:4], 8, *row[5:]))  # twice: the latest stands
+            older.execute(report, (*row[:4], 9, *row[5:]))
+
+            (state,) = store.rank_states("run-1")
+            ((found,),) = older.execute(switches, ("demo",)).fetchall()
+            with pytest.raises(sqlite3.IntegrityError, match="the store was upgraded; set swit"):
+                older.execute("INSERT OR REPLACE INTO control VALUES ('demo', '{}')")
+
+        (again,) = older.execute("SELECT step, detail FROM rank_state").fetchall()
+    assert (state.step, state.weights_version) == (9, 3)
+    assert json.loads(found) == {"movement": False, "observe": True}
+    assert again == (9, '{"weights_version":3}')
 
 
 def test_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Which versions of this program work together in one deployment.
+
+A release has a software version, for people, and a protocol version, for the processes of a
+deployment: it counts up whenever what they exchange changes, over the store or a connection. Two
+processes work together where each one's protocol is at least the oldest that the other works with.
+What ranks write, controllers and host caches read: neither may be older than the ranks.
+
+    protocol   software
+    1          0.1.0, and everything that announces no version
+    2          0.2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eplb import __version__
+
+PROTOCOL = 2
+OLDEST_PROTOCOL = PROTOCOL - 1  # that this release works with
+
+RANKS, CONTROLLER, HOST_CACHE = "ranks", "controller", "host cache"
+NAMES = {RANKS: "the ranks", CONTROLLER: "the controller", HOST_CACHE: "the host cache"}
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The version of one process, or of all ranks of one start, as it joins a deployment."""
+
+    component: str  # RANKS, CONTROLLER, HOST_CACHE
+    name: str  # start of the ranks, holder of the controller's lease, number of the host
+    software: str = __version__
+    protocol: int = PROTOCOL
+    oldest: int = OLDEST_PROTOCOL  # protocol of the others
+    time: float = 0.0  # seconds since the epoch, by the store's clock
+
+    @property
+    def version(self) -> str:
+        """For people."""
+        return f"eplb {self.software} (protocol {self.protocol})"
+
+
+def unannounced(component: str, name: str) -> Announcement:
+    """What a process is of that announces no version."""
+    return Announcement(component, name, "0.1.0 or earlier", protocol=1, oldest=1)
+
+
+def announcement_to_dict(announced: Announcement) -> dict[str, Any]:
+    """Give an announcement as JSON-ready values."""
+    return asdict(announced)
+
+
+def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
+    """Read what a program of any version has announced; fields unknown here are left out.
+
+    Raises:
+        ValueError: a field is missing, or of another type.
+    """
+    kinds = {"component": str, "name": str, "software": str, "protocol": int, "oldest": int}
+    for name, kind in kinds.items():
+        if type(found.get(name)) is not kind:
+            raise ValueError(f"{name} is {found.get(name)!r}, expected {kind.__name__}")
+    known = {name: found[name] for name in kinds}
+    return Announcement(**known, time=float(found.get("time", 0.0)))
+
+
+def refusal(joining: Announcement, present: Announcement) -> str:
+    """Return why a process must not join beside one that is there; "": it may."""
+    expected = ""
+    if present.protocol < joining.oldest:
+        expected = f"protocol {joining.oldest} or later: upgrade by one release at a time"
+    elif joining.protocol < present.oldest:
+        expected = f"protocol {present.oldest} or later to join it: upgrade this process first"
+    elif RANKS == joining.component != present.component and present.protocol < joining.protocol:
+        expected = (
+            f"protocol {joining.protocol} or later: upgrade controllers and host caches before "
+            "ranks"
+        )
+    elif RANKS == present.component != joining.component and joining.protocol < present.protocol:
+        expected = f"protocol {joining.protocol} at most: ranks go back before all others"
+    if not expected:
+        return ""
+    return (
+        f"{NAMES[joining.component]} of {joining.version} cannot join: found "
+        f"{NAMES[present.component]} of {present.version}, expected {expected}"
+    )
