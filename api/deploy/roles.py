@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from threading import Event
 
+from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.interrupts import StopSignals
@@ -56,7 +57,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     """Give records to the ranks of a host until a signal.
 
     Raises:
-        ConfigError: there is no source of records.
+        ConfigError: there is no source of records, or a certificate cannot be used.
         CheckpointError: a weight file is missing, or is of another model.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
@@ -71,6 +72,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
             "expert records"
         )
+    check_link_certificate(deployment, host)
     schema = schema_of(model.hidden, model.intermediate, given.model.precision)
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):

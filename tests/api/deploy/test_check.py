@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
@@ -19,9 +20,11 @@ from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
 from api.deploy.checks.finding import Finding
 from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
 from api.deploy.first_placement import ensure_first_placement
+from api.deploy.launch import Launch, check_start
 from eplb.errors import ConfigError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
+from rebalance.network.tls import TlsFiles
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
@@ -67,6 +70,41 @@ def test_host_that_is_ready_has_nothing_refused(
         "clock",
     ]
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
+
+
+def test_certificates_are_checked_and_an_expired_one_refuses_the_start(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "tls")
+    good, old = authority.issue("127.0.0.1"), authority.issue("127.0.0.1", expired=True)
+
+    def given(links: TlsFiles, http: TlsFiles) -> Any:
+        return small(
+            tmp_path,
+            host_cache__other_hosts="before_disk",
+            network__tls_certificate_file=links.certificate.chain,
+            network__tls_key_file=links.certificate.key,
+            network__tls_ca_file=links.authority,
+            http__tls_certificate_file=http.certificate.chain,
+            http__tls_key_file=http.certificate.key,
+        )
+
+    ready, expired = given(good, good), given(old, old)
+    refused = [one for one in wrong(findings(expired)) if "TLS" in one]
+
+    assert [one for one in wrong(findings(ready)) if "TLS" in one] == []
+    assert len(refused) == 2
+    assert refused[0].startswith(
+        f"refused  TLS of links: found certificate {old.certificate.chain}"
+    )
+    assert refused[1].startswith(f"refused  TLS of HTTP: found certificate {old.certificate.chain}")
+    assert all("certificate has expired, expected one" in one for one in refused)
+    assert ready.host_links.tls == ready.rank_links.tls == good
+    with pytest.raises(ConfigError, match=r"TLS of links: .* has expired, expected one for"):
+        check_start(Launch(expired, 0, ["true"], {}))
+
+
+def test_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http.tls_key_file is not set and http.tls_certificate"):
+        small(tmp_path, http__tls_certificate_file=tmp_path / "one.pem")
 
 
 def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
