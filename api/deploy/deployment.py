@@ -81,6 +81,11 @@ class Deployment:
         return self.settings.topology.spare_slots
 
     @property
+    def checkpoint(self) -> Path | None:
+        """Folder of its weights on this host; None: the engine has them."""
+        return self.settings.model.checkpoint
+
+    @property
     def static(self) -> LiveSettings:
         """Live settings as its configuration has them."""
         return static_layer(self.settings)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import closing
 from threading import Event
 
+from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.interrupts import StopSignals
 from api.processes.controller import ControllerJob, keep_planning
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, StoreError
 
 POLL_S = 0.25
 Say = Callable[[str], None]
@@ -58,13 +59,16 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
 
     Raises:
         ConfigError: there is no source of records, or a certificate cannot be used.
-        CheckpointError: a weight file is missing, or is of another model.
+        CheckpointError: a weight file is missing, or is of another model, or the checkpoint is
+            another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
     # Imported here: both load torch.
     from rebalance.build.description import schema_of
     from rebalance.build.host_cache import build_host_cache
 
+    check_link_certificate(deployment, host)
+    _compare_checkpoint(deployment)
     stop, given = StopSignals(), deployment.settings
     model, weights = deployment.model, given.model.checkpoint
     if weights is None and not deployment.has_links:
@@ -72,7 +76,6 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
             "expert records"
         )
-    check_link_certificate(deployment, host)
     schema = schema_of(model.hidden, model.intermediate, given.model.precision)
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
@@ -83,3 +86,12 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         )
         while not stop.received:
             Event().wait(POLL_S)
+
+
+def _compare_checkpoint(deployment: Deployment) -> None:
+    """Refuse another checkpoint than the deployment's; a cache needs the store for nothing else."""
+    try:
+        with closing(deployment.opened_store()) as store:
+            check_same_checkpoint(store, deployment.checkpoint)
+    except StoreError as exc:  # ranks compare the digests of what they load
+        log.warning("the checkpoint is not compared with that of the first start: %s", exc)

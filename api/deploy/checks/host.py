@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from api.config.addresses import numeric_address
+from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.checks.costs import Costs, amount, available_memory, costs_of
 from api.deploy.checks.finding import Finding, as_finding
 from api.deploy.checks.tls import check_certificates
@@ -21,7 +22,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.hosts import is_own
 from api.deploy.model import check_checkpoint
-from eplb.errors import EplbError
+from eplb.errors import CheckpointError, EplbError
 from rebalance.build.places import holder_of
 from telemetry.store import LoadStore
 
@@ -148,6 +149,7 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     with closing(opened) as store:
         try:
             check_belongs(store, deployment)
+            yield from _check_same(store, deployment)
             committed = store.committed()
             offset_s, error_s = clock_offset(store, clock)
         except EplbError as exc:
@@ -159,6 +161,13 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
     expected = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)" if is_off else ""
     yield Finding("clock", f"{found} store's", expected)
+
+
+def _check_same(store: LoadStore, deployment: Deployment) -> Iterator[Finding]:
+    try:
+        check_same_checkpoint(store, deployment.checkpoint)
+    except CheckpointError as exc:
+        yield as_finding("checkpoint", exc)
 
 
 def clock_offset(store: LoadStore, clock: Clock) -> tuple[float, float]:

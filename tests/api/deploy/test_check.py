@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import time
@@ -16,12 +17,14 @@ from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.deploy.checkpoint import accept_checkpoint
 from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
 from api.deploy.checks.finding import Finding
 from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.launch import Launch, check_start
-from eplb.errors import ConfigError
+from api.deploy.roles import run_host_cache
+from eplb.errors import CheckpointError, ConfigError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
 from rebalance.network.tls import TlsFiles
@@ -159,6 +162,39 @@ def test_checkpoint_of_another_model_is_refused(
         small(tmp_path, small_checkpoint, model__hidden=32)
     (kind,) = wrong(findings(typed))
     assert "of torch.float32 for gate_proj.weight, expected (8, 16) of torch.bfloat16" in kind
+
+
+def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    weights = shutil.copytree(small_checkpoint.path, tmp_path / "weights")  # of another time
+    first, now = (small(tmp_path, small_checkpoint), small(tmp_path, Checkpoint(weights)))
+    shard = sorted(weights.glob("*.safetensors"))[0]
+    with closing(first.opened_store()) as store:
+        ensure_first_placement(store, first, "eplb serve")
+        ensure_first_placement(store, now, "eplb launch, host 0")  # a copy
+        assert "differs" not in str(findings(now))
+
+        with shard.open("r+b") as file:
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+        (refused,) = [line for line in wrong(findings(now)) if "checkpoint" in line]
+        with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
+            ensure_first_placement(store, now, "eplb launch, host 0")
+        with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
+            run_host_cache(now, 0, print)
+        done = accept_checkpoint(store, weights, "an operator")
+        ensure_first_placement(store, now, "eplb launch, host 0")
+        back = [line for line in wrong(findings(first)) if "checkpoint" in line]
+
+    assert refused.startswith(f"refused  checkpoint: found {weights} differs from the one that ")
+    assert f"(eplb serve): {shard.name} has other bytes, of tensor " in refused
+    assert refused.endswith(
+        "expected the same; to serve this one, stop all ranks and host caches and run `eplb check "
+        "--accept-checkpoint`"
+    )
+    assert done.startswith(f"accepted {weights}: {shard.name} has other bytes")
+    assert len(back) == 1
 
 
 def test_memory_that_is_not_there_is_refused() -> None:
