@@ -17,11 +17,12 @@ placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_sche
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError, RankError
+from eplb.errors import BrokenGroup, ConfigError, RankError
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
@@ -57,6 +58,7 @@ class RankAgent:
         self._update, self._recovery = core.update, core.recovery
         self._link_server: RankLinkServer | None = None
         self._has_ended = False  # on every rank, by vote
+        self._has_failed = False  # the last call, by an error of this rank's own
         self._watchdog.step.busy("before the first step")
 
     # -- what the serving process calls
@@ -89,6 +91,25 @@ class RankAgent:
                 step.
             ConfigError: there is no such phase.
         """
+        with self._failures():
+            return self._step(step, phase)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Note whether this rank's last call failed by itself: it then leaves as a dead one.
+
+        Else the others would wait for its votes up to their deadline.
+        """
+        try:
+            yield
+            self._has_failed = False
+        except BrokenGroup:
+            raise
+        except Exception:
+            self._has_failed = True
+            raise
+
+    def _step(self, step: int | None, phase: LoadPhase | None) -> bool:
         if phase is not None and phase not in LOAD_PHASES:
             raise ConfigError(
                 f"rank {self._parts.rank}: a forward pass of phase {phase!r}, "
@@ -199,7 +220,8 @@ class RankAgent:
             ConfigError: an update is under way already, or versions do not grow.
             RankError: not every rank updates now, or one is dead or late.
         """
-        self._update.begin(version)
+        with self._failures():
+            self._update.begin(version)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """Return (layer, slot of this rank, expert) of every live slot: where weights belong now.
@@ -215,7 +237,8 @@ class RankAgent:
             MigrationError: replicas of an expert hold different bytes.
             RankError: a rank is dead or late.
         """
-        self._update.end()
+        with self._failures():
+            self._update.end()
 
     @property
     def placement(self) -> Placement:
@@ -254,12 +277,15 @@ class RankAgent:
         self._shared.wake()
 
     def close(self) -> None:
-        """Stop the threads and leave the group. The caller flushes the reporter."""
+        """Stop the threads and leave the group. The caller flushes the reporter.
+
+        After an error of this rank's own the others detect a death; else it is an orderly leave.
+        """
         self.core.watcher.close()
         self.core.links.transport.close()
         if self._link_server is not None:
             self._link_server.close()
-        self.core.links.votes.close()
+        self.core.links.votes.close(is_failure=self._has_failed)
 
     # -- after a death (rebalance.recovery.survivors)
 

@@ -49,5 +49,7 @@ class VoteGroup(Protocol):
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone: no vote of theirs will come."""
 
-    def close(self) -> None:
-        """Leave the group, so that no other rank takes this one for dead."""
+    def close(self, *, is_failure: bool = False) -> None:
+        """Leave the group, so that no other rank takes this one for dead; after a failure, so that
+        every other one does.
+        """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import Annotated
+
 import typer
 
 from api.cli.deploy import BAD_INPUT, Config, Host, Setting, deployment_of, refused, say
@@ -9,18 +12,34 @@ from api.deploy.hosts import host_here
 from api.terminal.printable import printable
 from eplb.errors import EplbError
 
+Accept = Annotated[
+    bool,
+    typer.Option(
+        "--accept-checkpoint",
+        help="serve the checkpoint of this host from now on, in place of the one before",
+    ),
+]
 
-def check(config: Config = None, host: Host = None, setting: Setting = None) -> None:
+
+def check(
+    config: Config = None, host: Host = None, setting: Setting = None, accept: Accept = False
+) -> None:
     """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
 
     Exit status 0: all is as it should be; 2: something is not, and the output names it.
     """
     # Imported here: it needs the extra "api".
+    from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.checks.costs import costs_of, lines_of
     from api.deploy.checks.host import check_all
+    from api.deploy.first_placement import check_belongs
 
     try:
         deployment = deployment_of(config, setting, "check")
+        if accept:
+            with closing(deployment.opened_store()) as store:
+                check_belongs(store, deployment)
+                say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
         is_ok = True
         for finding in check_all(deployment, host_here(deployment, host)):
             say(printable(str(finding)))

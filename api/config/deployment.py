@@ -12,8 +12,9 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from api.config.fields import HOUR_S, Number, Section, Whole, setting
+from api.config.fields import HOUR_S, Number, Section, Whole, files_together, setting
 from rebalance.build.config import NetworkConfig
+from rebalance.network.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 
@@ -100,3 +101,21 @@ class NetworkSettings(Section):
         None,
         "file with the secret of the deployment (or EPLB_SECRET); none: only loopback addresses",
     )
+    tls_certificate_file: Path | None = setting(
+        None, "certificate of this host, for links with TLS; none: links are not encrypted"
+    )
+    tls_key_file: Path | None = setting(None, "its key, without a passphrase")
+    tls_ca_file: Path | None = setting(
+        None, "authorities that certificates of other hosts are accepted by"
+    )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Files of links with TLS; None: they have none.
+
+        Raises:
+            ConfigError: one is not set.
+        """
+        names = "tls_certificate_file", "tls_key_file", "tls_ca_file"
+        given = files_together(self, "network", *names)
+        return TlsFiles(Certificate(*given[:2]), given[2]) if given else None

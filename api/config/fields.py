@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from eplb.errors import ConfigError
 
 HOUR_S, YEAR_S = 3600, 31_536_000
 MOST = 10**12  # bytes and bytes per second: a terabyte, above any link
@@ -93,3 +96,19 @@ def bounds_of(field: FieldInfo) -> str:
 def values_of(section: Section) -> dict[str, Any]:
     """Give a section's values by name, for a dataclass that has the same names."""
     return {name: getattr(section, name) for name in type(section).model_fields}
+
+
+def files_together(section: Section, table: str, *names: str) -> list[Path]:
+    """Give files that are of use only together: all of them, absolute, or none.
+
+    Raises:
+        ConfigError: one is given and another one is not.
+    """
+    found = {f"{table}.{name}": getattr(section, name) for name in names}
+    given = {name: path.absolute() for name, path in found.items() if path is not None}
+    if given and len(given) < len(names):
+        missing = next(name for name in found if name not in given)
+        raise ConfigError(
+            f"{missing} is not set and {next(iter(given))} is, expected both or none of them"
+        )
+    return list(given.values())

@@ -6,17 +6,19 @@ them a user may set, with the same defaults. A test compares the two.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from pydantic import field_validator
 
-from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, setting
+from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, files_together, setting
 from api.demo.settings import DEPLOYMENT
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
+from rebalance.network.tls import Certificate
 from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.reporter.drain import Tempo
 from telemetry.retention.pruning import Retention
@@ -185,6 +187,10 @@ class Http(Section):
         "127.0.0.1", "address that it listens on; not a loopback one: a secret", min_length=1
     )
     port: Whole = setting(8765, "port; 0: any free one", ge=0, le=65535)
+    tls_certificate_file: Path | None = setting(
+        None, "certificate with those up to its authority; none: http, without encryption"
+    )
+    tls_key_file: Path | None = setting(None, "its key, without a passphrase")
     metrics_level: Literal["default", "layer", "rank"] = setting(
         "default", "series of /metrics for each layer, or each layer and rank"
     )
@@ -217,7 +223,17 @@ class Http(Section):
 
     def limits(self) -> HttpLimits:
         """Give the limits that the service takes."""
-        return HttpLimits(**self.model_dump(exclude={"host", "port", "metrics_level"}))
+        return HttpLimits(**self.model_dump(include={one.name for one in fields(HttpLimits)}))
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Of the service; None: it serves http.
+
+        Raises:
+            ConfigError: its key is not set, or the key without it.
+        """
+        given = files_together(self, "http", "tls_certificate_file", "tls_key_file")
+        return Certificate(*given) if given else None
 
 
 class Supervision(Section):

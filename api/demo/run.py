@@ -66,7 +66,9 @@ def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
         app = create_app(
             store, metrics_level=http.metrics_level, supervision=supervisor.view, limits=limits
         )
-        service = HttpService(app, http.host, http.port, limits=limits)
+        service = HttpService(
+            app, http.host, http.port, limits=limits, certificate=http.certificate
+        )
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)

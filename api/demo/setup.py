@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import secrets
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +28,11 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
 from rebalance.build.description import schema_of
+from rebalance.build.rank import new_run_name, record_start
 from rebalance.controller.lease import new_holder
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
@@ -41,7 +41,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from simulations.traces import read_expert_ids
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import LoadStore
 
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
@@ -170,27 +170,9 @@ def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
         log.warning("the lease was not released: %s", exc)
 
 
-def new_run_name() -> str:
-    """Name a start of the serving processes; sorts by time."""
-    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
-
-
 def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
-    open_migration = store.published()
-    if open_migration is not None:
-        store.withdraw(
-            open_migration.plan_id, outcome="rejected", reason="the run it was made for has ended"
-        )
-    store.begin_run(
-        RunInfo(
-            plan.run,
-            time.time(),
-            model_to_dict(plan.model),
-            topology_to_dict(plan.topology),
-            plan.window_steps,
-            plan.window_seconds,
-        )
-    )
+    windows = plan.window_steps, plan.window_seconds
+    record_start(store, plan.run, plan.model, plan.topology, windows)
 
 
 def _links(settings: Settings) -> HostLinkSettings | None:

@@ -81,6 +81,11 @@ class Deployment:
         return self.settings.topology.spare_slots
 
     @property
+    def checkpoint(self) -> Path | None:
+        """Folder of its weights on this host; None: the engine has them."""
+        return self.settings.model.checkpoint
+
+    @property
     def static(self) -> LiveSettings:
         """Live settings as its configuration has them."""
         return static_layer(self.settings)
@@ -113,6 +118,7 @@ class Deployment:
             tuple((host, port) for host in self.hosts),
             self.secret.derived("links between host caches"),
             order=order,
+            tls=self.settings.network.tls,
             **values_of(self.settings.host_link),
         )
 
@@ -124,7 +130,8 @@ class Deployment:
         each, first = self.settings.topology.ranks_per_node, self.settings.network.rank_port
         addresses = tuple((host, first + local) for host in self.hosts for local in range(each))
         key = self.secret.derived("links between ranks")
-        return RankLinkSettings(addresses, key, **values_of(self.settings.transport))
+        tls = self.settings.network.tls
+        return RankLinkSettings(addresses, key, tls=tls, **values_of(self.settings.transport))
 
     def host_cache_address(self, host: int) -> HostCacheAddress:
         """Where ranks of a host find its cache."""
@@ -205,6 +212,8 @@ def resolve(settings: Settings, environ: Mapping[str, str]) -> Deployment:
         ConfigError: settings that do not fit together, or a secret that cannot be used.
         CheckpointError: the checkpoint's folder cannot be read.
     """
+    # Refused here where one of their files is not set.
+    _ = settings.network.tls, settings.http.certificate
     hosts = tuple(settings.topology.hosts) or (LOOPBACK,)
     is_remote = any(not is_loopback(host) for host in hosts)
     if is_remote and len(hosts) > 1 and (path := file_of(settings.deployment.store)) is not None:

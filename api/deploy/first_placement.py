@@ -8,11 +8,13 @@ configuration replaces the static layer alone.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from api.config.live import overriding
+from api.deploy.checkpoint import record_checkpoint
 from api.deploy.secret import Secret
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
@@ -53,6 +55,10 @@ class Starting(Protocol):
         """Of the deployment."""
 
     @property
+    def checkpoint(self) -> Path | None:
+        """Folder of its weights on this host."""
+
+    @property
     def static(self) -> LiveSettings:
         """Live settings as its configuration has them."""
 
@@ -77,9 +83,11 @@ def ensure_first_placement(
 
     Raises:
         ConfigError: the store is of another deployment: another secret, model or topology.
+        CheckpointError: the checkpoint is another one than at the first start.
         StoreError: the store cannot be used.
     """
     check_belongs(store, starting)
+    record_checkpoint(store, starting.checkpoint, by)
     wrote = False
     if store.committed() is None:
         first = contiguous_placement(starting.model, starting.topology)

@@ -20,6 +20,7 @@ from threading import Event
 
 from api.config.sections import Supervision
 from api.deploy.checks.host import port_refusal, ports_of
+from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import REFUSED, LocalRanks
@@ -74,9 +75,10 @@ def check_start(launch: Launch) -> None:
     """Refuse what would keep the ranks of this host from starting.
 
     Raises:
-        ConfigError: too few GPUs, or a port that is in use.
+        ConfigError: too few GPUs, a port that is in use, or a certificate that cannot be used.
         RankError: a rank's place is taken.
     """
+    check_link_certificate(launch.deployment, launch.host)
     if launch.deployment.settings.topology.device == "cuda":
         check_gpus(len(launch.ranks))
     for rank in launch.ranks:
@@ -124,6 +126,7 @@ def become_rank(launch: Launch) -> None:
     Raises:
         ConfigError: torchrun starts another number of ranks, or the command is not there.
     """
+    check_link_certificate(launch.deployment, launch.host)
     environ, expected = launch.environ, launch.deployment.topology.num_ranks
     found, rank = environ.get("WORLD_SIZE", ""), environ["RANK"]
     if found != str(expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from api.config.deployment import ModelSettings
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError
@@ -12,6 +14,9 @@ SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
 def model_shape(settings: ModelSettings) -> ModelShape:
     """Give the shape of the deployment's model; loads no torch.
+
+    Layers of multi-token prediction (MTP) are not part of it: which of them have experts is known
+    of the weight files alone. ``check_checkpoint`` and the host cache report them.
 
     Raises:
         ConfigError: a shape is missing, or is another than in the checkpoint's `config.json`.
@@ -76,5 +81,15 @@ def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
     checkpoint.check(model, schema_of(model.hidden, model.intermediate, precision))
     return (
         f"{folder}: {checkpoint.config.family.name}, {model.num_layers} MoE layers x "
-        f"{model.num_experts} experts in {precision}"
+        f"{model.num_experts} experts in {precision}{unserved(checkpoint.mtp_layers)}"
+    )
+
+
+def unserved(mtp_layers: Sequence[int]) -> str:
+    """Say that the commands leave layers of multi-token prediction (MTP) to the engine."""
+    if not mtp_layers:
+        return ""
+    return (
+        f"; MTP layers {', '.join(map(str, mtp_layers))} are neither served nor balanced: the "
+        "engine loads their experts itself"
     )

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import closing
 from threading import Event
 
+from api.deploy.checkpoint import check_same_checkpoint
+from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.interrupts import StopSignals
@@ -58,14 +60,17 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     """Give records to the ranks of a host until a signal.
 
     Raises:
-        ConfigError: there is no source of records.
-        CheckpointError: a weight file is missing, or is of another model.
+        ConfigError: there is no source of records, or a certificate cannot be used.
+        CheckpointError: a weight file is missing, or is of another model, or the checkpoint is
+            another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
     # Imported here: both load torch.
     from rebalance.build.description import schema_of
     from rebalance.build.host_cache import build_host_cache
 
+    check_link_certificate(deployment, host)
+    _compare_checkpoint(deployment)
     stop, given = StopSignals(), deployment.settings
     model, weights = deployment.model, given.model.checkpoint
     if weights is None and not deployment.has_links:
@@ -98,3 +103,12 @@ def _join(deployment: Deployment, host: int) -> None:
             store.announce(joining)
     except StoreError as exc:
         log.warning("host %d: its version is not compared: %s", host, exc)
+
+
+def _compare_checkpoint(deployment: Deployment) -> None:
+    """Refuse another checkpoint than the deployment's; a cache needs the store for nothing else."""
+    try:
+        with closing(deployment.opened_store()) as store:
+            check_same_checkpoint(store, deployment.checkpoint)
+    except StoreError as exc:  # ranks compare the digests of what they load
+        log.warning("the checkpoint is not compared with that of the first start: %s", exc)

@@ -60,7 +60,14 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             token=token,
         )
         has_token = token is not None
-        service = HttpService(app, http.host, http.port, limits=limits, is_authenticated=has_token)
+        service = HttpService(
+            app,
+            http.host,
+            http.port,
+            limits=limits,
+            is_authenticated=has_token,
+            certificate=http.certificate,
+        )
         service.start()
         stack.callback(service.stop)
         helpers = Helpers(deployment, store, supervisor, service)

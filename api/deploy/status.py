@@ -101,6 +101,12 @@ def _problems(seen: Snapshot, leader: str, lease: Lease | None, now: float) -> I
         yield f"no controller leads: the lease of {shown(lease.holder)} ran out {age_s:.0f} s ago"
     elif not leader:
         yield "no controller leads, expected one (eplb serve or eplb controller)"
+    if seen.uncounted_ranks:
+        ranks = ", ".join(map(str, seen.uncounted_ranks))
+        yield (
+            f"rank {ranks}: the counters stay at zero while those of other ranks grow, expected "
+            "tokens for the experts that it holds: its dispatcher does not count"
+        )
     if reason := unready(seen, SILENT_AFTER_S, STALLED_AFTER_S):
         yield reason
 

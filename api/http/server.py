@@ -6,6 +6,7 @@ never a thread that exits on its own.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
+from rebalance.network.tls import Certificate
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,10 +38,11 @@ class HttpService:
     Args:
         is_authenticated: whether the app's requests prove a token. Without, only a loopback
             address is allowed.
+        certificate: of https; None: http.
 
     Raises:
-        ConfigError: on construction, a host that is not a loopback address, or no address; on
-            ``start``, a port that is in use.
+        ConfigError: on construction, a host that is not a loopback address, or no address, or a
+            certificate that cannot be used; on ``start``, a port that is in use.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class HttpService:
         *,
         limits: HttpLimits = DEFAULT_LIMITS,
         is_authenticated: bool = False,
+        certificate: Certificate | None = None,
     ) -> None:
         self._host = numeric_address(host) if is_authenticated else loopback_address(host)
-        self._port = port
+        self._port, self._scheme = port, "http" if certificate is None else "https"
+        if certificate is not None:
+            _check(certificate)  # in uvicorn's thread a failure would be a traceback
         config = uvicorn.Config(
             app,
             # uvicorn calls it as it would the class.
@@ -65,15 +71,18 @@ class HttpService:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=int(STOP_TIMEOUT_S / 2),
+            ssl_certfile=certificate.chain if certificate else None,
+            ssl_keyfile=certificate.key if certificate else None,
         )
-        self._config, self._server = config, uvicorn.Server(config)
+        self._config, self._server = config, _Server(config, limits)
+        self._limits = limits
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         """Where it is served, without a slash at the end."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return f"{self._scheme}://{host}:{self._port}"
 
     @property
     def is_alive(self) -> bool:
@@ -82,7 +91,7 @@ class HttpService:
 
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
-        self._server = uvicorn.Server(self._config)
+        self._server = _Server(self._config, self._limits)
         bound = _bound_socket(self._host, self._port)
         self._port = bound.getsockname()[1]
         self._thread = threading.Thread(
@@ -112,6 +121,29 @@ class HttpService:
                 f"the HTTP service on {self.url} did not end within {STOP_TIMEOUT_S:g} s"
             )
         self._thread = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with a deadline for the handshake of TLS: asyncio's own is 60 s."""
+
+    def __init__(self, config: uvicorn.Config, limits: HttpLimits) -> None:
+        super().__init__(config)
+        self._handshake_s = limits.request_deadline_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; a connection counts among the open ones once its handshake is complete."""
+        if self.config.is_ssl:
+            loop = asyncio.get_running_loop()
+            listen = partial(loop.create_server, ssl_handshake_timeout=self._handshake_s)
+            loop.create_server = listen  # type: ignore[method-assign]
+        await super().startup(sockets)
+
+
+def _check(certificate: Certificate) -> None:
+    try:
+        certificate.check()
+    except ConfigError as exc:
+        raise ConfigError(f"TLS of HTTP: {exc}") from exc
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:

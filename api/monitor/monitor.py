@@ -222,6 +222,7 @@ class Monitor:
                 digest_failures=sum(state.digest_failures for state in self._states),
                 mover_failures=sum(state.mover_failures for state in self._states),
                 store_errors=detail_sum(self._states, "store_errors"),
+                uncounted_ranks=self._samples.uncounted(),
                 sample_age_s=self._samples.age_s(now),
                 supervision=self._supervision(),
                 **self._tally.shown(),

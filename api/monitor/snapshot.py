@@ -143,6 +143,7 @@ class Snapshot:
     plan_s: Durations = field(default_factory=Durations)
     rebalance_s: Durations = field(default_factory=Durations)  # from offered to committed
     store_errors: int = 0  # failed attempts of ranks to write to the store
+    uncounted_ranks: tuple[int, ...] = ()  # no token of theirs was counted; see SampleTally
     sample_age_s: float | None = None  # newest sample of the rank that is furthest behind
     supervision: SupervisionView = field(default_factory=SupervisionView)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample
+from eplb.core.placement import EMPTY
 from telemetry.events import OUTCOME_OF_EVENT, plan_end, plan_offer
 from telemetry.store import Event, Outcome, RankState
 
@@ -103,6 +104,10 @@ class RunTally:
             self.rebalance_s = self.rebalance_s.plus(max(0.0, time - since))
 
 
+# Before a rank without a token is reported: steps of its samples, tokens for each rank.
+UNCOUNTED_STEPS, UNCOUNTED_TOKENS = 256, 10_000
+
+
 class SampleTally:
     """Figures from the samples of a run beside their windows."""
 
@@ -110,11 +115,13 @@ class SampleTally:
         self._newest: dict[int, float] = {}  # rank -> time of its newest sample
         self._received: dict[int, NDArray[np.int64]] = {}  # rank -> [L] tokens of all its samples
         self._first: dict[int, LoadSample] = {}  # rank -> first sample of its newest generation
+        self._steps: Counter[int] = Counter()  # of each rank's samples
         self._in_migration: set[int] = set()  # windows
 
     def note(self, sample: LoadSample, window: int) -> None:
         """Count one more sample, of a window."""
         self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
+        self._steps[sample.rank] += sample.last_step - sample.first_step + 1
         received = sample.tokens.sum(axis=1)
         self._received[sample.rank] = self._received.get(sample.rank, 0) + received
         if self._is_in_migration(sample):
@@ -145,6 +152,24 @@ class SampleTally:
         """Age of the newest sample of the rank that is furthest behind; None before any."""
         oldest = min(self._newest.values(), default=None)
         return None if oldest is None else max(0.0, now - oldest)
+
+    def uncounted(self) -> tuple[int, ...]:
+        """Ranks that hold experts and counted no token since the start, while others did.
+
+        A rank may be idle, and then receives what others route to its experts: with fewer tokens
+        than ``UNCOUNTED_TOKENS`` for each rank nothing is concluded. Where no rank counts a token,
+        all may be idle.
+        """
+        total = sum(int(tokens.sum()) for tokens in self._received.values())
+        if total < UNCOUNTED_TOKENS * len(self._received):
+            return ()
+        return tuple(
+            rank
+            for rank, tokens in sorted(self._received.items())
+            if not tokens.any()
+            and self._steps[rank] >= UNCOUNTED_STEPS
+            and (self._first[rank].slot_to_expert != EMPTY).any()
+        )
 
     def received(self, num_ranks: int) -> NDArray[np.int64] | None:
         """[L, R] tokens that each rank received over all samples; None before any."""

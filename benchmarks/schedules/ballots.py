@@ -71,7 +71,7 @@ class Member:
         """Ranks whose liveness connections broke, as far as this rank has been told."""
         return self.known_dead
 
-    def close(self) -> None:
+    def close(self, *, is_failure: bool = False) -> None:
         """Leave; only a death makes a rank dead here."""
 
 

@@ -88,8 +88,10 @@ class DeploymentDescription:
         common = replace(self.config, rank_links=None, journal_dir=None)
         common = replace(common, network=type(common.network)(), reporting=type(common.reporting)())
         rest = (to_plain(common), to_plain(model), to_plain(topology), self.window_seconds)
+        links = self.config.rank_links
+        has_tls = {"links": "with TLS"} if links is not None and links.tls is not None else {}
         digest = hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8)
-        return {
+        return has_tls | {
             "version": Announcement(RANKS, "").version,
             "deployment": self.config.deployment,
             "ranks": str(topology.num_ranks),

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +27,6 @@ from torch.distributed import distributed_c10d
 
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, RankError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription
@@ -37,7 +34,13 @@ from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
 from rebalance.build.meeting import Attendance, agree, meet
 from rebalance.build.places import claim_place
-from rebalance.build.rank import BuiltRank, build_rank, committed_placement
+from rebalance.build.rank import (
+    BuiltRank,
+    build_rank,
+    committed_placement,
+    new_run_name,
+    record_start,
+)
 from rebalance.recovery.survivors import end_together, recover, rejoin
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
@@ -47,7 +50,7 @@ from runtime.group.agreement import gathered
 from runtime.group.listeners import gloo_listeners_closed
 from runtime.routing import RoutingTable
 from telemetry.joining import check_versions
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import LoadStore
 
 log = logging.getLogger(__name__)
 
@@ -251,14 +254,10 @@ def _begun_run(
 
 
 def _begin(deployment: DeploymentDescription, store: LoadStore) -> str:
-    """Record a start of all ranks. A migration that an earlier start left open is withdrawn."""
-    run = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+    """Record a start of all ranks under a new name."""
+    run = new_run_name()
     check_versions(store, Announcement(RANKS, run))
-    if (open_migration := store.published()) is not None:
-        reason = "the run it was made for has ended"
-        store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)
     model = replace(deployment.model, expert_bytes=deployment.schema.record_bytes)
-    shapes = model_to_dict(model), topology_to_dict(deployment.topology)
     windows = deployment.window_steps, deployment.window_seconds
-    store.begin_run(RunInfo(run, time.time(), *shapes, *windows))
+    record_start(store, run, model, deployment.topology, windows)
     return run

@@ -6,8 +6,11 @@ The order matters: every bank is filled, and its bytes agreed on, before any ran
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, RankError
 from rebalance.build.config import RankConfig
 from rebalance.build.group import RankGroups
 from rebalance.preload.cache.client import HostCacheClient
@@ -32,6 +35,8 @@ from rebalance.transport.ranks.messages import GroupName
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
+
+DEATH_S = 1.0  # after a failure of torch, to learn which rank died
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +84,11 @@ def take_experts(
     Raises:
         ConfigError: bank, placement and topology do not fit together.
         MigrationError: a record cannot be read, or ranks hold different bytes of one expert.
-        BrokenGroup: a rank died or missed the deadline.
+        RankError: a rank died or missed the deadline, or the device has no memory.
     """
     network, rank = config.network, place.rank
-    memory = _memory(config, place, model, experts)
+    with torch_failures(place, "its memory for experts"):
+        memory = _memory(config, place, model, experts)
     bank, size = memory.bank, memory.bank.schema.record_bytes
     cache = HostCacheClient(
         place.host_cache,
@@ -95,24 +101,42 @@ def take_experts(
     votes = GlooVotes(
         place.groups.votes, host=config.host_of(rank), deadline_s=network.join_deadline_s
     )
-    if memory.is_filled:
-        found = _digests_of(bank, held)
-    else:
-        found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
-    shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
-    digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
-    handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
-    others = None
-    if config.rank_links is not None:
-        others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
-    transport, why = choose_transport(
-        RankMemory(rank, bank, cache, 1 + len(ranks_beside(rank, place.topology)), others),
-        lambda: _open_peers(place, memory, dict(enumerate(handles))),
-        KnownRecords(placement, place.topology, digests),
-        place.groups.votes,
-    )
+    with torch_failures(place, "its first experts", votes):
+        if memory.is_filled:
+            found = _digests_of(bank, held)
+        else:
+            found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
+        shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
+        digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+        handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
+        others = None
+        if config.rank_links is not None:
+            others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
+        transport, why = choose_transport(
+            RankMemory(rank, bank, cache, 1 + len(ranks_beside(rank, place.topology)), others),
+            lambda: _open_peers(place, memory, dict(enumerate(handles))),
+            KnownRecords(placement, place.topology, digests),
+            place.groups.votes,
+        )
     log.info("rank %d: transport: %s", rank, why)
     return FirstExperts(bank, digests, votes, transport)
+
+
+@contextmanager
+def torch_failures(place: RankPlace, what: str, votes: GlooVotes | None = None) -> Iterator[None]:
+    """Translate a failure of torch: of its collectives, where a peer died, or of the device."""
+    try:
+        yield
+    except RuntimeError as exc:
+        deadline = time.monotonic() + DEATH_S
+        while votes is not None and not votes.dead() and time.monotonic() < deadline:
+            Event().wait(DEATH_S / 100)  # gloo fails as early as the liveness connection closes
+        dead = sorted(votes.dead()) if votes is not None else []
+        peers = f"rank {', '.join(map(str, dead))} died" if dead else "no rank is known to be dead"
+        raise RankError(
+            f"rank {place.rank}: {what} could not be prepared in run {place.run} ({peers}), "
+            f"expected all {place.topology.num_ranks} ranks to start: {exc}"
+        ) from exc
 
 
 def _memory(

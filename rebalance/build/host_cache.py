@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.cache.server import HostCacheServer
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
+
+log = logging.getLogger(__name__)
 
 
 def build_host_cache(
@@ -47,4 +50,11 @@ def build_host_cache(
             )
         settings = replace(settings, links=replace(links, listen=links.hosts[host]))
     weights = Checkpoint(checkpoint) if checkpoint is not None else None
+    if weights is not None and (left := set(weights.mtp_layers) - set(model.layer_ids)):
+        log.warning(
+            "%s: layers %s of multi-token prediction (MTP) are neither served nor balanced: the "
+            "engine loads their experts itself",
+            checkpoint,
+            ", ".join(map(str, sorted(left))),
+        )
     return HostCacheServer(address, weights, model, schema, settings)

@@ -14,6 +14,8 @@ Every rank calls it, with one configuration. The first placement is in the store
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
@@ -34,7 +37,7 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
-from telemetry.store import LoadStore
+from telemetry.store import LoadStore, RunInfo
 
 FLUSH_DEADLINE_S = 20.0
 
@@ -111,6 +114,30 @@ def build_rank(
         passes,
     )
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
+
+
+def new_run_name() -> str:
+    """Name a start of the serving processes; sorts by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def record_start(
+    store: LoadStore, run: str, model: ModelShape, topology: Topology, windows: tuple[int, float]
+) -> None:
+    """Record a start of all ranks. A migration that an earlier start left open is withdrawn.
+
+    Args:
+        store: of the deployment.
+        run: the start's name.
+        model: the MoE layers and their experts.
+        topology: all ranks.
+        windows: steps of a window, and its seconds or 0.
+    """
+    if (open_migration := store.published()) is not None:
+        reason = "the run it was made for has ended"
+        store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)
+    shapes = model_to_dict(model), topology_to_dict(topology)
+    store.begin_run(RunInfo(run, time.time(), *shapes, *windows))
 
 
 def agent_settings(

@@ -12,15 +12,18 @@ import json
 import math
 import select
 import socket
+import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
+from rebalance.network.tls import refusal
 
 MAX_MESSAGE_BYTES = 2**20  # after authentication
 _LENGTH = struct.Struct("!I")
@@ -43,7 +46,8 @@ class Wire:
     One thread may send while another one receives.
 
     Args:
-        end: connected; closed by its owner, or by ``close``.
+        end: connected, plain or with TLS whose handshake is complete; closed by its owner, or by
+            ``close``.
         deadline: of the whole exchange, by time.monotonic; may be replaced.
         silence_s: for the next byte.
     """
@@ -51,6 +55,9 @@ class Wire:
     def __init__(self, end: socket.socket, deadline: float, silence_s: float) -> None:
         self._end, self.deadline, self._silence_s = end, deadline, silence_s
         end.setblocking(False)  # a timeout of the socket would be shared by both directions
+        self._tls = end if isinstance(end, ssl.SSLSocket) else None
+        # Two threads must not use one TLS connection at a time; each use takes a moment.
+        self._turn = threading.Lock() if self._tls else nullcontext()
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -69,13 +76,21 @@ class Wire:
         Nothing is consumed. A connection that ends between two requests is not an error.
         """
         try:
-            return self.is_readable(timeout_s) and bool(self._end.recv(1, socket.MSG_PEEK))
+            if not self.is_readable(timeout_s):
+                return False
+            # With TLS these are encrypted bytes, which only show that something has come.
+            return self._has_decrypted() or bool(socket.socket.recv(self._end, 1, socket.MSG_PEEK))
         except OSError:  # broken connection: there is no request
             return False
 
     def is_readable(self, timeout_s: float = 0.0) -> bool:
         """Wait for the next message or the end of the connection; False on a timeout."""
-        return self._is_ready(select.POLLIN, timeout_s)
+        return self._has_decrypted() or self._is_ready(select.POLLIN, timeout_s)
+
+    def _has_decrypted(self) -> bool:
+        """Return whether bytes wait that the socket itself does not show any more."""
+        with self._turn:
+            return self._tls is not None and self._tls.pending() > 0
 
     def is_writable(self, timeout_s: float) -> bool:
         """Wait for room to send, or the end of the connection; False on a timeout."""
@@ -173,12 +188,16 @@ class Wire:
     def _in_time(self, step: Callable[[], int], event: int, silence_s: float) -> int:
         while (left_s := min(self.left_s, silence_s)) > 0:
             try:
-                return step()
-            except BlockingIOError:
+                with self._turn:
+                    return step()
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as exc:
+                if isinstance(exc, ssl.SSLError):  # a TLS record may need the other direction
+                    wants_read = isinstance(exc, ssl.SSLWantReadError)
+                    event = select.POLLIN if wants_read else select.POLLOUT
                 if not self._is_ready(event, left_s):
                     raise MigrationError(f"no bytes transferred within {left_s:.3g} s") from None
             except OSError as exc:
-                raise DisconnectedError(f"connection failed: {exc}") from exc
+                raise DisconnectedError(f"connection failed: {refusal(exc)}") from exc
         raise MigrationError("deadline passed before the transfer was complete")
 
     def break_off(self) -> None:
@@ -193,19 +212,32 @@ class Wire:
 def break_off(end: socket.socket) -> None:
     """Shut a connection down, which ends the waits of other threads on it."""
     with suppress(OSError):  # closed already
-        end.shutdown(socket.SHUT_RDWR)
+        # Not SSLSocket's: it lets another thread read encrypted bytes as if they were plain.
+        socket.socket.shutdown(end, socket.SHUT_RDWR)
 
 
-def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """Open a TCP connection.
+def connect(
+    address: tuple[str, int], deadline_s: float, tls: ssl.SSLContext | None = None
+) -> socket.socket:
+    """Open a TCP connection, with TLS where a context is given.
 
     Raises:
-        MigrationError: the connection was refused or timed out.
+        MigrationError: the connection was refused or timed out, or a certificate was refused.
     """
     try:
-        return socket.create_connection(address, timeout=deadline_s)
+        end = socket.create_connection(address, timeout=deadline_s)
     except OSError as exc:
         raise MigrationError(f"cannot connect: {exc}") from exc
+    if tls is None:
+        return end
+    try:  # within the same deadline again; wrap_socket closes what it cannot use
+        return tls.wrap_socket(end, server_hostname=address[0])
+    except OSError as exc:
+        end.close()
+        raise MigrationError(
+            f"TLS handshake with {address[0]} port {address[1]} failed: {refusal(exc)}, expected "
+            "TLS with certificates of the deployment's authority on both sides"
+        ) from exc
 
 
 @contextmanager

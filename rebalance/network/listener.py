@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Protocol
 from eplb.errors import MigrationError
 from rebalance.network.frames import Message, Wire, break_off
 from rebalance.network.handshake import server_handshake
+from rebalance.network.tls import refusal
 
 MAX_CLIENTS = 64  # open connections of one listener; further clients are refused
 HANDSHAKE_DEADLINE_S = 5.0
@@ -36,6 +38,7 @@ class ListenerSettings:
     secret: bytes = field(repr=False)
     silence_s: float  # without a byte, after which the connection is closed
     handshake_s: float = HANDSHAKE_DEADLINE_S  # for all of it, however slowly bytes come
+    tls: ssl.SSLContext | None = None  # None: plain
 
 
 class Admission(Protocol):
@@ -54,15 +57,17 @@ class Admission(Protocol):
 class ClientLimit:
     """Admits ``MAX_CLIENTS`` clients; further ones receive the reason."""
 
-    def __init__(self) -> None:
-        self._lock, self._num_clients = threading.Lock(), 0
+    def __init__(self, *, is_tls: bool = False) -> None:
+        self._lock, self._num_clients, self._is_tls = threading.Lock(), 0, is_tls
 
     def admit(self, client: socket.socket) -> bool:
         """Return whether there is room for a client."""
         with self._lock:
             has_room = self._num_clients < MAX_CLIENTS
             self._num_clients += has_room
-        if not has_room:
+        if not has_room and self._is_tls:  # a client would have to be waited for to be told
+            log.warning("connection limit reached: %d clients connected", MAX_CLIENTS)
+        elif not has_room:
             try:
                 # Nothing was sent before, so there is room for this: it never waits.
                 wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
@@ -104,7 +109,8 @@ class ConnectionListener:
         admission: Admission | None = None,
     ) -> None:
         self._settings, self._hello, self._serve = settings, hello, serve
-        self._is_closing, self._admission = is_closing, admission or ClientLimit()
+        self._is_closing = is_closing
+        self._admission = admission or ClientLimit(is_tls=settings.tls is not None)
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._listening = listening
@@ -130,7 +136,14 @@ class ConnectionListener:
             else:
                 client.close()
 
-    def _start(self, client: socket.socket, name: str) -> None:
+    def _start(self, accepted: socket.socket, name: str) -> None:
+        try:
+            client = self._wrapped(accepted)
+        except OSError as exc:  # disconnected already
+            accepted.close()
+            self._admission.leave(accepted, f"{name}: connection failed: {refusal(exc)}")
+            return
+
         def run() -> None:
             try:
                 with client:
@@ -145,17 +158,30 @@ class ConnectionListener:
             self._clients[client] = thread
         thread.start()
 
+    def _wrapped(self, client: socket.socket) -> socket.socket:
+        """Prepare TLS, if there is any; nothing is sent or received before the client's thread."""
+        if self._settings.tls is None:
+            return client
+        return self._settings.tls.wrap_socket(
+            client, server_side=True, do_handshake_on_connect=False
+        )
+
     def _serve_client(self, client: socket.socket, name: str) -> None:
         """Serve one client, on its own thread."""
         settings, failure, is_authenticated = self._settings, "", False
+        deadline = time.monotonic() + settings.handshake_s
         try:
-            wire = Wire(client, time.monotonic() + settings.handshake_s, settings.silence_s)
+            if isinstance(client, ssl.SSLSocket):
+                client.settimeout(settings.handshake_s)  # for the whole handshake
+                client.do_handshake()
+            wire = Wire(client, deadline, settings.silence_s)
             server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
             is_authenticated = True
             self._admission.authenticated(client)
             self._serve(wire)
         except (MigrationError, OSError) as exc:
-            failure = f"{name}: connection failed: {exc}"
+            why = refusal(exc) if isinstance(exc, OSError) else exc
+            failure = f"{name}: connection failed: {why}"
         except (KeyError, TypeError, ValueError) as exc:
             log.error("%s: malformed request; closing the connection: %r", name, exc)
         finally:

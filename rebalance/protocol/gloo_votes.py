@@ -56,9 +56,9 @@ class GlooVotes:
         """Ranks whose liveness connection broke."""
         return self._liveness.dead()
 
-    def close(self) -> None:
-        """Announce the leave to all ranks and close the connections."""
-        self._liveness.close()
+    def close(self, *, is_failure: bool = False) -> None:
+        """Announce the leave to all ranks, unless it is a failure, and close the connections."""
+        self._liveness.close(is_failure=is_failure)
 
 
 def _address_of(rank: int, message: Any) -> Address:

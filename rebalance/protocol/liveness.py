@@ -62,7 +62,7 @@ class LivenessConnections:
         self._rank, self._host = rank, host
         self._dead: frozenset[int] = frozenset()  # replaced, never changed: two threads look at it
         self._leaving: set[int] = set()
-        self._is_closed = threading.Event()
+        self._is_closed, self._is_failure = threading.Event(), False
         key = secrets.token_bytes(16)
         self._open = ExitStack()
         try:
@@ -94,10 +94,14 @@ class LivenessConnections:
         """Ranks that are known to be dead, without those that left regularly."""
         return self._dead
 
-    def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Announce the leave to every rank and close; idempotent."""
+    def close(self, *, is_failure: bool = False, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Announce the leave to every rank and close; idempotent.
+
+        After a failure nothing is announced: every other rank detects a death.
+        """
         if self._is_closed.is_set():
             return
+        self._is_failure = is_failure
         os.write(self._wake, b"\0")  # first: once the flag is set, the thread may close this pipe
         self._is_closed.set()
         self._thread.join(deadline_s)
@@ -184,7 +188,7 @@ class LivenessConnections:
                         assert isinstance(ready.fileobj, socket.socket), "ranks are sockets"
                         self._read(ready.data, ready.fileobj)
             for registered in self._selector.get_map().values():
-                if registered.data >= 0:
+                if registered.data >= 0 and not self._is_failure:
                     self._announce_leave(registered.fileobj)
 
     def _read(self, rank: int, line: socket.socket) -> None:

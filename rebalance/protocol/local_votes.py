@@ -82,8 +82,10 @@ class _LocalMember:
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
 
-    def close(self) -> None:
-        """Nothing to do: only ``kill`` makes a rank dead here."""
+    def close(self, *, is_failure: bool = False) -> None:
+        """Leave; after a failure as a dead rank."""
+        if is_failure:
+            self._votes.kill(self._rank)
 
 
 class _LocalVote:

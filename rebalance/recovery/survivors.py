@@ -265,9 +265,9 @@ class SurvivorVotes:
         """Survivors that died since."""
         return frozenset(self._survivors[place] for place in self._votes.dead())
 
-    def close(self) -> None:
+    def close(self, *, is_failure: bool = False) -> None:
         """Leave the group."""
-        self._votes.close()
+        self._votes.close(is_failure=is_failure)
 
 
 def rejoin(

@@ -6,10 +6,12 @@ The order of the calls, and what goes wrong without the fence, is in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from eplb.clock import Clock, Deadline
 from eplb.core.placement import EMPTY
@@ -28,6 +30,8 @@ from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.transport.interface import WeightTransport
 from rebalance.types import VoteGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,9 @@ class WeightUpdate:
         found = {(layer, e): self._slots.bank.digest(layer, slot) for layer, slot, e in self.held()}
         vote = cast_digests(found, *shape, links.votes)
         yield "digests"
-        self._slots.digests.copy_(agreed_digests(vote, *shape, deadline_s=links.deadline_s))
+        agreed = agreed_digests(vote, *shape, deadline_s=links.deadline_s)
+        self._report_unchanged((self._slots.digests == agreed).all(dim=-1))
+        self._slots.digests.copy_(agreed)
         version = self._fence.next_version
         assert version is not None, "an update ends that has begun"
         links.transport.serve_weights(version, links.deadline_s)
@@ -126,6 +132,27 @@ class WeightUpdate:
             self._shared.state = phases.serve_weights(self._shared.state, self._fence.version)
             self._shared.changed.notify_all()
         self._beat.busy(f"after the update to weights version {version}")
+
+    def _report_unchanged(self, is_same: torch.Tensor) -> None:
+        """Report experts [L, E] with their old bytes beside others with new ones.
+
+        Replicas are compared by the vote. An expert with one replica can only be compared with
+        what it was: all ranks see the same, and an update may leave experts as they are.
+        """
+        unchanged = is_same.nonzero().tolist()
+        if 0 < len(unchanged) < is_same.numel():
+            layer, expert = unchanged[0]
+            log.warning(
+                "rank %d: weights version %s: %d of %d experts have the bytes of the version "
+                "before, first layer %d expert %d, expected new ones: unless the update leaves "
+                "them, a rank did not load them",
+                self._slots.rank,
+                self._fence.next_version,
+                len(unchanged),
+                is_same.numel(),
+                layer,
+                expert,
+            )
 
     def _verdict(self, step: int) -> Verdict:
         verdict = self._voting.read(step + 1, must_finish=True)

@@ -14,9 +14,10 @@ from eplb.errors import CheckpointError
 from runtime.checkpoints.description import DOWN, GATE, UP
 from runtime.checkpoints.expert_tensors import ExpertTensors, PartRange, Source
 from runtime.checkpoints.families.own import OWN_MODEL
+from runtime.checkpoints.identity import INDEX_FILE, Identity
 from runtime.checkpoints.model_config import read_config
 from runtime.checkpoints.own_model import SCALE_SUFFIX, dense_shapes, scale_blocks
-from runtime.checkpoints.shards import INDEX_FILE, Identity, Shards
+from runtime.checkpoints.shards import Shards
 from runtime.experts import ExpertSchema, TensorSpec
 
 __all__ = ["INDEX_FILE", "Checkpoint"]
@@ -39,7 +40,7 @@ class Checkpoint:
         self._shards = Shards(path)
         self.config = read_config(path)
         self._experts = ExpertTensors(self._shards, self.config)
-        if expected is not None and (change := expected.difference(self.identity())):
+        if expected is not None and (change := expected.difference(self.identity(), path)):
             raise CheckpointError(f"{path}: the checkpoint changed since the last start: {change}")
 
     def identity(self) -> Identity:

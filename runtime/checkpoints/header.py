@@ -17,9 +17,7 @@ import torch
 
 from eplb.core.bounded_json import decode_json
 from eplb.errors import CheckpointError
-
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+from runtime.checkpoints.identity import LENGTH_BYTES, MAX_HEADER_BYTES
 
 # By the format's names. Types without arithmetic in torch are carried like any other.
 DTYPES = {

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
 from runtime.checkpoints.families.own import OWN_MODEL
-from runtime.checkpoints.shards import INDEX_FILE
+from runtime.checkpoints.identity import INDEX_FILE
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its 128 x 128 blocks

@@ -27,7 +27,7 @@ from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.controller import build_controller
-from rebalance.build.experts import RankPlace
+from rebalance.build.experts import RankPlace, torch_failures
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.rank import agent_settings, build_rank
@@ -35,6 +35,7 @@ from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -257,6 +258,38 @@ def test_rank_that_does_not_fit_is_refused_before_it_waits_for_others(
     )
     assert "(layers, slots, experts) (2, 10, 8), expected (3, 10, 8)" in other_model
     assert "rank 0: a bank with (layers, slots) (2, 3) on cpu, expected (2, 10)" in other_bank
+
+
+def test_death_of_a_peer_while_experts_are_prepared_is_named(
+    run_ranks: RunRanks, small_model: ModelShape, small_schema: ExpertSchema
+) -> None:
+    """Each rank has filled its slots; rank 1 leaves the build when the agreement begins."""
+
+    def build(rank: int) -> str:
+        group = dist.group.WORLD
+        assert group is not None
+        topology = Topology.uniform(1, 2, slots_per_rank=5)
+        cache = HostCacheAddress("nobody", SECRET)
+        place = RankPlace(
+            rank, "run-7", topology, RankGroups(group, group), torch.device("cpu"), cache
+        )
+        votes = GlooVotes(group)
+        if rank == 1:
+            votes.close(is_failure=True)
+            return "left"
+        try:
+            with torch_failures(place, "its first experts", votes):
+                raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")  # as gloo's
+        except RankError as exc:
+            return str(exc)
+        return "built"
+
+    found, _ = run_ranks(2, build)
+
+    assert found == (
+        "rank 0: its first experts could not be prepared in run run-7 (rank 1 died), expected all "
+        "2 ranks to start: Connection closed by peer [127.0.0.1]:4242"
+    )
 
 
 def test_votes_without_an_engines_group_are_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eplb.errors import EplbError
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,3 +24,9 @@ class Finding:
         if self.is_ok:
             return f"ok       {self.component}: {self.found}"
         return f"refused  {self.component}: found {self.found}, expected {self.expected}"
+
+
+def as_finding(component: str, exc: EplbError) -> Finding:
+    """Take an error apart, which names what was found and what was expected."""
+    found, _, expected = str(exc).removeprefix(f"{component}: ").partition(", expected ")
+    return Finding(component, found, expected or "none of that")

@@ -14,13 +14,15 @@ from contextlib import closing
 from pathlib import Path
 
 from api.config.addresses import numeric_address
+from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.checks.costs import Costs, amount, available_memory, costs_of
-from api.deploy.checks.finding import Finding
+from api.deploy.checks.finding import Finding, as_finding
+from api.deploy.checks.tls import check_certificates
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.hosts import is_own
 from api.deploy.model import check_checkpoint
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.build.places import holder_of
 from telemetry.joining import check_versions, serving
@@ -41,6 +43,7 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
     )
     whose = "of the deployment" if deployment.secret.is_given else "this host's own (loopback)"
     yield Finding("secret", f"{whose}, fingerprint {deployment.secret.fingerprint}")
+    yield from check_certificates(deployment, host)
     yield from check_ports(deployment, host)
     yield from check_places(deployment, host)
     yield check_state_folder(deployment.state_dir)
@@ -49,7 +52,7 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
     try:
         costs = costs_of(deployment)
     except EplbError as exc:
-        yield _as_finding("memory", exc)
+        yield as_finding("memory", exc)
     else:
         yield check_memory(costs, available_memory())
         if deployment.settings.topology.device == "cuda":
@@ -143,7 +146,7 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     try:
         opened = deployment.opened_store()
     except EplbError as exc:
-        yield _as_finding("store", exc)
+        yield as_finding("store", exc)
         return
     with closing(opened) as store:
         try:
@@ -152,10 +155,11 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
                 yield versions
                 return
             check_belongs(store, deployment)
+            yield from _check_same(store, deployment)
             committed = store.committed()
             offset_s, error_s = clock_offset(store, clock)
         except EplbError as exc:
-            yield _as_finding("store", exc)
+            yield as_finding("store", exc)
             return
     held = f"generation {committed.placement.generation}" if committed else "no placement yet"
     yield Finding("store", f"{deployment.store_shown} can be written, holds {held}")
@@ -173,9 +177,16 @@ def check_versions_here(store: LoadStore, now: float) -> Finding:
         for component in (CONTROLLER, RANKS):
             check_versions(store, Announcement(component, ""), now)
     except ConfigError as exc:
-        return _as_finding("versions", exc)
+        return as_finding("versions", exc)
     shown = "".join(f", {one.component} of {one.version} serve" for one in found)
     return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
+
+
+def _check_same(store: LoadStore, deployment: Deployment) -> Iterator[Finding]:
+    try:
+        check_same_checkpoint(store, deployment.checkpoint)
+    except CheckpointError as exc:
+        yield as_finding("checkpoint", exc)
 
 
 def clock_offset(store: LoadStore, clock: Clock) -> tuple[float, float]:
@@ -194,10 +205,4 @@ def _refusal_of(component: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(component, check())
     except EplbError as exc:
-        return _as_finding(component, exc)
-
-
-def _as_finding(component: str, exc: EplbError) -> Finding:
-    """Take an error apart, which names what was found and what was expected."""
-    found, _, expected = str(exc).partition(", expected ")
-    return Finding(component, found, expected or "none of that")
+        return as_finding(component, exc)

@@ -37,7 +37,8 @@ def refusal_of(request: Request, table: EntryTable, weights_version: int) -> str
     if request.weights_version < weights_version:
         return (
             f"weights version {request.weights_version} was invalidated by version "
-            f"{weights_version}"
+            f"{weights_version}: ranks replaced the weights while they served; to start from the "
+            "checkpoint again, restart the host caches of all hosts first"
         )
     if request.weights_version > 0:
         return (

@@ -68,6 +68,7 @@ class OtherHosts:
         self._hosts = [KnownHost(address, settings.back_off_s) for address in settings.others]
         self._is_closing = threading.Event()
         self._inward = Budget(settings.bytes_per_second, self._is_closing)
+        self._tls = settings.tls.client_context() if settings.tls else None
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self.num_failures = 0  # hosts that were late, dead or wrong
@@ -204,7 +205,7 @@ class OtherHosts:
     def _call(self, host: KnownHost) -> Iterator[Wire]:
         """Reach a host that proves to be of this deployment, and to have the same records."""
         settings = self._settings
-        with connect(host.address, settings.silence_s) as end:
+        with connect(host.address, settings.silence_s, self._tls) as end:
             with self._lock:
                 self._open.add(end)
             try:

@@ -12,6 +12,7 @@ from rebalance.network.link_settings import (
     check_address,
     check_limits,
 )
+from rebalance.network.tls import TlsFiles
 
 Order = Literal["before_disk", "after_disk"]
 
@@ -33,6 +34,7 @@ class HostLinkSettings:
     silence_s: float = 2.0  # without a byte, after which a host counts as dead
     deadline_s: float = 10.0  # for one record, including the other host's disk read
     back_off_s: float = 30.0  # upper limit of the back-off of a failed host
+    tls: TlsFiles | None = None  # None: bytes are not encrypted
 
     def __post_init__(self) -> None:
         check_limits(vars(self), "hosts")

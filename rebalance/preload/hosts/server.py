@@ -83,9 +83,10 @@ class HostLinkServer:
         self.num_sent = 0  # records
         is_closing = threading.Event()
         self._outward = Budget(settings.bytes_per_second, is_closing)
+        tls = settings.tls.server_context() if settings.tls else None
         self._listener = ConnectionListener(
             listen(settings.listen, "host"),
-            ListenerSettings("host", PROTOCOL, settings.secret, settings.silence_s),
+            ListenerSettings("host", PROTOCOL, settings.secret, settings.silence_s, tls=tls),
             self._hello,
             self._serve_client,
             is_closing,

@@ -55,6 +55,7 @@ class OtherRanks:
             if number != rank
         }
         self.ranks = frozenset(self._others)
+        self._tls = settings.tls.client_context() if settings.tls else None
         self._lock, self._is_closed = threading.Lock(), False
         self._bounces: list[Bounce] = []  # of a GPU; the next one to use is first
 
@@ -121,7 +122,7 @@ class OtherRanks:
             self._disconnect(other)
         if self._is_closed:
             raise RefusedError("this rank is closing")
-        end = connect(other.address, self._settings.silence_s)
+        end = connect(other.address, self._settings.silence_s, self._tls)
         with self._lock:
             other.end = end
             if self._is_closed:  # closed meanwhile, without this connection

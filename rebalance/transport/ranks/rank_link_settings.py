@@ -15,6 +15,7 @@ from rebalance.network.link_settings import (
     check_address,
     check_limits,
 )
+from rebalance.network.tls import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RankLinkSettings:
     silence_s: float = 2.0  # without a byte, after which a rank is left for the next source
     deadline_s: float = 5.0  # for one chunk
     back_off_s: float = 30.0  # upper limit of the back-off of a failed rank
+    tls: TlsFiles | None = None  # None: bytes are not encrypted
 
     def __post_init__(self) -> None:
         check_limits(vars(self), "ranks")

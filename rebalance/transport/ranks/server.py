@@ -69,10 +69,11 @@ class RankLinkServer:
         self._turns: queue.SimpleQueue[_Reading] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):
             self._turns.put(_Reading(bank.device))
+        tls = settings.tls.server_context() if settings.tls else None
         hello = {"rank": rank, "record_bytes": bank.schema.record_bytes}
         self._listener = ConnectionListener(
             listen(settings.addresses[rank], "rank"),
-            ListenerSettings("rank", PROTOCOL, settings.secret, settings.silence_s),
+            ListenerSettings("rank", PROTOCOL, settings.secret, settings.silence_s, tls=tls),
             lambda: hello,
             self._serve_client,
             is_closing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import time
@@ -11,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.deploy.checkpoint import accept_checkpoint
 from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
 from api.deploy.checks.finding import Finding
 from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
 from api.deploy.first_placement import ensure_first_placement
-from eplb.errors import ConfigError
+from api.deploy.launch import Launch, check_start
+from api.deploy.roles import run_host_cache
+from eplb.errors import CheckpointError, ConfigError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
+from rebalance.network.tls import TlsFiles
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
@@ -68,6 +74,41 @@ def test_host_that_is_ready_has_nothing_refused(
         "versions",
     ]
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
+
+
+def test_certificates_are_checked_and_an_expired_one_refuses_the_start(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "tls")
+    good, old = authority.issue("127.0.0.1"), authority.issue("127.0.0.1", expired=True)
+
+    def given(links: TlsFiles, http: TlsFiles) -> Any:
+        return small(
+            tmp_path,
+            host_cache__other_hosts="before_disk",
+            network__tls_certificate_file=links.certificate.chain,
+            network__tls_key_file=links.certificate.key,
+            network__tls_ca_file=links.authority,
+            http__tls_certificate_file=http.certificate.chain,
+            http__tls_key_file=http.certificate.key,
+        )
+
+    ready, expired = given(good, good), given(old, old)
+    refused = [one for one in wrong(findings(expired)) if "TLS" in one]
+
+    assert [one for one in wrong(findings(ready)) if "TLS" in one] == []
+    assert len(refused) == 2
+    assert refused[0].startswith(
+        f"refused  TLS of links: found certificate {old.certificate.chain}"
+    )
+    assert refused[1].startswith(f"refused  TLS of HTTP: found certificate {old.certificate.chain}")
+    assert all("certificate has expired, expected one" in one for one in refused)
+    assert ready.host_links.tls == ready.rank_links.tls == good
+    with pytest.raises(ConfigError, match=r"TLS of links: .* has expired, expected one for"):
+        check_start(Launch(expired, 0, ["true"], {}))
+
+
+def test_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http.tls_key_file is not set and http.tls_certificate"):
+        small(tmp_path, http__tls_certificate_file=tmp_path / "one.pem")
 
 
 def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
@@ -122,6 +163,39 @@ def test_checkpoint_of_another_model_is_refused(
         small(tmp_path, small_checkpoint, model__hidden=32)
     (kind,) = wrong(findings(typed))
     assert "of torch.float32 for gate_proj.weight, expected (8, 16) of torch.bfloat16" in kind
+
+
+def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    weights = shutil.copytree(small_checkpoint.path, tmp_path / "weights")  # of another time
+    first, now = (small(tmp_path, small_checkpoint), small(tmp_path, Checkpoint(weights)))
+    shard = sorted(weights.glob("*.safetensors"))[0]
+    with closing(first.opened_store()) as store:
+        ensure_first_placement(store, first, "eplb serve")
+        ensure_first_placement(store, now, "eplb launch, host 0")  # a copy
+        assert "differs" not in str(findings(now))
+
+        with shard.open("r+b") as file:
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+        (refused,) = [line for line in wrong(findings(now)) if "checkpoint" in line]
+        with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
+            ensure_first_placement(store, now, "eplb launch, host 0")
+        with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
+            run_host_cache(now, 0, print)
+        done = accept_checkpoint(store, weights, "an operator")
+        ensure_first_placement(store, now, "eplb launch, host 0")
+        back = [line for line in wrong(findings(first)) if "checkpoint" in line]
+
+    assert refused.startswith(f"refused  checkpoint: found {weights} differs from the one that ")
+    assert f"(eplb serve): {shard.name} has other bytes, of tensor " in refused
+    assert refused.endswith(
+        "expected the same; to serve this one, stop all ranks and host caches and run `eplb check "
+        "--accept-checkpoint`"
+    )
+    assert done.startswith(f"accepted {weights}: {shard.name} has other bytes")
+    assert len(back) == 1
 
 
 def test_memory_that_is_not_there_is_refused() -> None:

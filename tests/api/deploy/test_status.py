@@ -85,6 +85,31 @@ def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
     assert found["movement"] is False
 
 
+@pytest.mark.parametrize(
+    ("of_rank_1", "of_rank_0", "is_reported"),
+    [(0, 20_000, True), (0, 10_000, False), (1, 20_000, False), (0, 0, False)],
+    ids=["never counted", "too few tokens", "cold", "all idle"],
+)
+def test_rank_whose_counters_stay_at_zero_is_a_problem(
+    tmp_path: Path, of_rank_0: int, of_rank_1: int, is_reported: bool
+) -> None:
+    with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
+        shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+        opened.begin_run(RunInfo("a", time.time(), *shapes, window_steps=256))
+        opened.commit(FIRST, expected=None, reason="start")
+        for rank, tokens in enumerate((of_rank_0, of_rank_1)):
+            held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+            load = np.array([[tokens, 0]])
+            opened.append([LoadSample("west", "a", rank, 0, 0.0, 0, 255, "mixed", 1, held, load)])
+        report(opened, time.time())
+        opened.acquire_lease("someone", 60.0)
+
+        problems = read_status(opened, "here").problems
+
+    words = ("rank 1: the counters stay at zero while those of other ranks grow",)
+    assert tuple(one.partition(",")[0] for one in problems) == (words if is_reported else ())
+
+
 def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: LoadStore) -> None:
     lease = store.lease()
     assert lease is not None

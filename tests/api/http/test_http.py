@@ -1,20 +1,24 @@
 """The admin API over a real port: answers, refusals in words, a service that starts and ends."""
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from certificates import Authority
 from rank_reports import rank_report
 
 from api.config.addresses import loopback_address
 from api.config.live import live_settings
 from api.http.app import create_app
+from api.http.limits import DEFAULT_LIMITS
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
@@ -552,6 +556,48 @@ def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
 
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be used"):
             service.start()
+
+
+def test_service_with_a_certificate_answers_https_alone(store: MemoryStore, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate = authority.issue("127.0.0.1").certificate
+    service = HttpService(create_app(store), certificate=certificate)
+    service.start()
+    trust = ssl.create_default_context(cafile=authority.file)
+
+    assert service.url.startswith("https://127.0.0.1:")
+    with httpx.Client(base_url=service.url, timeout=DEADLINE_S, verify=trust) as client:
+        assert client.get("/livez").status_code == 200
+        own = client.post("/api/v1/pause", json={}, headers={"Origin": service.url})
+        other = client.post("/api/v1/pause", json={}, headers={"Origin": "http://127.0.0.1"})
+    assert own.status_code != 403
+    assert other.status_code == 403
+    with pytest.raises(httpx.TransportError):
+        httpx.get(service.url.replace("https", "http") + "/livez", timeout=DEADLINE_S)
+    service.stop()
+
+
+def test_connection_that_begins_no_tls_handshake_is_closed(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    certificate = Authority(tmp_path).issue("127.0.0.1").certificate
+    limits = replace(DEFAULT_LIMITS, request_deadline_s=0.2)
+    service = HttpService(create_app(store), certificate=certificate, limits=limits)
+    service.start()
+    port = int(service.url.rpartition(":")[2])
+
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as silent:
+        assert silent.recv(1) == b""  # asyncio alone would wait for 60 s
+    service.stop()
+
+
+def test_expired_certificate_is_refused_before_the_port_is_bound(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    certificate = Authority(tmp_path).issue("127.0.0.1", expired=True).certificate
+
+    with pytest.raises(ConfigError, match=r"TLS of HTTP: certificate .* has expired, expected one"):
+        HttpService(create_app(store), certificate=certificate)
 
 
 def test_service_that_ended_gives_its_port_back(store: MemoryStore) -> None:

@@ -264,11 +264,29 @@ def test_no_rank_gets_a_record_of_void_weights(start_host_cache: StartHostCache)
         second.load([(0, 0)], deadline_s=DEADLINE_S, weights_version=1)
     first.invalidate(1, deadline_s=DEADLINE_S)
 
-    with pytest.raises(MigrationError, match="weights version 0 was invalidated by version 1"):
+    with pytest.raises(
+        MigrationError,
+        match=r"weights version 0 was invalidated by version 1: .* checkpoint again, restart the h",
+    ):
         second.load([(0, 0)], deadline_s=DEADLINE_S)
     with pytest.raises(MigrationError, match="without a lease"):
         first.read((0, 0), torch.zeros(4096, dtype=torch.uint8))
     assert host_cache.stats().resident_bytes == 0
+
+
+def test_ranks_that_start_again_after_an_update_load_once_the_cache_was_restarted(
+    start_host_cache: StartHostCache,
+) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
+    new_reader().invalidate(1, deadline_s=DEADLINE_S)
+
+    with pytest.raises(MigrationError, match="restart the host caches of all hosts first"):
+        new_reader().load([(0, 0)], deadline_s=DEADLINE_S)
+    host_cache.close()
+    _, reader_after = start_host_cache(ring(4))
+    found, _ = reader_after().load([(0, 0)], deadline_s=DEADLINE_S)
+
+    assert len(found) == 1
 
 
 # -- the record file

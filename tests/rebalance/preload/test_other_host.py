@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from agent_group import StepClock
+from certificates import Authority
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -247,6 +248,26 @@ def flips(*which: int) -> Callable[[socket.socket, socket.socket, int], None]:
 
 
 # -- from another host
+
+
+def test_record_comes_over_tls_and_a_host_of_another_authority_gets_none(
+    start_host: StartHost,
+    weights: Checkpoint,
+    repacked: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    ours, theirs = Authority(tmp_path), Authority(tmp_path, "stranger")
+    listener = new_address()
+    tls = ours.issue(listener[0])
+    start_host(weights, links(listen=listener, tls=tls))
+    member = start_host(None, links(listener, tls=tls))
+    stranger = replace(theirs.issue(listener[0]), authority=ours.file)
+
+    found = member.load((1, 5))
+    with pytest.raises(MigrationError, match="the other side refused the certificate"):
+        start_host(None, links(listener, tls=stranger)).load((1, 5))
+
+    assert torch.equal(found[0], repacked(1, 5))
 
 
 def test_rank_gets_a_record_that_only_another_host_has(

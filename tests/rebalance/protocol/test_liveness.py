@@ -100,6 +100,34 @@ def test_rank_that_takes_its_leave_is_not_taken_for_dead(ranks: Ranks) -> None:
     assert [ranks.dead(rank, expected=1) for rank in (0, 2)] == [[3]] * 2
 
 
+def test_rank_that_closes_after_a_failure_is_taken_for_dead() -> None:
+    addresses: dict[int, Address] = {}
+    both = threading.Barrier(2)
+    lines: dict[int, LivenessConnections] = {}
+
+    def live(rank: int) -> None:
+        def exchange(mine: Address) -> list[Address]:
+            addresses[rank] = mine
+            both.wait(DEADLINE_S)
+            return [addresses[0], addresses[1]]
+
+        lines[rank] = LivenessConnections(rank, exchange, deadline_s=DEADLINE_S)
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in (0, 1)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(DEADLINE_S)
+
+    lines[1].close(is_failure=True)
+    deadline = time.monotonic() + DEADLINE_S
+    while not lines[0].dead() and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+
+    assert lines[0].dead() == {1}
+    lines[0].close()
+
+
 def test_host_counts_as_dead_after_30_s_and_five_unanswered_probes() -> None:
     lines: list[LivenessConnections] = []
     both = threading.Barrier(2)

@@ -438,6 +438,36 @@ def test_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: G
     assert ["ranks are at different steps" in words for words in told] == [True] * 4
 
 
+def test_experts_that_an_update_left_as_they_were_are_reported(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(agent: RankAgent) -> None:
+        if agent is group.agents[2]:
+            agent.end_update()  # forgets to load
+        else:
+            load_new_weights(group, agent)
+
+    at_once(group, lambda agent: agent.begin_update(1))
+    assert at_once(group, load) == [""] * 4
+
+    assert (
+        f"rank 0: weights version 1: {NUM_LAYERS} of {NUM_LAYERS * NUM_EXPERTS} experts have the "
+        "bytes of the version before, first layer 0 expert 2, expected new ones"
+    ) in caplog.text
+
+
+def test_rank_that_closes_after_its_own_error_is_a_death_for_the_others(group: Group) -> None:
+    group.step()
+    group.clocks[1].steps += 1
+    with pytest.raises(RankError, match="rank 1: step 2 follows step 0"):
+        group.agents[1].step()
+
+    group.agents[1].close()
+
+    with pytest.raises(BrokenGroup):
+        group.agents[0].step()
+
+
 def test_replicas_that_were_loaded_with_different_bytes_are_refused(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: group.generation() == 1)

@@ -242,8 +242,8 @@ class LateVotes:
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
 
-    def close(self) -> None:
-        self._votes.close()
+    def close(self, *, is_failure: bool = False) -> None:
+        self._votes.close(is_failure=is_failure)
 
 
 class LateVote:
@@ -294,8 +294,8 @@ class RepeatedVotes:
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
 
-    def close(self) -> None:
-        self._votes.close()
+    def close(self, *, is_failure: bool = False) -> None:
+        self._votes.close(is_failure=is_failure)
 
 
 def test_ballots_that_arrive_twice_count_once(make_group: MakeGroup) -> None:

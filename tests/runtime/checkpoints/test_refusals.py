@@ -10,7 +10,12 @@ import pytest
 import torch
 from folders import change_config, rewrite_header, shard_of, write_shards
 
+from api.config.deployment import ModelSettings
+from api.deploy.model import check_checkpoint, model_shape
 from eplb.errors import CheckpointError
+from rebalance.build.host_cache import build_host_cache
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime import Checkpoint, ExpertSchema
 
 Tensors = dict[str, torch.Tensor]
@@ -242,6 +247,21 @@ def test_layers_of_multi_token_prediction_follow_the_others(folder: Path) -> Non
     assert (checkpoint.moe_layers, checkpoint.mtp_layers) == ((1, 2), (3,))
     assert checkpoint.model_shape().layer_ids == (1, 2)
     assert checkpoint.model_shape(include_mtp=True).layer_ids == (1, 2, 3)
+
+
+def test_mtp_layers_that_the_commands_leave_out_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, settings = Checkpoint(folder).model_shape(), ModelSettings(checkpoint=folder)
+    schema, links = Checkpoint(folder).schema(), HostCacheSettings(num_readers=1)
+    words = "neither served nor balanced: the engine loads their experts itself"
+
+    found = check_checkpoint(settings, model)
+    build_host_cache(links, HostCacheAddress("mtp", bytes(16)), model, schema, folder).close()
+
+    assert found.endswith(f"2 MoE layers x 4 experts in bfloat16; MTP layers 3 are {words}")
+    assert f"layers 3 of multi-token prediction (MTP) are {words}" in caplog.text
+    assert model_shape(settings).layer_ids == (1, 2)
 
 
 QWEN35 = {

@@ -15,7 +15,7 @@ from folders import INDEX, rewrite_header, shard_of, write_shards
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
-from runtime.checkpoints.shards import Identity
+from runtime.checkpoints.identity import Identity
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
@@ -163,14 +163,23 @@ def test_identity_that_is_none_is_refused(found: object) -> None:
         Identity.parse(found, "store")
 
 
-def test_changed_checkpoint_is_refused_at_the_next_start(folder: Path, tensors: Tensors) -> None:
+def test_copy_with_other_times_is_taken(folder: Path) -> None:
     before = Checkpoint(folder).identity()
     shard = shard_of(folder, EXPERT)
     times = shard.stat()
 
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    now = Checkpoint(folder, expected=before).identity()
+
+    assert now != before
+
+
+def test_changed_checkpoint_is_refused_at_the_next_start(folder: Path, tensors: Tensors) -> None:
+    before = Checkpoint(folder).identity()
+
+    write_shards(folder, {name: tensor + 1 for name, tensor in tensors.items()})
     with pytest.raises(
-        CheckpointError, match=f"changed since the last start: {shard.name} was wri"
+        CheckpointError, match=r"start: .*part-\d.safetensors has other bytes, of tensor model"
     ):
         Checkpoint(folder, expected=before)
 
