@@ -20,7 +20,7 @@ from simulations.page import write_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary, table, write_json
-from simulations.traces import Layout, load_trace
+from telemetry.formats.routing import Layout, load_trace
 from simulations.workloads import PREFIX, generate, workload_named
 
 BAD_INPUT = 2  # exit code

@@ -11,7 +11,6 @@ import io
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +20,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from eplb.errors import HistoryError
+from telemetry.formats.bounded import DAMAGED, check_regular
 
 MAX_RATIO = 50  # unpacked over packed bytes; recorded routing packs to a tenth
 SMALL_BYTES = 4 * 2**20  # an array up to this size may pack better
@@ -30,25 +30,6 @@ SHOWN_NAMES = 8
 MAGIC = b"\x93NUMPY"
 LENGTH_OF_VERSION = {1: struct.Struct("<H"), 2: struct.Struct("<I")}
 CHUNK_BYTES = 2**20
-
-# What a damaged archive raises inside numpy and zipfile.
-DAMAGED = (
-    OSError,
-    ValueError,
-    EOFError,
-    RuntimeError,  # encrypted; RecursionError
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    MemoryError,
-    OverflowError,
-    NotImplementedError,
-    SyntaxError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -116,6 +97,34 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -
         data = np.empty(num_bytes, dtype=np.uint8)
         _fill(stream, data, name)
     return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
+
+
+def read_npy(path: Path) -> NDArray[Any]:
+    """Read a file of one array; nothing is unpickled.
+
+    Raises:
+        HistoryError: damaged, of another type than numbers, or of another size than declared.
+    """
+    size = check_regular(path)
+    with path.open("rb") as file:
+        shape, is_fortran, dtype, header_bytes = _header(file, "the array")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if header_bytes + num_bytes != size:
+            raise HistoryError(
+                f"the array declares shape {shape} of {dtype}, {num_bytes} bytes, "
+                f"expected the {size - header_bytes} that follow its header"
+            )
+        data = np.empty(num_bytes, dtype=np.uint8)
+        _fill(file, data, "the array")
+    return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
+
+
+def npy_kind(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type that a file of one array declares."""
+    check_regular(path)
+    with path.open("rb") as file:
+        shape, _, dtype, _ = _header(file, "the array")
+    return shape, dtype
 
 
 def _header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
