@@ -82,12 +82,11 @@ def check_regular(path: Path) -> int:
 
 def read_text_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """The bytes of a text file of bounded size."""
-    check_regular(path)
+    size = check_regular(path)
+    if size > most:
+        raise HistoryError(f"{path} has {size} bytes, expected at most {most}")
     with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise HistoryError(f"{path} has more than {most} bytes, expected a smaller file")
-    return data
+        return file.read(size)  # of a larger count, a buffer of that size would be allocated
 
 
 def read_json(path: Path) -> Any:
