@@ -135,15 +135,15 @@ def _topology(group: tuple[int, int, int], num_experts: int) -> Topology:
     return Topology.uniform(num_nodes, num_ranks // num_nodes, slots // num_ranks)
 
 
-def _serving(
-    request: PlanRequest, topology: Topology
-) -> tuple[Placement | None, tuple[str, ...]]:
+def _serving(request: PlanRequest, topology: Topology) -> tuple[Placement | None, tuple[str, ...]]:
     """The serving placement, where it is one of these slots and layers."""
     file = request.serving
     if file is None:
         return None, ("no placement that serves is known: the plan is for a start of the engine",)
     found = file.placement
-    same = file.layers.ids == request.load.layers.ids and file.layers.axis == request.load.layers.axis
+    same = (
+        file.layers.ids == request.load.layers.ids and file.layers.axis == request.load.layers.axis
+    )
     if same and (found.num_slots, found.num_experts) == (
         topology.num_slots,
         request.load.history.num_experts,
@@ -178,9 +178,7 @@ def render(outcome: Outcome) -> str:
     history: LoadHistory = request.load.history
     layers = request.load.layers
     problem: Problem = made.problem
-    before, after = (
-        booked_and_effective(problem, it) for it in (made.base, outcome.written)
-    )
+    before, after = (booked_and_effective(problem, it) for it in (made.base, outcome.written))
     rule = request.dispatch.value
     lines = [
         f"load: {history.num_windows} windows, {history.num_layers} layers "

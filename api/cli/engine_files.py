@@ -206,9 +206,7 @@ def validate(
             num_redundant=redundant if experts is None else None,
         )
         found = read_placement(file, options, input_format)
-        deployment = Deployment(
-            ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0
-        )
+        deployment = Deployment(ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0)
         wrong = findings(found, target.value, deployment)
     except EplbError as exc:
         raise refused(exc) from exc
@@ -231,5 +229,3 @@ def _options(
     if ids is None and first is None and shape is not None:
         ids = shape.layer_ids
     return ReadOptions(ids, first, **others)  # type: ignore[arg-type]
-
-

@@ -155,9 +155,7 @@ def run_child(reader: str, inputs: int, seed: int, folder: Path) -> Figures:
         signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
         start = time.process_time()
         watch.is_on = True
-        kind, text = try_read(
-            lambda: read(str(place), options, name_of_format), EplbError
-        )
+        kind, text = try_read(lambda: read(str(place), options, name_of_format), EplbError)
         watch.is_on = False
         slowest = max(slowest, time.process_time() - start)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -103,7 +103,9 @@ def read_csv(path: Path, options: ReadOptions) -> LoadFile:
 
 def _load_file(counts: NDArray[Any], ids: list[int] | None, options: ReadOptions) -> LoadFile:
     if counts.ndim not in (2, 3) or not counts.size:
-        raise HistoryError(f"shape {counts.shape}, expected [layers, experts] or with windows first")
+        raise HistoryError(
+            f"shape {counts.shape}, expected [layers, experts] or with windows first"
+        )
     given = counts[None] if counts.ndim == 2 else counts
     history = as_history(given)
     layers = rows_in_order(history.num_layers)
@@ -169,7 +171,11 @@ def _take_chunk(
 ) -> None:
     num_records = len(layers) if layers.ndim == 1 else -1
     known = next((row for batch in parts.values() for row in batch.values()), loads[:1].ravel())
-    if loads.ndim != 2 or batches.shape != (num_records,) or loads.shape != (num_records, len(known)):
+    if (
+        loads.ndim != 2
+        or batches.shape != (num_records,)
+        or loads.shape != (num_records, len(known))
+    ):
         raise HistoryError(
             f"{where}: layers {layers.shape}, microbatches {batches.shape} and loads {loads.shape}, "
             "expected one of each record"
@@ -181,5 +187,7 @@ def _take_chunk(
     for layer, batch, row in zip(layers.tolist(), batches.tolist(), loads, strict=True):
         of_batch = parts.setdefault(batch, {})
         if layer in of_batch or not 0 <= layer < 2**16 or not 0 <= batch < 2**62:
-            raise HistoryError(f"{where}: layer {layer} of micro-batch {batch} twice or out of range")
+            raise HistoryError(
+                f"{where}: layer {layer} of micro-batch {batch} twice or out of range"
+            )
         of_batch[layer] = row

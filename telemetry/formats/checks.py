@@ -74,7 +74,9 @@ def _shape(file: PlacementFile, target: Target, deployment: Deployment) -> Itera
     if empty and target != "eplb":
         yield Finding("empty-slots", True, f"{empty} slots hold no expert, expected one in each")
     if target == "vllm" and redundant > MAX_REDUNDANT:
-        yield Finding("redundancy", True, f"{redundant} redundant experts, vLLM has {MAX_REDUNDANT}")
+        yield Finding(
+            "redundancy", True, f"{redundant} redundant experts, vLLM has {MAX_REDUNDANT}"
+        )
 
 
 def _ranks(file: PlacementFile, target: Target, deployment: Deployment) -> Iterator[Finding]:
@@ -94,7 +96,9 @@ def _ranks(file: PlacementFile, target: Target, deployment: Deployment) -> Itera
     twice = duplicate_replicas(placement, topology)
     if twice.size:
         layer, rank, expert = twice[0]
-        why = "the device's map has one place for it" if target == "ascend" else "it balances nothing"
+        why = (
+            "the device's map has one place for it" if target == "ascend" else "it balances nothing"
+        )
         yield Finding(
             "duplicate",
             target == "ascend",
@@ -143,17 +147,17 @@ def _model(file: PlacementFile, deployment: Deployment) -> Iterator[Finding]:
     pairs[layer, group[layer, slot], node[slot]] = True
     spread = float((pairs.sum(axis=2) > 1).mean())
     if spread:
-        yield Finding(
-            "groups", False, f"{spread:.0%} of the expert groups stand on several nodes"
-        )
+        yield Finding("groups", False, f"{spread:.0%} of the expert groups stand on several nodes")
 
 
 def _engine(file: PlacementFile, target: Target) -> Iterator[Finding]:
     axis = file.layers.axis
     if target in ("vllm", "ascend") and axis == "hidden":
         yield Finding(
-            "dense-rows", True, "rows may be dense layers, which the engine does not count: give "
-            "--layer-ids, --first-moe-layer or --model"
+            "dense-rows",
+            True,
+            "rows may be dense layers, which the engine does not count: give "
+            "--layer-ids, --first-moe-layer or --model",
         )
     if target in ("sglang", "trtllm") and axis == "ordinal":
         yield Finding("layers", True, "layer numbers are not known, which the engine needs")
@@ -161,6 +165,8 @@ def _engine(file: PlacementFile, target: Target) -> Iterator[Finding]:
         yield Finding("experimental", False, EXPERIMENTAL)
     if target == "trtllm":
         yield Finding(
-            "ignored", False, "the engine ignores the section in silence unless it knows the "
-            "architecture, expert parallelism is on and attention data parallelism is on"
+            "ignored",
+            False,
+            "the engine ignores the section in silence unless it knows the "
+            "architecture, expert parallelism is on and attention data parallelism is on",
         )

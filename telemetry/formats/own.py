@@ -145,10 +145,10 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
     if phase not in ("prefill", "decode", "mixed"):
         raise HistoryError("phase of the manifest, expected prefill, decode or mixed")
     missing = member(manifest, "missing_ranks", list, "the manifest")
-    ranks = tuple(frozenset(int_array(one, 1, "missing_ranks").tolist() if one else ()) for one in missing)
-    load_of = LoadHistory(
-        arrays["counts"], arrays["first_step"], arrays["last_step"], phase, ranks
+    ranks = tuple(
+        frozenset(int_array(one, 1, "missing_ranks").tolist() if one else ()) for one in missing
     )
+    load_of = LoadHistory(arrays["counts"], arrays["first_step"], arrays["last_step"], phase, ranks)
     layers = _layers_from_dict(manifest, load_of.num_layers)
     if any(ranks):
         rows, layers, notes = resolve(layers, options)
@@ -158,7 +158,9 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
     else:
         found = loaded(load_of, layers, options)
     counts = [manifest.get(name) for name in ("num_ranks", "num_nodes")]
-    known = [None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts]
+    known = [
+        None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts
+    ]
     return LoadFile(
         found.history, found.layers, None, *known, _text(manifest.get("model")), found.notes
     )
@@ -211,7 +213,11 @@ def _of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
 
 
 def _layers_to_dict(layers: Layers) -> dict[str, Any]:
-    return {"layer_axis": layers.axis, "layer_ids": list(layers.ids), "num_hidden": layers.num_hidden}
+    return {
+        "layer_axis": layers.axis,
+        "layer_ids": list(layers.ids),
+        "num_hidden": layers.num_hidden,
+    }
 
 
 def _layers_from_dict(record: Mapping[str, Any], num_layers: int) -> Layers:

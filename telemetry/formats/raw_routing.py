@@ -71,9 +71,7 @@ def read_vllm(path: Path, options: ReadOptions) -> LoadFile:
 
 def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     """Read ``expert_ids`` of an ``.npz`` file; see ``routing.py``."""
-    history = load_trace(
-        path, window_tokens=options.window_tokens, num_experts=options.num_experts
-    )
+    history = load_trace(path, window_tokens=options.window_tokens, num_experts=options.num_experts)
     rows, layers, notes = resolve(rows_in_order(history.num_layers), options)
     return LoadFile(history, layers, notes=notes)
 

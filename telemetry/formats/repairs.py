@@ -78,9 +78,13 @@ def without_duplicates(file: PlacementFile, num_ranks: int) -> tuple[PlacementFi
     for layer, rank, expert in duplicates.tolist():
         row = file.placement.slot_to_expert[layer]
         on_rank = topology.slots_on(rank)
-        second += [(layer, slot + on_rank.start) for slot in np.flatnonzero(row[on_rank] == expert)[1:]]
+        second += [
+            (layer, slot + on_rank.start) for slot in np.flatnonzero(row[on_rank] == expert)[1:]
+        ]
     held = _replaced(file, np.array(second), num_ranks)
-    note = f"{len(second)} second replicas on one rank are replaced: the format has no place for them"
+    note = (
+        f"{len(second)} second replicas on one rank are replaced: the format has no place for them"
+    )
     return _with(file, held), (note,)
 
 
@@ -102,12 +106,12 @@ def kept_in_place(
     changed = int((moved != held).sum())
     if not changed:
         return file, ()
-    return _with(file, moved), (f"{changed} slots are reordered: experts that stay keep their slots",)
+    return _with(file, moved), (
+        f"{changed} slots are reordered: experts that stay keep their slots",
+    )
 
 
-def _replaced(
-    file: PlacementFile, slots: NDArray[np.int64], num_ranks: int
-) -> NDArray[np.int32]:
+def _replaced(file: PlacementFile, slots: NDArray[np.int64], num_ranks: int) -> NDArray[np.int32]:
     """[L, P] with other experts in these slots [n, 2], each new to its rank."""
     held = file.placement.slot_to_expert.copy()
     num_experts = file.placement.num_experts

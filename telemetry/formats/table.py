@@ -149,9 +149,7 @@ def write_placement(
     return notes
 
 
-def write_load(
-    file: LoadFile, name: str, path: Path, options: WriteOptions
-) -> tuple[str, ...]:
+def write_load(file: LoadFile, name: str, path: Path, options: WriteOptions) -> tuple[str, ...]:
     """Write load in a format, and return what is lost.
 
     Raises:
@@ -205,7 +203,7 @@ def _told_by(path: Path) -> str:
     if suffix in (".bin", ".raw", ".b64"):
         return "sglang-routing"
     if suffix == ".npz":
-        arrays_in, names = read_arrays(path, ())
+        _, names = read_arrays(path, ())
         return "routing" if "expert_ids" in names.split(", ") else "npz"
     if suffix == ".npy":
         shape, dtype = npy_kind(path)

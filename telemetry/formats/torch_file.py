@@ -155,8 +155,14 @@ class _Reader:
         if key not in self._storages:
             self._storages[key] = Storage(dtype, self._read(f"{self._root}data/{key}", self._size))
         found = self._storages[key]
-        if found.dtype != dtype or not _is_count(length) or length * dtype.itemsize > found.data.nbytes:
-            raise HistoryError(f"storage {key[:20]!r} has {found.data.nbytes} bytes, not its length")
+        if (
+            found.dtype != dtype
+            or not _is_count(length)
+            or length * dtype.itemsize > found.data.nbytes
+        ):
+            raise HistoryError(
+                f"storage {key[:20]!r} has {found.data.nbytes} bytes, not its length"
+            )
         return found
 
 
@@ -208,7 +214,7 @@ class _Machine:
             step(op)
         raise HistoryError("the program has no end")
 
-    def _step(self, op: bytes) -> None:  # noqa: PLR0912 - a table in the shape of a match
+    def _step(self, op: bytes) -> None:
         stack = self._stack
         match op:
             case b"K":

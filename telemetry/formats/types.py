@@ -115,7 +115,11 @@ def resolve(
     rows = list(range(len(layers.ids)))
     if layers.axis == "ordinal":
         if told is None:
-            return rows, layers, ("layer numbers are not in the file; rows are MoE layers in order",)
+            return (
+                rows,
+                layers,
+                ("layer numbers are not in the file; rows are MoE layers in order",),
+            )
         if len(told) != len(layers.ids):
             raise ConfigError(
                 f"the file has {len(layers.ids)} layers, expected {len(told)}: {_shown(told)}"
@@ -183,7 +187,9 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not all(one.isdecimal() and len(one) < 6 for one in ([first, last] if dash else [first])):
+        if not all(
+            one.isdecimal() and len(one) < 6 for one in ([first, last] if dash else [first])
+        ):
             raise ConfigError(f"layer ids are {text!r}, expected numbers and ranges as 0,3-60")
         low, high = int(first), int(last if dash else first)
         if high - low >= MOST_LAYERS:
@@ -245,7 +251,9 @@ def summed_windows(steps: NDArray[Any], max_windows: int) -> tuple[NDArray[np.in
     each = -(-len(steps) // max_windows)
     tokens = np.empty((-(-len(steps) // each), *steps.shape[1:]), dtype=np.int64)
     for window in range(len(tokens)):
-        np.sum(steps[window * each : (window + 1) * each], axis=0, dtype=np.int64, out=tokens[window])
+        np.sum(
+            steps[window * each : (window + 1) * each], axis=0, dtype=np.int64, out=tokens[window]
+        )
     return tokens, each
 
 

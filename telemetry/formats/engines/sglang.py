@@ -207,7 +207,11 @@ def _passes(
         slots = one.get("global_physical_count")
         if slots is None:
             slots = _counted(member(one, "topk_ids_of_layer", np.ndarray, place), held, place)
-        if not isinstance(slots, np.ndarray) or slots.shape != held.shape or slots.dtype.kind != "i":
+        if (
+            not isinstance(slots, np.ndarray)
+            or slots.shape != held.shape
+            or slots.dtype.kind != "i"
+        ):
             raise HistoryError(f"{place}: global_physical_count, expected integers {held.shape}")
         if slots.min() < 0 or slots.max() > 2**48:
             raise HistoryError(f"{place}: {slots.min()}..{slots.max()} tokens in a slot")
@@ -275,5 +279,3 @@ def write_location(
     if dense:
         notes = (*notes, f"{dense} rows of dense layers hold experts in order")
     return to_json({MAP: rows.tolist()}), notes
-
-

@@ -77,7 +77,9 @@ def read_statistics(folder: Path, options: ReadOptions) -> LoadFile:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    found = {int(name[1]): path for path in folder.iterdir() if (name := RANK_FILE.fullmatch(path.name))}
+    found = {
+        int(name[1]): path for path in folder.iterdir() if (name := RANK_FILE.fullmatch(path.name))
+    }
     missing = sorted(set(range(len(found))) - found.keys())
     if not found or missing:
         raise HistoryError(

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from eplb.core.bounded_json import decode_json
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.bounded import check_regular, int_array, member, read_text_bytes, whole_number
+from telemetry.formats.bounded import (
+    check_regular,
+    int_array,
+    member,
+    read_text_bytes,
+    whole_number,
+)
 from telemetry.formats.repairs import filled, ranks_of
 from telemetry.formats.types import (
     LoadFile,
@@ -101,9 +107,7 @@ def read_load(path: Path, options: ReadOptions) -> LoadFile:
     )
 
 
-def _current(
-    held: NDArray[np.int64], num_experts: int
-) -> tuple[Placement | None, tuple[str, ...]]:
+def _current(held: NDArray[np.int64], num_experts: int) -> tuple[Placement | None, tuple[str, ...]]:
     complete = all(np.isin(np.arange(num_experts), row).all() for row in held)
     if not complete:  # elastic expert parallelism between two sizes
         return None, ("the last map lacks experts, and is not taken as the current placement",)

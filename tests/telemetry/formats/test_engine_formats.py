@@ -107,7 +107,9 @@ def test_sglang_stat_dump_of_torch_itself_is_read_alike(tmp_path: Path) -> None:
     counts = torch.tensor(STEPS)
     dump = {"rank": 0, "logical_count": counts, "average_utilization_rate_over_window": 0.5}
     torch.save(dump, tmp_path / "d.pt")
-    torch.save({"logical_count": counts.transpose(0, 1).contiguous().transpose(0, 1)}, tmp_path / "s.pt")
+    torch.save(
+        {"logical_count": counts.transpose(0, 1).contiguous().transpose(0, 1)}, tmp_path / "s.pt"
+    )
 
     for name in ("d.pt", "s.pt"):
         assert read_load(str(tmp_path / name), NONE).history.tokens.tolist() == STEPS.tolist()
@@ -154,7 +156,7 @@ def test_sglang_dump_by_pass_of_ranks_that_differ_is_refused(tmp_path: Path) -> 
 def test_sglang_dump_by_token_counts_slots_without_padding(tmp_path: Path) -> None:
     found = read_load(one_file(tmp_path, "d.pt", torch_file(per_token())), NONE)
 
-    # Layer 0: two tokens to slots 0 and 4, both expert 0; layer 1: slots 5 (expert 3), 1 (expert 2).
+    # Layer 0: two tokens to slots 0 and 4, both expert 0; layer 1: to 5 (expert 3), 1 (expert 2).
     assert found.history.tokens[0].tolist() == [[4, 0, 0, 0], [0, 0, 2, 2]]
 
 
@@ -309,7 +311,7 @@ def test_ascend_map_keeps_slots_and_replaces_second_replicas(tmp_path: Path) -> 
     notes = write_placement(target, "ascend", tmp_path / "m.json", WriteOptions(2, None, base))
     written = read_map(tmp_path / "m.json", NONE)
 
-    # The second expert 2 of device 0 becomes an expert that the device lacks; 0 and 2 stay in place.
+    # The second expert 2 of device 0 becomes one that the device lacks; 0 and 2 stay in place.
     assert written.placement.slot_to_expert.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert any("second replicas on one rank are replaced" in note for note in notes)
     assert any("reordered" in note for note in notes)
@@ -421,11 +423,14 @@ def test_rows_that_may_be_dense_are_not_written_as_moe_layers(tmp_path: Path) ->
     for target in ("vllm", "ascend"):
         with pytest.raises(ConfigError, match="whether a row is a dense layer"):
             write_placement(file, target, tmp_path / "o.json", WriteOptions(3))
-    assert [one.code for one in findings(file, "vllm", Deployment(3)) if one.is_error] == ["dense-rows"]
+    assert [one.code for one in findings(file, "vllm", Deployment(3)) if one.is_error] == [
+        "dense-rows"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "ids"), [("3-5", (3, 4, 5)), ("0,2-3", (0, 2, 3)), ("3-", None), ("5-3", None), ("x", None)]
+    ("text", "ids"),
+    [("3-5", (3, 4, 5)), ("0,2-3", (0, 2, 3)), ("3-", None), ("5-3", None), ("x", None)],
 )
 def test_layer_ids_are_numbers_and_ranges(text: str, ids: tuple[int, ...] | None) -> None:
     if ids is None:

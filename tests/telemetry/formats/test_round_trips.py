@@ -95,9 +95,7 @@ def test_own_placement_keeps_uneven_shares_and_other_formats_report_them(tmp_pat
 @pytest.mark.parametrize("target", ["counts", "eplb-trace", "vllm-load"])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), shape=st.tuples(*[st.integers(1, 5)] * 3))
-def test_load_is_read_back_identical(
-    target: str, seed: int, shape: tuple[int, int, int]
-) -> None:
+def test_load_is_read_back_identical(target: str, seed: int, shape: tuple[int, int, int]) -> None:
     tokens = np.random.default_rng(seed).integers(0, 2**40, shape)
     file = LoadFile(LoadHistory(tokens), rows_in_order(shape[1]))
     with tempfile.TemporaryDirectory() as folder:
