@@ -20,10 +20,10 @@ from simulations.page import write_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary, table, write_json
+from simulations.workloads import PREFIX, generate, workload_named
 from telemetry.formats.routing import Layout, load_trace
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
-from simulations.workloads import PREFIX, generate, workload_named
 
 BAD_INPUT = 2  # exit code
 MAX_WINDOWS = 4096

@@ -246,8 +246,8 @@ def main() -> None:
     for reader in given.readers.split(",") if given.readers else readers():
         it = fuzz(reader, given.inputs, given.seed)
         print(
-            f"| {reader} | {it.inputs} | {it.read} | {it.refused} | {len(it.wrong)} | {it.events} | "
-            f"{it.grown_mb:.0f} | {it.slowest_ms:.0f} | {it.cpu_s:.0f} |",
+            f"| {reader} | {it.inputs} | {it.read} | {it.refused} | {len(it.wrong)} "
+            f"| {it.events} | {it.grown_mb:.0f} | {it.slowest_ms:.0f} | {it.cpu_s:.0f} |",
             flush=True,
         )
         for line in it.wrong:

@@ -177,7 +177,7 @@ def _take_chunk(
         or loads.shape != (num_records, len(known))
     ):
         raise HistoryError(
-            f"{where}: layers {layers.shape}, microbatches {batches.shape} and loads {loads.shape}, "
+            f"{where}: layers {layers.shape}, microbatches {batches.shape}, loads {loads.shape}, "
             "expected one of each record"
         )
     if any(one.dtype.kind not in "iu" for one in (layers, batches, loads)):

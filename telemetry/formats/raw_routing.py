@@ -48,7 +48,7 @@ def read_sglang(path: Path, options: ReadOptions) -> LoadFile:
     each = 4 * options.num_layers * options.top_k
     if not data or len(data) % each:
         raise HistoryError(
-            f"{len(data)} bytes, expected a multiple of {each}: int32 of {options.num_layers} layers "
+            f"{len(data)} bytes, expected a multiple of {each}: int32, {options.num_layers} layers "
             f"x top-{options.top_k}"
         )
     ids = np.frombuffer(data, dtype="<i4").reshape(-1, options.num_layers, options.top_k)
@@ -72,7 +72,7 @@ def read_vllm(path: Path, options: ReadOptions) -> LoadFile:
 def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     """Read ``expert_ids`` of an ``.npz`` file; see ``routing.py``."""
     history = load_trace(path, window_tokens=options.window_tokens, num_experts=options.num_experts)
-    rows, layers, notes = resolve(rows_in_order(history.num_layers), options)
+    _, layers, notes = resolve(rows_in_order(history.num_layers), options)
     return LoadFile(history, layers, notes=notes)
 
 

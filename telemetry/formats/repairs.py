@@ -99,7 +99,7 @@ def kept_in_place(
     held, base = file.placement.slot_to_expert, current.placement.slot_to_expert
     if held.shape != base.shape or file.layers.ids != current.layers.ids:
         raise PlacementError(
-            f"the current placement has shape {base.shape}, expected {held.shape} of the same layers"
+            f"the current placement has shape {base.shape}, expected {held.shape} of its layers"
         )
     topology = Topology.uniform(1, num_ranks, file.placement.num_slots // num_ranks)
     moved = in_place(held.astype(np.int64), base, topology).astype(np.int32)

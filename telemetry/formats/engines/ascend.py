@@ -38,7 +38,7 @@ def of_tensor(tokens: Any, options: ReadOptions) -> LoadFile:
         shape = getattr(tokens, "shape", type(tokens).__name__)
         raise HistoryError(f"found {shape}, expected a tensor [layers, experts]")
     history = as_history(tokens.astype(np.float64) if tokens.dtype == np.float16 else tokens)
-    rows, layers, notes = resolve(rows_in_order(history.num_layers), options)
+    _, layers, notes = resolve(rows_in_order(history.num_layers), options)
     return LoadFile(history, layers, notes=notes)
 
 

@@ -259,7 +259,7 @@ def write_location(
 ) -> tuple[bytes, tuple[str, ...]]:
     """Write the map of all hidden layers, and no other key: the engine refuses any other.
 
-    Rows of dense layers hold experts in order: the engine asks for a complete row and never uses it.
+    Rows of dense layers hold experts in order: the engine asks for a full row and never uses it.
     """
     file, notes = filled(file, num_ranks)
     held = file.placement.slot_to_expert

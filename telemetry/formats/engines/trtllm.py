@@ -209,7 +209,7 @@ def _put(stack: list[Any], keys: list[Any], value: Any) -> None:
 def write_config(
     file: PlacementFile, num_ranks: int | None, layer_updates_per_iter: int = 0
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Write ``moe_load_balancer.yaml`` with the three keys that the engine takes, lists in a row."""
+    """Write ``moe_load_balancer.yaml`` with the engine's three keys, lists in rows."""
     ranks_of(file, num_ranks, "TensorRT-LLM has as many slots on each rank")
     file, notes = filled(file, num_ranks)
     layers = model_layers(file.layers, "layers of TensorRT-LLM have the model's numbers")
