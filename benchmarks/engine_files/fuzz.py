@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.engine_files.seeds import seeds
+from benchmarks.engine_files.speed import peak_kb
 from eplb.errors import EplbError
 from telemetry.formats import own
 from telemetry.formats.table import read
@@ -140,7 +141,7 @@ def run_child(reader: str, inputs: int, seed: int, folder: Path) -> Figures:
     with_error = folder / "missing.json"
     try_read(lambda: read(str(with_error), options), EplbError)
     watch = Watch()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_kb(restart=True)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + GROWTH_BYTES,) * 2)
     signal.signal(signal.SIGALRM, too_slow)
@@ -164,7 +165,7 @@ def run_child(reader: str, inputs: int, seed: int, folder: Path) -> Figures:
             wrong.append(f"input {number}: {text}")
         for name, held in files.items() if is_folder else ():
             write(name, held)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = peak_kb() - before
     return Figures(
         reader,
         inputs,

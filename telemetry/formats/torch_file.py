@@ -137,9 +137,9 @@ class _Reader:
             )
         data = np.empty(info.file_size, dtype=np.uint8)
         self._file.seek(begin)
-        if self._file.readinto(memoryview(data)) != len(data):  # type: ignore[attr-defined]
+        if self._file.readinto(data.data) != len(data):  # type: ignore[attr-defined]
             raise HistoryError(f"{name[:80]!r} ends early")
-        if zlib.crc32(memoryview(data)) != info.CRC:
+        if zlib.crc32(data.data) != info.CRC:
             raise HistoryError(f"{name[:80]!r} is damaged: its checksum does not match")
         data.flags.writeable = False
         return data
@@ -310,7 +310,7 @@ class _Machine:
         return self._stack.pop()
 
     def _marked(self) -> list[Any]:
-        items = []
+        items: list[Any] = []
         while self._stack:
             if (item := self._stack.pop()) is MARK:
                 return items[::-1]

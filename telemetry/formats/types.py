@@ -251,9 +251,10 @@ def summed_windows(steps: NDArray[Any], max_windows: int) -> tuple[NDArray[np.in
     each = -(-len(steps) // max_windows)
     tokens = np.empty((-(-len(steps) // each), *steps.shape[1:]), dtype=np.int64)
     for window in range(len(tokens)):
-        np.sum(
-            steps[window * each : (window + 1) * each], axis=0, dtype=np.int64, out=tokens[window]
-        )
+        part = steps[window * each : (window + 1) * each]
+        if part.min() < 0:  # here, while the part is in the cache of the processor
+            raise HistoryError(f"{part.min()} tokens of an expert, expected 0 or more")
+        np.sum(part, axis=0, dtype=np.int64, out=tokens[window])
     return tokens, each
 
 

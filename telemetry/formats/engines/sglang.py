@@ -79,8 +79,6 @@ def _stat(counts: Any, options: ReadOptions, notes: tuple[str, ...]) -> LoadFile
         raise HistoryError(f"{COUNT} has shape {counts.shape}, expected [steps, layers, experts]")
     if steps.dtype.kind == "f":
         steps = as_history(steps).tokens
-    if steps.min() < 0:
-        raise HistoryError(f"{COUNT} has {steps.min()} tokens, expected 0 or more")
     last_filled = _last_filled(steps)
     if last_filled < len(steps):
         notes = (*notes, f"{len(steps) - last_filled} of {len(steps)} steps are not filled yet")

@@ -59,7 +59,8 @@ def test_plan_writes_a_file_that_its_engine_takes(
     assert done.exit_code == 0, done.output
     assert f"under {rule}" in done.output
     (booked, effective), (before, _) = figures(done.output, "after"), figures(done.output, "before")
-    assert 1.0 <= figures(done.output, "lower bound")[0] <= booked + 1e-9
+    assert 1.0 <= booked < before - 0.3
+    assert 1.0 <= figures(done.output, "lower bound")[0] <= effective + 1e-3
     assert effective < before - 0.3
     assert re.search(
         r"cost from experts in order: \d+ experts move \(.*\), [\d.]+ GB, ", done.output
@@ -119,10 +120,10 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text('{"physical_to_logical_map": [[0, 1, 2, 0, 0, 0]]}')
 
-    done = eplb("validate", path, "--target", "sglang", "--ranks", "4", "--redundant", "2")
+    done = eplb("validate", path, "--target", "sglang", "--ranks", "4")
 
     assert done.exit_code == 1
-    assert "error" in done.output
+    assert "error divides: 6 slots do not divide by 4 ranks" in done.output
 
 
 @pytest.mark.parametrize(
