@@ -54,9 +54,10 @@ def reading(path: Path, as_what: str) -> Iterator[None]:
     try:
         yield
     except EplbError as exc:
-        if str(path) in str(exc):
+        said = " ".join(str(exc).split())
+        if str(path) in said and said == str(exc):
             raise
-        raise type(exc)(f"{path}: {exc}") from exc
+        raise type(exc)(said if str(path) in said else f"{path}: {said}") from exc
     except FileNotFoundError as exc:
         raise HistoryError(f"{path} does not exist, expected {as_what}") from exc
     except MemoryError as exc:

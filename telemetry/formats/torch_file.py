@@ -150,7 +150,9 @@ class _Reader:
             raise HistoryError("a persistent id that is no storage, expected tensors alone")
         _, name, key, _, length = kind
         if not isinstance(name, Name) or name.path not in _STORAGES or not isinstance(key, str):
-            raise HistoryError(f"a storage of {name}, expected one of: {', '.join(_DTYPES)}")
+            raise HistoryError(
+                f"a storage of {type(name).__name__}, expected one of: {', '.join(_DTYPES)}"
+            )
         dtype = _STORAGES[name.path]
         if key not in self._storages:
             self._storages[key] = Storage(dtype, self._read(f"{self._root}data/{key}", self._size))
@@ -333,4 +335,5 @@ def _called(arguments: Any, function: Any) -> Any:
         return _rebuild(arguments)
     if isinstance(function, Name) and function.path == _ORDERED and arguments in ((), []):
         return {}
-    raise HistoryError(f"a call of {function}, expected tensors alone")
+    called = ".".join(function.path) if isinstance(function, Name) else type(function).__name__
+    raise HistoryError(f"a call of {called}, expected tensors alone")

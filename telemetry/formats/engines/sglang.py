@@ -86,7 +86,7 @@ def _stat(counts: Any, options: ReadOptions, notes: tuple[str, ...]) -> LoadFile
     tokens, each = summed_windows(steps, options.max_windows)
     first = np.arange(len(tokens)) * each
     last = np.minimum(first + each, len(steps)) - 1
-    return _load_file(LoadHistory(tokens, first, last), options, notes)
+    return _load_file(tokens, (first, last), options, notes)
 
 
 def _last_filled(steps: NDArray[Any]) -> int:
@@ -98,21 +98,21 @@ def _last_filled(steps: NDArray[Any]) -> int:
 
 
 def _load_file(
-    history: LoadHistory,
+    tokens: NDArray[np.int64],
+    steps: tuple[NDArray[np.int64], NDArray[np.int64]],
     options: ReadOptions,
     notes: tuple[str, ...],
     held: NDArray[np.int32] | None = None,
 ) -> LoadFile:
-    idle = ~history.tokens.any(axis=(0, 2))
-    hidden = rows_as_hidden(history.num_layers)
-    rows, layers, said = resolve(hidden, options, idle=idle)
-    kept = LoadHistory(
-        history.tokens[:, rows], history.first_step, history.last_step, history.phase
-    )
+    """Windows [T, L, E] of steps first..last, without the rows of dense layers."""
+    num_layers, num_experts = tokens.shape[1:]
+    idle = ~tokens.any(axis=(0, 2))
+    rows, layers, said = resolve(rows_as_hidden(num_layers), options, idle=idle)
+    kept = tokens if len(rows) == num_layers else tokens[:, rows]
     current = None
     if held is not None:
-        current = PlacementFile(Placement(held[rows], history.num_experts), layers)
-    return LoadFile(kept, layers, current, notes=notes + said)
+        current = PlacementFile(Placement(held[rows], num_experts), layers)
+    return LoadFile(LoadHistory(kept, *steps), layers, current, notes=notes + said)
 
 
 def _rank_files(folder: Path) -> list[Path]:
@@ -169,7 +169,10 @@ def _read_rank_files(
     only_last = (
         "the map is the last one: passes before a rebalance within this recording would be wrong"
     )
-    found = _load_file(folded.history(), options, (*notes, only_last), held.astype(np.int32))
+    summed = folded.history()
+    steps = (summed.first_step, summed.last_step)
+    current = held.astype(np.int32)
+    found = _load_file(summed.tokens, steps, options, (*notes, only_last), current)
     num_ranks = len(paths) if len(paths) > 1 else None
     return replace(found, num_ranks=num_ranks)
 
