@@ -149,7 +149,8 @@ def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
         arrays, held = read_arrays(chunk, names)
         if len(arrays) != len(names):
             raise HistoryError(f"{chunk.name} holds {held}, expected {', '.join(names)}")
-        _take_chunk(parts, *(arrays[name] for name in names), where=chunk.name)
+        layer, batch, loads = (arrays[name] for name in names)
+        _take_chunk(parts, layer, batch, loads, chunk.name)
     ids = sorted({layer for batch in parts.values() for layer in batch})
     whole = [batch for batch in sorted(parts) if len(parts[batch]) == len(ids)]
     sums = StepSums(options.max_windows)
