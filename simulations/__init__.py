@@ -2,8 +2,8 @@
 
 from simulations.replay import Replay, Scenario, replay, replay_all
 from simulations.report import summary, table
-from simulations.traces import load_trace
 from simulations.workloads import Workload, generate, workload_named
+from telemetry.formats.routing import load_trace
 
 __all__ = [
     "Replay",

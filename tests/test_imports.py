@@ -36,6 +36,8 @@ RULES = {
     # Pure: a clock, an environment or a global generator would make two plans of one load differ.
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
+    # Files of engines, read without torch and without any engine.
+    "telemetry/formats": rule("eplb telemetry", "numpy yaml safetensors"),
     "runtime": rule("eplb", "numpy torch safetensors deep_ep triton"),
     # A rank knows the store by its interface, and nothing of how load is folded into windows.
     "rebalance": rule("eplb runtime telemetry.store", "numpy torch"),

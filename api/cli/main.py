@@ -14,6 +14,7 @@ from api.cli.check import check
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
 from api.cli.deploy import controller, host_cache, launch, serve
+from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.simulate import simulate
 from api.cli.status import status
@@ -47,7 +48,7 @@ app.command()(journal)
 app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
-for one in (serve, controller, host_cache, launch, check, status):
+for one in (serve, controller, host_cache, launch, check, status, plan, convert, validate):
     app.command()(one)
 app.add_typer(store_commands, name="store")
 

@@ -20,15 +20,21 @@ from simulations.page import write_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary, table, write_json
-from simulations.traces import Layout, load_trace
 from simulations.workloads import PREFIX, generate, workload_named
+from telemetry.formats.routing import Layout, load_trace
+from telemetry.formats.table import read_load
+from telemetry.formats.types import ReadOptions
 
 BAD_INPUT = 2  # exit code
+MAX_WINDOWS = 4096
 
 
 def simulate(
     trace: Annotated[
-        str, typer.Argument(help="An .npz trace, or generated:NAME (gamma, lognormal, zipf).")
+        str,
+        typer.Argument(
+            help="A trace or dump, see docs/engines.md, or generated:NAME (gamma, lognormal, zipf)."
+        ),
     ],
     ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
     nodes: Annotated[
@@ -104,7 +110,10 @@ def _history(
     trace: str, window: int | None, experts: int | None, layout: Layout | None, seed: int
 ) -> LoadHistory:
     if not trace.startswith(PREFIX):
-        return load_trace(Path(trace), window_tokens=window, num_experts=experts, layout=layout)
+        if Path(trace).suffix == ".npz":
+            return load_trace(Path(trace), window_tokens=window, num_experts=experts, layout=layout)
+        options = ReadOptions(num_experts=experts, window_tokens=window, max_windows=MAX_WINDOWS)
+        return read_load(trace, options).history
     if (window, experts, layout) != (None, None, None):
         raise ConfigError(
             f"--window, --experts and --layout are for trace files, expected {PREFIX}NAME:key=value"

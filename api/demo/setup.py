@@ -40,7 +40,7 @@ from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
-from simulations.traces import read_expert_ids
+from telemetry.formats.routing import read_expert_ids
 from telemetry.store import LoadStore
 
 SAMPLES_PER_WINDOW = 4

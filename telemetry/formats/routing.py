@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, as_history
 from eplb.errors import ConfigError, HistoryError
-from simulations.npz import read_arrays
+from telemetry.formats.npz import read_arrays
 
 Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOW_TOKENS = 4096
@@ -59,7 +59,7 @@ def load_trace(
     arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" in arrays:
         ids = _layers_first(path, arrays, layout)
-        return _windows(path, ids, window_tokens or DEFAULT_WINDOW_TOKENS, num_experts)
+        return count_windows(path, ids, window_tokens or DEFAULT_WINDOW_TOKENS, num_experts)
     if "load" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids or load")
     if window_tokens is not None or layout is not None:
@@ -148,7 +148,7 @@ def _sum_of_lengths(path: Path, request_len: NDArray[Any]) -> int:
     return int(request_len.sum())
 
 
-def _windows(
+def count_windows(
     path: Path, ids: NDArray[Any], window_tokens: int, num_experts: int | None
 ) -> LoadHistory:
     """Count ``ids`` [L, tokens, K] by window, layer and expert."""

@@ -1,0 +1,1 @@
+"""Engines' files: speed and memory of the readers, and readers under mutated input."""

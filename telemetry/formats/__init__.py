@@ -1,0 +1,1 @@
+"""Engines' files in and out: load dumps to histories, placements to and from files."""

@@ -1,0 +1,1 @@
+"""One module for the files of each serving engine."""

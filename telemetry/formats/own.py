@@ -1,0 +1,245 @@
+"""Formats of this project: ``eplb-placement/1``, ``eplb-trace/1``, and the store of a deployment.
+
+    eplb-placement/1   JSON: schema, layers, experts by slot, shares, sha256 of all else, provenance
+    eplb-trace/1       a folder: manifest.json and counts.safetensors, whose sha256 it names
+
+Both express all that ``PlacementFile`` and ``LoadFile`` hold, and are read back identical.
+
+Shapes:  T windows, L MoE layers, E experts, P slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from eplb.core.load import LoadHistory
+from eplb.core.placement import Placement
+from eplb.errors import HistoryError, PlacementError, StoreError
+from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from telemetry import file_of, open_store
+from telemetry.formats.arrays import loaded
+from telemetry.formats.bounded import (
+    check_regular,
+    int_array,
+    member,
+    read_json,
+    read_text_bytes,
+    to_json,
+    whole_number,
+)
+from telemetry.formats.types import Axis, Layers, LoadFile, PlacementFile, ReadOptions, resolve
+from telemetry.store import LoadStore
+from telemetry.windows.folder import history
+from telemetry.windows.run_windows import folder_of
+
+PLACEMENT, TRACE = "eplb-placement/1", "eplb-trace/1"
+COUNTS_FILE, MANIFEST = "counts.safetensors", "manifest.json"
+MAX_COUNTS_BYTES = 2 * 2**30
+AXES: tuple[Axis, ...] = ("model", "hidden", "ordinal")
+
+
+def write_placement(file: PlacementFile) -> tuple[bytes, tuple[str, ...]]:
+    """Write a placement; nothing is lost."""
+    placement = file.placement
+    record: dict[str, Any] = {
+        "schema": PLACEMENT,
+        "model": file.model,
+        **_layers_to_dict(file.layers),
+        "num_experts": placement.num_experts,
+        "num_ranks": file.num_ranks,
+        "generation": placement.generation,
+        "provenance": dict(file.provenance),
+        "slot_to_expert": placement.slot_to_expert.tolist(),
+    }
+    if not np.array_equal(placement.slot_share, _even(placement).slot_share):
+        record["slot_share"] = placement.slot_share.tolist()
+    if placement.source_share is not None:
+        record["source_share"] = placement.source_share.tolist()
+    return to_json(record | {"sha256": _digest(record)}), ()
+
+
+def read_placement(path: Path, options: ReadOptions) -> PlacementFile:
+    """Read a placement, and check its hash."""
+    record = read_json(path)
+    if member(record, "schema", str, "the file") != PLACEMENT:
+        raise HistoryError(f"schema {record['schema'][:40]!r}, expected {PLACEMENT}")
+    found = member(record, "sha256", str, "the file")
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    if found != _digest(rest):
+        raise PlacementError("sha256 does not match: the file was changed after it was written")
+    held = int_array(member(record, "slot_to_expert", list, "the file"), 2, "slot_to_expert")
+    if held.min() < -1 or held.max() >= 2**31:
+        raise HistoryError(f"slot_to_expert has {held.min()}..{held.max()}, expected -1 or more")
+    num_experts = whole_number(record.get("num_experts"), "num_experts", 1, held.shape[1])
+    ranks = record.get("num_ranks")
+    layers = _layers_from_dict(record, len(held))
+    rows, layers, notes = resolve(layers, options)
+    shares: dict[str, Any] = {}
+    for name, ndim in (("slot_share", 2), ("source_share", 3)):
+        if name in record:
+            table = np.asarray(member(record, name, list, "the file"), dtype=np.float64)
+            if table.ndim != ndim or table.shape[-2:] != held.shape:
+                raise HistoryError(f"{name} has shape {table.shape}, expected {held.shape}")
+            shares[name] = table[..., rows, :]
+    generation = whole_number(record.get("generation"), "generation", 0, 2**62)
+    placement = Placement(held[rows].astype(np.int32), num_experts, generation, **shares)
+    return PlacementFile(
+        placement,
+        layers,
+        None if ranks is None else whole_number(ranks, "num_ranks", 1, 65_536),
+        _text(record.get("model")),
+        notes,
+        member(record, "provenance", dict, "the file"),
+    )
+
+
+def write_trace(file: LoadFile, provenance: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a trace by name."""
+    load_of = file.history
+    counts = save(
+        {"counts": load_of.tokens, "first_step": load_of.first_step, "last_step": load_of.last_step}
+    )
+    manifest = {
+        "schema": TRACE,
+        "model": file.model,
+        **_layers_to_dict(file.layers),
+        "num_experts": load_of.num_experts,
+        "num_windows": load_of.num_windows,
+        "phase": load_of.phase,
+        "num_ranks": file.num_ranks,
+        "num_nodes": file.num_nodes,
+        "missing_ranks": [sorted(missing) for missing in load_of.missing_ranks],
+        "provenance": dict(provenance),
+        "sha256": hashlib.sha256(counts).hexdigest(),
+    }
+    return {COUNTS_FILE: counts, MANIFEST: to_json(manifest)}
+
+
+def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
+    """Read a trace, and check its hash."""
+    manifest = read_json(folder / MANIFEST)
+    if member(manifest, "schema", str, "the manifest") != TRACE:
+        raise HistoryError(f"schema {manifest['schema'][:40]!r}, expected {TRACE}")
+    check_regular(folder / COUNTS_FILE)
+    data = read_text_bytes(folder / COUNTS_FILE, MAX_COUNTS_BYTES)
+    if hashlib.sha256(data).hexdigest() != member(manifest, "sha256", str, "the manifest"):
+        raise HistoryError(f"{COUNTS_FILE} does not match the sha256 of the manifest")
+    try:
+        arrays = load(data)
+    except SafetensorError as exc:
+        raise HistoryError(f"{COUNTS_FILE} is no safetensors file: {exc}") from exc
+    if arrays.keys() != {"counts", "first_step", "last_step"}:
+        raise HistoryError(f"{COUNTS_FILE} holds {sorted(arrays)[:4]}, expected counts and steps")
+    if any(one.dtype.kind not in "iu" for one in arrays.values()):
+        raise HistoryError(f"{COUNTS_FILE}: found other values than whole numbers")
+    phase = manifest.get("phase")
+    if phase not in ("prefill", "decode", "mixed"):
+        raise HistoryError("phase of the manifest, expected prefill, decode or mixed")
+    missing = member(manifest, "missing_ranks", list, "the manifest")
+    ranks = tuple(
+        frozenset(int_array(one, 1, "missing_ranks").tolist() if one else ()) for one in missing
+    )
+    load_of = LoadHistory(arrays["counts"], arrays["first_step"], arrays["last_step"], phase, ranks)
+    layers = _layers_from_dict(manifest, load_of.num_layers)
+    if any(ranks):
+        rows, layers, notes = resolve(layers, options)
+        steps = (load_of.first_step, load_of.last_step)
+        kept = LoadHistory(load_of.tokens[:, rows], *steps, phase, ranks)
+        found = LoadFile(kept, layers, notes=notes)
+    else:
+        found = loaded(load_of, layers, options)
+    counts = [manifest.get(name) for name in ("num_ranks", "num_nodes")]
+    known = [
+        None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts
+    ]
+    return LoadFile(
+        found.history, found.layers, None, *known, _text(manifest.get("model")), found.notes
+    )
+
+
+def read_store(url: str, options: ReadOptions) -> LoadFile:
+    """Read the latest windows of a deployment's store, and the placement that serves.
+
+    Raises:
+        StoreError: there is no such store, or the deployment never ran.
+    """
+    path = file_of(url)
+    if path is not None and not path.is_file():
+        raise StoreError(f"there is no store at {path}, expected the file of a deployment")
+    with closing(open_store(url, options.deployment)) as store:
+        return _of_store(store, options)
+
+
+def _of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
+    info = store.current_run()
+    if info is None:
+        raise StoreError(f"deployment {options.deployment!r} has no run, expected one")
+    model, topology = model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
+    folder = folder_of(info, model, topology, keep=options.max_windows)
+    cursor = 0
+    while arrived := store.samples(info.run, after=cursor):
+        folder.add_all([sample for _, sample in arrived])
+        cursor = arrived[-1][0]
+    windows = folder.windows()
+    complete = history(windows, last=options.max_windows)
+    if complete is None:
+        raise HistoryError(f"none of {len(windows)} windows is complete, expected one")
+    stored = Layers(tuple(model.layer_ids), "model")
+    found = loaded(complete, stored, options)
+    committed = store.committed()
+    current = None
+    rows, layers, _ = resolve(stored, options)
+    if committed is not None:
+        serving = committed.placement
+        kept = Placement(
+            serving.slot_to_expert[rows],
+            serving.num_experts,
+            serving.generation,
+            serving.slot_share[rows],
+        )
+        current = PlacementFile(kept, layers, topology.num_ranks)
+    return LoadFile(
+        found.history, layers, current, topology.num_ranks, topology.num_nodes, notes=found.notes
+    )
+
+
+def _layers_to_dict(layers: Layers) -> dict[str, Any]:
+    return {
+        "layer_axis": layers.axis,
+        "layer_ids": list(layers.ids),
+        "num_hidden": layers.num_hidden,
+    }
+
+
+def _layers_from_dict(record: Mapping[str, Any], num_layers: int) -> Layers:
+    axis = member(record, "layer_axis", str, "the file")
+    if axis not in AXES:
+        raise HistoryError(f"layer_axis {axis[:20]!r}, expected one of: {', '.join(AXES)}")
+    ids = int_array(member(record, "layer_ids", list, "the file"), 1, "layer_ids").tolist()
+    if len(ids) != num_layers:
+        raise HistoryError(f"{len(ids)} layer ids for {num_layers} layers")
+    hidden = record.get("num_hidden")
+    total = None if hidden is None else whole_number(hidden, "num_hidden", 1, 2**16)
+    return Layers(tuple(ids), next(one for one in AXES if one == axis), total)
+
+
+def _even(placement: Placement) -> Placement:
+    return Placement(placement.slot_to_expert, placement.num_experts)
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return value[:200] if isinstance(value, str) else ""

@@ -1,0 +1,339 @@
+"""Files of ``torch.save`` without torch, and without running what they hold.
+
+A file is a zip archive: ``data.pkl``, a program of the pickle machine, and the bytes of each
+tensor. The machine here knows the few instructions that ``torch.save`` writes for numbers, text,
+lists, tuples, dicts and tensors; any other instruction and any other name than those of tensors is
+refused. Tensors become numpy arrays over the bytes of the archive, which are held once.
+
+Memory: the machine counts what it makes, and no instruction can ask for memory that the file does
+not have; an index of its memo is a key of a dict.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.errors import HistoryError
+from telemetry.formats.bounded import check_regular
+
+MAX_PICKLE_BYTES = 256 * 2**20
+MAX_DIRECTORY_BYTES = 32 * 2**20  # of the archive: 300,000 tensors
+END_RECORD = struct.Struct("<4s4H2LH")
+
+_DTYPES = {
+    "Double": "<f8",
+    "Float": "<f4",
+    "Half": "<f2",
+    "Long": "<i8",
+    "Int": "<i4",
+    "Short": "<i2",
+    "Char": "<i1",
+    "Byte": "<u1",
+    "Bool": "<u1",
+}
+_STORAGES = {("torch", f"{name}Storage"): np.dtype(code) for name, code in _DTYPES.items()}
+_REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
+
+
+class Mark:
+    """Marks where the items of a list, tuple or dict begin on the stack."""
+
+
+MARK = Mark()
+
+
+@dataclass(frozen=True)
+class Name:
+    """One of the few names that a program may refer to."""
+
+    path: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The bytes of one or more tensors."""
+
+    dtype: np.dtype[Any]
+    data: NDArray[np.uint8]
+
+
+def load_torch(path: Path) -> Any:
+    """What ``torch.save`` wrote: tensors as read-only numpy arrays.
+
+    Raises:
+        HistoryError: an instruction or a name that is not of tensors; or see ``bounded.reading``.
+    """
+    size = check_regular(path)
+    with path.open("rb") as file:
+        _check_directory(file, size)
+        with zipfile.ZipFile(file) as archive:
+            return _Reader(archive, file, size).load()
+
+
+def _check_directory(file: IO[bytes], size: int) -> None:
+    """Refuse an archive whose list of members alone would take much memory."""
+    tail = min(size, 2**16 + END_RECORD.size)
+    file.seek(size - tail)
+    data = file.read(tail)
+    at = data.rfind(b"PK\x05\x06")
+    if at < 0 or at + END_RECORD.size > len(data):
+        raise HistoryError("no zip archive, expected a file of torch.save")
+    directory_bytes = END_RECORD.unpack_from(data, at)[5]
+    if directory_bytes > MAX_DIRECTORY_BYTES and directory_bytes != 2**32 - 1:
+        raise HistoryError(f"a list of members of {directory_bytes} bytes, expected fewer members")
+    if directory_bytes == 2**32 - 1 and size < 2**32 - 1:
+        raise HistoryError("a zip64 archive below 4 GiB, expected a plain one")
+    file.seek(0)
+
+
+class _Reader:
+    """One archive: its program, and the storages that the program refers to."""
+
+    def __init__(self, archive: zipfile.ZipFile, file: IO[bytes], size: int) -> None:
+        self._file, self._size = file, size
+        self._members = {one.filename: one for one in archive.infolist()}
+        programs = [name for name in self._members if name.endswith("/data.pkl")]
+        if len(programs) != 1:
+            raise HistoryError(f"found {len(programs)} programs data.pkl, expected a torch.save")
+        self._program = programs[0]
+        self._root = programs[0].removesuffix("data.pkl")
+        self._storages: dict[str, Storage] = {}
+
+    def load(self) -> Any:
+        order = f"{self._root}byteorder"
+        if order in self._members and bytes(self._read(order, 16)) != b"little":
+            raise HistoryError("tensors are big-endian, expected little")
+        program = self._read(self._program, MAX_PICKLE_BYTES)
+        return _Machine(program.tobytes(), self._storage).run()
+
+    def _read(self, name: str, most: int) -> NDArray[np.uint8]:
+        """The bytes of a member, which ``torch.save`` never packs, against its checksum."""
+        info = self._members.get(name)
+        if info is None:
+            raise HistoryError(f"the archive lacks {name[:80]!r}")
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise HistoryError(f"{name[:80]!r} is packed or encrypted, expected plain bytes")
+        self._file.seek(info.header_offset)
+        header = self._file.read(30)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise HistoryError(f"{name[:80]!r} has no header at its place in the archive")
+        name_bytes, extra_bytes = struct.unpack("<HH", header[26:])
+        begin = info.header_offset + 30 + name_bytes + extra_bytes
+        if info.file_size > most or begin + info.file_size > self._size:
+            raise HistoryError(
+                f"{name[:80]!r} has {info.file_size} bytes, expected at most "
+                f"{min(most, max(self._size - begin, 0))}"
+            )
+        data = np.empty(info.file_size, dtype=np.uint8)
+        self._file.seek(begin)
+        if self._file.readinto(data.data) != len(data):  # type: ignore[attr-defined]
+            raise HistoryError(f"{name[:80]!r} ends early")
+        if zlib.crc32(data.data) != info.CRC:
+            raise HistoryError(f"{name[:80]!r} is damaged: its checksum does not match")
+        data.flags.writeable = False
+        return data
+
+    def _storage(self, kind: Any) -> Storage:
+        """The storage of ``("storage", type, key, device, length)``."""
+        if not (isinstance(kind, tuple) and len(kind) == 5 and kind[0] == "storage"):
+            raise HistoryError("a persistent id that is no storage, expected tensors alone")
+        _, name, key, _, length = kind
+        if not isinstance(name, Name) or name.path not in _STORAGES or not isinstance(key, str):
+            raise HistoryError(
+                f"a storage of {type(name).__name__}, expected one of: {', '.join(_DTYPES)}"
+            )
+        dtype = _STORAGES[name.path]
+        if key not in self._storages:
+            self._storages[key] = Storage(dtype, self._read(f"{self._root}data/{key}", self._size))
+        found = self._storages[key]
+        if (
+            found.dtype != dtype
+            or not _is_count(length)
+            or length * dtype.itemsize > found.data.nbytes
+        ):
+            raise HistoryError(
+                f"storage {key[:20]!r} has {found.data.nbytes} bytes, not its length"
+            )
+        return found
+
+
+def _rebuild(arguments: Any) -> NDArray[Any]:
+    """A tensor over a storage: (storage, offset, shape, strides, requires_grad, hooks)."""
+    if not isinstance(arguments, tuple) or len(arguments) < 4:
+        raise HistoryError("a tensor without storage, offset, shape and strides")
+    storage, offset, shape, strides = arguments[:4]
+    counts = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
+    if not isinstance(storage, Storage) or not counts or len(shape) > 8:
+        raise HistoryError("a tensor without storage, offset, shape and strides")
+    if not all(map(_is_count, (offset, *shape, *strides))):
+        raise HistoryError("a tensor with a negative or huge offset, shape or stride")
+    values = storage.data[: storage.data.nbytes // storage.dtype.itemsize * storage.dtype.itemsize]
+    values = values.view(storage.dtype)
+    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    is_empty = 0 in shape
+    if offset > len(values) or (not is_empty and last >= len(values)):
+        raise HistoryError(f"a tensor of shape {shape} ends past its storage of {len(values)}")
+    if not is_empty and np.prod(shape, dtype=np.float64) > len(values):
+        raise HistoryError(f"a tensor of shape {shape} repeats its storage of {len(values)}")
+    steps = tuple(step * storage.dtype.itemsize for step in strides)
+    array: NDArray[Any] = np.ndarray(
+        shape, storage.dtype, values.data, offset * storage.dtype.itemsize, steps
+    )
+    return array
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**48
+
+
+class _Machine:
+    """The part of the pickle machine that numbers, text, containers and tensors need."""
+
+    def __init__(self, program: bytes, storage: Callable[[Any], Storage]) -> None:
+        self._code = io.BytesIO(program)
+        self._storage = storage
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        read, step = self._code.read, self._step
+        while op := read(1):
+            if op == b".":
+                if len(self._stack) != 1:
+                    raise HistoryError(f"the program ends with {len(self._stack)} values")
+                return self._stack[0]
+            step(op)
+        raise HistoryError("the program has no end")
+
+    def _step(self, op: bytes) -> None:
+        stack = self._stack
+        match op:
+            case b"K":
+                stack.append(self._take(1)[0])
+            case b"M":
+                stack.append(int.from_bytes(self._take(2), "little"))
+            case b"J":
+                stack.append(int.from_bytes(self._take(4), "little", signed=True))
+            case b"\x8a":  # at most 8 bytes: no dump counts further
+                stack.append(int.from_bytes(self._take(self._length(1, 8)), "little", signed=True))
+            case b"G":
+                stack.append(struct.unpack(">d", self._take(8))[0])
+            case b"q":
+                self._memo[self._take(1)[0]] = self._top()
+            case b"r":
+                self._memo[int.from_bytes(self._take(4), "little")] = self._top()
+            case b"h":
+                stack.append(self._recalled(self._take(1)[0]))
+            case b"j":
+                stack.append(self._recalled(int.from_bytes(self._take(4), "little")))
+            case b"X":
+                stack.append(self._take(self._length(4, 2**20)).decode())
+            case b"(":
+                stack.append(MARK)
+            case b"N":
+                stack.append(None)
+            case b"\x88" | b"\x89":
+                stack.append(op == b"\x88")
+            case b")":
+                stack.append(())
+            case b"]":
+                stack.append([])
+            case b"}":
+                stack.append({})
+            case b"t":
+                stack.append(tuple(self._marked()))
+            case b"\x85" | b"\x86" | b"\x87":
+                count = op[0] - 0x84
+                items = tuple(self._pop() for _ in range(count))
+                stack.append(items[::-1])
+            case b"a" | b"e":
+                items_of_list = [self._pop()] if op == b"a" else self._marked()
+                self._top(list).extend(items_of_list)
+            case b"s" | b"u":
+                flat = [self._pop(), self._pop()][::-1] if op == b"s" else self._marked()
+                self._set(flat)
+            case b"c":
+                stack.append(self._named(self._line(), self._line()))
+            case b"Q":
+                stack.append(self._storage(self._pop()))
+            case b"R":
+                stack.append(_called(self._pop(), self._pop()))
+            case b"\x80":
+                if self._take(1)[0] != 2:
+                    raise HistoryError("the program is not of protocol 2, as torch.save writes it")
+            case _:
+                raise HistoryError(
+                    f"instruction {op!r} in data.pkl, expected numbers, text, lists, tuples, dicts "
+                    "and tensors"
+                )
+
+    def _set(self, flat: list[Any]) -> None:
+        keys, values = flat[::2], flat[1::2]
+        if len(keys) != len(values) or not all(isinstance(key, str | int) for key in keys):
+            raise HistoryError("a dict with keys other than text and numbers")
+        self._top(dict).update(zip(keys, values, strict=True))
+
+    def _take(self, count: int) -> bytes:
+        data = self._code.read(count)
+        if len(data) != count:
+            raise HistoryError("the program ends within an instruction")
+        return data
+
+    def _length(self, num_bytes: int, most: int) -> int:
+        length = int.from_bytes(self._take(num_bytes), "little")
+        if length > most:
+            raise HistoryError(f"text or a number of {length} bytes, expected at most {most}")
+        return length
+
+    def _line(self) -> str:
+        line = self._code.readline(256)
+        if not line.endswith(b"\n"):
+            raise HistoryError("a name without an end")
+        return line[:-1].decode()
+
+    def _top(self, kind: type = object) -> Any:
+        if not self._stack or not isinstance(self._stack[-1], kind) or self._stack[-1] is MARK:
+            raise HistoryError("an instruction without its operands")
+        return self._stack[-1]
+
+    def _pop(self) -> Any:
+        self._top()
+        return self._stack.pop()
+
+    def _marked(self) -> list[Any]:
+        items: list[Any] = []
+        while self._stack:
+            if (item := self._stack.pop()) is MARK:
+                return items[::-1]
+            items.append(item)
+        raise HistoryError("an instruction without its mark")
+
+    def _recalled(self, index: int) -> Any:
+        if index not in self._memo:
+            raise HistoryError(f"memo {index} is used before it is set")
+        return self._memo[index]
+
+    def _named(self, module: str, name: str) -> Name:
+        if (module, name) not in _STORAGES and (module, name) not in (_REBUILD, _ORDERED):
+            raise HistoryError(f"name {module}.{name} in data.pkl, expected those of tensors alone")
+        return Name((sys.intern(module), sys.intern(name)))
+
+
+def _called(arguments: Any, function: Any) -> Any:
+    if isinstance(function, Name) and function.path == _REBUILD:
+        return _rebuild(arguments)
+    if isinstance(function, Name) and function.path == _ORDERED and arguments in ((), []):
+        return {}
+    called = ".".join(function.path) if isinstance(function, Name) else type(function).__name__
+    raise HistoryError(f"a call of {called}, expected tensors alone")

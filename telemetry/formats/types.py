@@ -1,0 +1,327 @@
+"""What every reader returns and every writer takes: load or a placement, with its layers named.
+
+Engines number layers in three ways. Rows are taken for layer numbers only where the format
+defines it; where numbers are needed and are not known, they are asked for.
+
+Shapes:  T windows, L MoE layers, E experts, P physical slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.load import LoadHistory, Phase
+from eplb.core.placement import Placement
+from eplb.errors import ConfigError, HistoryError
+
+# model: ids are the model's layer numbers, MoE layers alone; hidden: row i is layer i of the model,
+# and some rows may be dense layers; ordinal: row i is the i-th MoE layer.
+Axis = Literal["model", "hidden", "ordinal"]
+DEFAULT_WINDOWS = 64
+MOST_LAYERS = 1024
+MOST_CELLS = 2**27  # of a window [L, E]; 61 x 384 are 23,424
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Numbers of the rows of a file."""
+
+    ids: tuple[int, ...]  # [L], rising
+    axis: Axis
+    num_hidden: int | None = None  # layers of the model, dense ones included; None: not known
+
+    def __post_init__(self) -> None:
+        rises = all(one < two for one, two in zip(self.ids, self.ids[1:], strict=False))
+        if not self.ids or not rises or self.ids[0] < 0:
+            raise ConfigError(f"layer ids are {_shown(self.ids)}, expected rising numbers from 0")
+        if self.num_hidden is not None and self.ids[-1] >= self.num_hidden:
+            raise ConfigError(
+                f"layer {self.ids[-1]} of a model of {self.num_hidden} layers, expected layers "
+                f"0..{self.num_hidden - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a user states about a file beside its path."""
+
+    layer_ids: tuple[int, ...] | None = None  # the model's MoE layers
+    first_moe_layer: int | None = None  # in place of layer_ids: all layers from this one on
+    max_windows: int = DEFAULT_WINDOWS  # steps are summed into at most so many windows
+    num_experts: int | None = None
+    num_redundant: int | None = None
+    window_tokens: int | None = None  # of per-request routing
+    num_layers: int | None = None  # of raw routing, whose bytes have no shape
+    top_k: int | None = None  # as num_layers
+    deployment: str = "demo"  # of our own store
+
+    def __post_init__(self) -> None:
+        if self.layer_ids is not None and self.first_moe_layer is not None:
+            raise ConfigError("layer ids and a first MoE layer are given, expected one of them")
+        least = {"max_windows": 1, "num_experts": 1, "num_redundant": 0, "first_moe_layer": 0}
+        for name, low in (least | {"num_layers": 1, "top_k": 1, "window_tokens": 1}).items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} is {value}, expected {low} or more")
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementFile:
+    """A placement with the numbers of its layers."""
+
+    placement: Placement
+    layers: Layers
+    num_ranks: int | None = None  # None: the file does not tell
+    model: str = ""
+    notes: tuple[str, ...] = ()  # what was assumed, dropped or repaired
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready
+
+
+@dataclass(frozen=True, eq=False)
+class LoadFile:
+    """Windows of load with the numbers of their layers."""
+
+    history: LoadHistory
+    layers: Layers
+    current: PlacementFile | None = None  # the last map in the file; its rows are those of history
+    num_ranks: int | None = None
+    num_nodes: int | None = None
+    model: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    layers: Layers, options: ReadOptions, *, idle: NDArray[np.bool_] | None = None
+) -> tuple[list[int], Layers, tuple[str, ...]]:
+    """Which rows of a file are MoE layers, and their numbers.
+
+    Args:
+        layers: as the format defines its rows.
+        options: what the user states.
+        idle: [L] rows without tokens, for load: without a statement, these are dense layers.
+
+    Returns:
+        Indices of the rows, their layers, and notes.
+
+    Raises:
+        ConfigError: a statement that does not fit the file.
+    """
+    told = _told(layers, options)
+    rows = list(range(len(layers.ids)))
+    if layers.axis == "ordinal":
+        if told is None:
+            return (
+                rows,
+                layers,
+                ("layer numbers are not in the file; rows are MoE layers in order",),
+            )
+        if len(told) != len(layers.ids):
+            raise ConfigError(
+                f"the file has {len(layers.ids)} layers, expected {len(told)}: {_shown(told)}"
+            )
+        return rows, Layers(told, "model"), ()
+    if told is not None:
+        place = {layer: row for row, layer in enumerate(layers.ids)}
+        missing = [layer for layer in told if layer not in place]
+        if missing:
+            raise ConfigError(
+                f"layers {_shown(missing)} are not in the file, expected some of "
+                f"{_shown(layers.ids)}"
+            )
+        dropped = sorted(set(layers.ids) - set(told))
+        notes = (f"layers {_shown(dropped)} are dropped as told",) if dropped else ()
+        return [place[layer] for layer in told], Layers(told, "model", layers.num_hidden), notes
+    if layers.axis == "hidden" and idle is not None:
+        kept = [row for row in rows if not idle[row]]
+        if not kept:
+            raise HistoryError("no layer has tokens, expected load")
+        dense = [layers.ids[row] for row in rows if idle[row]]
+        notes = (
+            (f"layers {_shown(dense)} have no tokens: taken as dense and dropped",) if dense else ()
+        )
+        found = tuple(layers.ids[row] for row in kept)
+        return kept, Layers(found, "model", layers.num_hidden), notes
+    return rows, layers, ()
+
+
+def _told(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
+    if options.layer_ids is not None:
+        return Layers(tuple(options.layer_ids), "model").ids
+    first = options.first_moe_layer
+    if first is None:
+        return None
+    if layers.axis == "ordinal":
+        return tuple(range(first, first + len(layers.ids)))
+    told = tuple(layer for layer in layers.ids if layer >= first)
+    if not told:
+        raise ConfigError(f"the first MoE layer is {first}, the last in the file {layers.ids[-1]}")
+    return told
+
+
+def model_layers(layers: Layers, why: str) -> Layers:
+    """The layers by the model's numbers.
+
+    Raises:
+        ConfigError: the numbers are not known; the message asks for them.
+    """
+    if layers.axis == "model":
+        return layers
+    found = "whether a row is a dense layer" if layers.axis == "hidden" else "layer numbers"
+    raise ConfigError(
+        f"{why}, and the input does not tell {found}: expected --layer-ids, --first-moe-layer or "
+        "--model"
+    )
+
+
+def parse_layer_ids(text: str) -> tuple[int, ...]:
+    """Read ``3-60`` or ``1,2,5-7``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not all(
+            one.isdecimal() and len(one) < 6 for one in ([first, last] if dash else [first])
+        ):
+            raise ConfigError(f"layer ids are {text!r}, expected numbers and ranges as 0,3-60")
+        low, high = int(first), int(last if dash else first)
+        if high - low >= MOST_LAYERS:
+            raise ConfigError(f"layer ids {part!r} are more than {MOST_LAYERS} layers")
+        found += range(low, high + 1)
+    return Layers(tuple(found), "model").ids
+
+
+class StepSums:
+    """Sums steps that arrive one by one into a bounded number of equal windows."""
+
+    def __init__(self, max_windows: int) -> None:
+        self._most = max_windows
+        self._steps_each = 1
+        self._sums: list[NDArray[np.int64]] = []
+        self._steps: list[tuple[int, int]] = []
+        self._in_last = 0
+
+    def add(self, step: int, tokens: NDArray[np.int64]) -> None:
+        """Add the tokens [L, E] of one step."""
+        is_full = self._in_last == self._steps_each or not self._sums
+        if is_full and len(self._sums) == self._most:
+            self._merge()
+            is_full = self._in_last == self._steps_each
+        if is_full:
+            self._sums.append(tokens.astype(np.int64))
+            self._steps.append((step, step))
+            self._in_last = 1
+        else:
+            self._sums[-1] += tokens
+            self._steps[-1] = (self._steps[-1][0], step)
+            self._in_last += 1
+
+    def _merge(self) -> None:
+        count = len(self._sums)
+        for index in range(0, count - 1, 2):
+            self._sums[index] += self._sums[index + 1]
+            self._steps[index] = (self._steps[index][0], self._steps[index + 1][1])
+        self._sums, self._steps = self._sums[::2], self._steps[::2]
+        # An odd one out is half a window, and goes on being filled.
+        self._in_last = self._steps_each * (2 - count % 2)
+        self._steps_each *= 2
+
+    def history(self, phase: Phase = "mixed") -> LoadHistory:
+        """The windows."""
+        if not self._sums:
+            raise HistoryError("no step, expected at least one")
+        steps = np.array(self._steps, dtype=np.int64)
+        if (np.diff(steps.ravel()) < 0).any():  # a restart begins again at step 0
+            steps = np.repeat(np.arange(len(steps))[:, None], 2, axis=1)
+        return LoadHistory(np.array(self._sums), steps[:, 0], steps[:, 1], phase)
+
+
+def summed_windows(steps: NDArray[Any], max_windows: int) -> tuple[NDArray[np.int64], int]:
+    """[T, L, E] windows of consecutive steps [n, L, E], and the steps in each; the last has fewer.
+
+    Summed piecewise, so that a large dump is never held a second time as int64.
+    """
+    each = -(-len(steps) // max_windows)
+    tokens = np.empty((-(-len(steps) // each), *steps.shape[1:]), dtype=np.int64)
+    for window in range(len(tokens)):
+        part = steps[window * each : (window + 1) * each]
+        if part.min() < 0:  # here, while the part is in the cache of the processor
+            raise HistoryError(f"{part.min()} tokens of an expert, expected 0 or more")
+        np.sum(part, axis=0, dtype=np.int64, out=tokens[window])
+    return tokens, each
+
+
+def to_logical(
+    physical: NDArray[np.integer], held: NDArray[np.integer], num_experts: int, where: str
+) -> NDArray[np.int64]:
+    """[L, E] tokens of experts from tokens of slots [L, P], by the map [L, P]; -1 holds nothing.
+
+    Raises:
+        HistoryError: an id out of range, negative tokens, or tokens in an empty slot.
+    """
+    if physical.shape != held.shape or physical.ndim != 2:
+        raise HistoryError(
+            f"{where}: tokens have shape {physical.shape} and the map {held.shape}, expected the "
+            "same [layers, slots]"
+        )
+    if physical.size and int(physical.min()) < 0:
+        raise HistoryError(f"{where}: {physical.min()} tokens in a slot, expected 0 or more")
+    if held.size and not (held.min() >= -1 and held.max() < num_experts):
+        raise HistoryError(
+            f"{where}: the map names experts {held.min()}..{held.max()}, expected "
+            f"-1..{num_experts - 1}"
+        )
+    if ((held == -1) & (physical != 0)).any():
+        raise HistoryError(f"{where}: tokens in a slot without an expert, expected none")
+    num_layers = len(held)
+    check_cells(num_layers, num_experts, held.nbytes + physical.nbytes)
+    tokens = np.zeros((num_layers, num_experts + 1), dtype=np.int64)
+    np.add.at(tokens, (np.arange(num_layers)[:, None], held), physical.astype(np.int64))
+    return tokens[:, :num_experts]
+
+
+def check_cells(num_layers: int, num_experts: int, num_bytes: int) -> None:
+    """Refuse counts that would take far more memory than the file that they come from.
+
+    Raises:
+        HistoryError: a number of experts that so small a file has no use for.
+    """
+    cells = num_layers * num_experts
+    if cells > MOST_CELLS or cells > max(2**20, 16 * num_bytes):
+        raise HistoryError(
+            f"{num_layers} layers x {num_experts} experts in {num_bytes} bytes, expected fewer"
+        )
+
+
+def _shown(ids: Iterable[int]) -> str:
+    """Numbers as ranges: 0-2, 5."""
+    parts: list[list[int]] = []
+    for one in ids:
+        if parts and one == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], one]
+        else:
+            parts.append([one])
+    shown = ["-".join(map(str, part)) for part in parts]
+    return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "none"
+
+
+def as_layers(ids: Sequence[int], num_hidden: int | None = None) -> Layers:
+    """Layers that a file numbers itself."""
+    return Layers(tuple(ids), "model", num_hidden)
+
+
+def rows_in_order(num_rows: int) -> Layers:
+    """Layers of a format whose row i is the i-th MoE layer."""
+    return Layers(tuple(range(num_rows)), "ordinal")
+
+
+def rows_as_hidden(num_rows: int) -> Layers:
+    """Layers of a format whose row i is layer i of the model, dense ones included."""
+    return Layers(tuple(range(num_rows)), "hidden", num_rows)

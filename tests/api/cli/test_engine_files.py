@@ -1,0 +1,172 @@
+"""``eplb plan``, ``convert`` and ``validate``: from a dump to a file that an engine takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from benchmarks.engine_files.seeds import torch_file
+from telemetry.formats.engines.ascend import check_no_move_within_a_device, read_map
+from telemetry.formats.table import read_placement
+from telemetry.formats.types import ReadOptions
+
+GROUP = ("--ranks", "4", "--nodes", "2", "--redundant", "4")
+
+
+def eplb(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of SGLang: 6 steps, one dense and two MoE layers, 8 experts, one of them hot."""
+    rng = np.random.default_rng(0)
+    steps = np.zeros((6, 3, 8), dtype=np.int32)
+    steps[:, 1:] = rng.poisson([2000, 100, 100, 100, 100, 100, 100, 100], (6, 2, 8))
+    path = tmp_path_factory.mktemp("dump") / "stat.pt"
+    path.write_bytes(torch_file({"rank": 0, "logical_count": steps}))
+    return path
+
+
+def figures(text: str, row: str) -> list[float]:
+    (found,) = re.findall(rf"^  {row} +(.*)$", text, re.MULTILINE)
+    return [float(one) for one in found.split()]
+
+
+@pytest.mark.parametrize(
+    ("target", "rule"),
+    [
+        ("sglang", "sglang_static"),
+        ("vllm", "even"),
+        ("trtllm", "even"),
+        ("ascend", "ascend_mod"),
+        ("eplb", "weighted"),
+    ],
+)
+def test_plan_writes_a_file_that_its_engine_takes(
+    dump: Path, tmp_path: Path, target: str, rule: str
+) -> None:
+    out = tmp_path / ("out.yaml" if target == "trtllm" else "out.json")
+    done = eplb("plan", dump, *GROUP, "--target", target, "-o", out, "--expert-bytes", 10**9)
+
+    assert done.exit_code == 0, done.output
+    assert f"under {rule}" in done.output
+    (booked, effective), (before, _) = figures(done.output, "after"), figures(done.output, "before")
+    assert 1.0 <= booked < before - 0.3
+    assert 1.0 <= figures(done.output, "lower bound")[0] <= effective + 1e-3
+    assert effective < before - 0.3
+    assert re.search(
+        r"cost from experts in order: \d+ experts move \(.*\), [\d.]+ GB, ", done.output
+    )
+    assert "layers 0-0" not in done.output
+    told = ("--layer-ids", "1,2")
+    checked = eplb("validate", out, "--target", target, *GROUP, *told)
+    assert checked.exit_code == 0, checked.output
+
+
+def test_plan_under_the_static_rule_beats_the_plan_for_an_equal_split(
+    dump: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    static = eplb("plan", dump, *GROUP, "--target", "sglang", "-o", out)
+    even = eplb("plan", dump, *GROUP, "--target", "sglang", "--dispatch", "even", "-o", out)
+
+    assert "under sglang_static" in static.output
+    assert "under even" in even.output
+
+
+def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    eplb("plan", dump, *GROUP, "--target", "ascend", "--policy", "random", "-o", first)
+    done = eplb("plan", dump, *GROUP, "--target", "ascend", "--current", first, "-o", second)
+    told = ("--layer-ids", "1,2")
+    again = eplb(
+        "plan", dump, *GROUP, "--target", "ascend", "--current", first, *told, "-o", second
+    )
+
+    assert (done.exit_code, again.exit_code) == (0, 0), done.output + again.output
+    assert "cost from the serving placement" in again.output
+    check_no_move_within_a_device(read_map(first, ReadOptions()), read_map(second, ReadOptions()))
+
+
+def test_convert_carries_a_placement_between_engines(dump: Path, tmp_path: Path) -> None:
+    names = {"sglang": "a.json", "trtllm": "b.yaml", "vllm": "c.json", "ascend": "d.json"}
+    eplb("plan", dump, *GROUP, "--target", "eplb", "-o", tmp_path / "own.json")
+    own = read_placement(str(tmp_path / "own.json"), ReadOptions())
+    for target, name in names.items():
+        done = eplb("convert", tmp_path / "own.json", "--to", target, "-o", tmp_path / name)
+        assert done.exit_code == 0, done.output
+        found = read_placement(str(tmp_path / name), ReadOptions(layer_ids=(1, 2)))
+        assert np.array_equal(found.placement.slot_to_expert, own.placement.slot_to_expert), target
+
+
+def test_convert_of_load_keeps_its_source(dump: Path, tmp_path: Path) -> None:
+    done = eplb("convert", dump, "--to", "eplb-trace", "-o", tmp_path / "trace")
+    manifest = json.loads((tmp_path / "trace" / "manifest.json").read_text())
+
+    assert done.exit_code == 0, done.output
+    assert manifest["provenance"] == {"source": "stat.pt"}
+    assert manifest["layer_ids"] == [1, 2]
+
+
+def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"physical_to_logical_map": [[0, 1, 2, 0, 0, 0]]}')
+
+    done = eplb("validate", path, "--target", "sglang", "--ranks", "4")
+
+    assert done.exit_code == 1
+    assert "error divides: 6 slots do not divide by 4 ranks" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("plan", "none.pt", *GROUP, "--target", "vllm", "-o", "o"), "none.pt does not exist"),
+        (("plan", "DUMP", "--ranks", "3", "--target", "vllm", "-o", "o"), "on 3 ranks"),
+        (
+            ("plan", "DUMP", "--ranks", "4", "--nodes", "3", "--target", "vllm", "-o", "o"),
+            "3 nodes",
+        ),
+        (("plan", "DUMP", *GROUP, "--target", "vllm", "--model", "x", "-o", "o"), "unknown model"),
+        (
+            ("plan", "DUMP", *GROUP, "--target", "vllm", "--model", "mixtral-8x7b", "-o", "o"),
+            "are not in the file",
+        ),
+        (("plan", "DUMP", *GROUP, "--target", "vllm", "-o", "/nowhere/o"), "cannot be written"),
+        (
+            ("plan", "DUMP", *GROUP, "--target", "vllm", "--policy", "x", "-o", "o"),
+            "unknown policy",
+        ),
+        (("convert", "DUMP", "--to", "vllm", "-o", "o"), "use eplb plan"),
+        (("convert", "DUMP", "--to", "x", "-o", "o"), "load is not written as 'x'"),
+        (("validate", "DUMP", "--target", "vllm"), "holds load without a map"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    dump: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    done = eplb(*(dump if one == "DUMP" else one for one in arguments))
+
+    assert done.exit_code == 2, done.output
+    assert why in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_simulate_replays_a_dump(dump: Path) -> None:
+    done = eplb("simulate", dump, "--ranks", "4", "--policy", "contiguous")
+
+    assert done.exit_code == 0, done.output
