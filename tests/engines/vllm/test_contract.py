@@ -1,0 +1,56 @@
+"""The plug-in in four ranks of the real vLLM balancer: maps, weights, shares and samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
+
+from vllm_ranks import NUM_LAYERS, NUM_SLOTS, make_rank, on_ranks, popularity_of, settings_for
+
+INTERVAL = 8
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) -> dict[str, Any]:
+    """Step until so many maps were decided; the weights match the map after each step."""
+    made = make_rank(rank, meet, settings_for(store), is_async=is_async, interval=INTERVAL)
+    first = generation = made.process.generation
+    with_lists = step = 0
+    while generation - first < times:
+        made.forward(step, popularity_of(step // INTERVAL))
+        made.state.step()
+        made.check_weights()
+        if made.process.generation != generation:  # a map serves on all layers since this step
+            generation = made.process.generation
+            with_lists += bool((made.model_state.logical_replica_count > NUM_SLOTS).any())
+        step += 1
+        assert step < 4 * INTERVAL * times + 200, f"{generation - first} maps after {step} steps"
+    mover = made.model_state.communicator
+    assert made.process.recorder.close(20), "the recorder ended"
+    return {
+        "map": made.model_state.physical_to_logical_map.tolist(),
+        "lists": made.model_state.logical_to_physical_map.sum().item(),
+        "steps": step,
+        "with_lists": with_lists,
+        "checked": mover.num_checked,
+        "wrong": mover.num_wrong,
+        "repeated": mover.num_repeated,
+    }
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_weights_match_maps_on_every_rank_over_100_rebalances(
+    is_async: bool, tmp_path: Path
+) -> None:
+    found = on_ranks(rebalances, is_async, 100, f"sqlite:{tmp_path / 'store.sqlite'}")
+
+    print(found[0] | {"map": "..."})
+    assert all(one["map"] == found[0]["map"] for one in found)
+    assert all(one["lists"] == found[0]["lists"] for one in found)
+    assert found[0]["with_lists"] > 50, "uneven shares were served"
+    assert sum(one["checked"] for one in found) > 100 * NUM_LAYERS
+    assert [one["wrong"] + one["repeated"] for one in found] == [0, 0, 0, 0]
