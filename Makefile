@@ -30,7 +30,7 @@ test-engines: $(ENGINES:%=.venv-%/packages.txt)
 		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" --timeout 1800 tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
-.venv-%/packages.txt: tests/engines/%.txt tests/engines/environment.sh
+.venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
 	PYTHON=$(PYTHON) tests/engines/environment.sh $*
 
 check: $(VENV)/.dev

@@ -138,8 +138,13 @@ def make_rank(
     rank: int, meet: Path, settings: PluginSettings | None, *, is_async: bool, interval: int = 8
 ) -> Rank:
     """Form the group, install the plug-in, and add a model to a real ``EplbState``."""
-    from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state, eplb_utils
-    from vllm.distributed.eplb import rebalance_execute
+    from vllm.distributed.eplb import (
+        async_worker,
+        eplb_communicator,
+        eplb_state,
+        eplb_utils,
+        rebalance_execute,
+    )
     from vllm.model_executor.models.interfaces import MixtureOfExperts
 
     torch.set_num_threads(1)
@@ -228,7 +233,7 @@ def layer_of(number: int, experts: Any, eplb_state: Any) -> Any:
 Scenario = Callable[..., Any]
 
 
-def on_ranks(scenario: Scenario, *args: Any) -> list[Any]:
+def on_ranks(scenario: Scenario, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
     """Run ``scenario(rank, meet, *args)`` in a process for each rank, and return their results.
 
     Processes are forked, because an import of vLLM takes half a minute.
@@ -246,7 +251,7 @@ def on_ranks(scenario: Scenario, *args: Any) -> list[Any]:
         for process in ranks:
             process.start()
         try:
-            return [_result(rank, pipe[0]) for rank, pipe in enumerate(pipes)]
+            return [_result(rank, pipe[0], deadline_s) for rank, pipe in enumerate(pipes)]
         finally:
             for process in ranks:
                 process.kill()
@@ -263,9 +268,9 @@ def _run(pipe: Any, scenario: Scenario, rank: int, meet: Path, *args: Any) -> No
         os._exit(0)  # threads of the engine never end
 
 
-def _result(rank: int, pipe: Any) -> Any:
-    if not pipe.poll(DEADLINE_S):
-        raise AssertionError(f"rank {rank} had no result within {DEADLINE_S:g} s")
+def _result(rank: int, pipe: Any, deadline_s: float) -> Any:
+    if not pipe.poll(deadline_s):
+        raise AssertionError(f"rank {rank} had no result within {deadline_s:g} s")
     outcome, value = pipe.recv()
     assert outcome == "ok", f"rank {rank}:\n{value}"
     return value

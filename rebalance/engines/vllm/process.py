@@ -58,7 +58,7 @@ class PluginProcess:
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
         self.recorder: Recorder | None = None
         self._joined: Joined | None = None
-        self._refused = ""
+        self.refused = ""  # why the plug-in stays off in this process
         self._tap: LoadTap | None = None
         self._served: list[Served] = []  # of the target model first
         self._generation = 0
@@ -78,7 +78,7 @@ class PluginProcess:
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
         """Join the other ranks at the first model; collective by the ranks' key-value store."""
-        if self._joined is not None or self._refused:
+        if self._joined is not None or self.refused:
             return
         try:
             if state.parallel_config.enable_elastic_ep:
@@ -88,7 +88,7 @@ class PluginProcess:
                 )
             self._join(group)
         except Exception as exc:
-            self._refused = str(exc)
+            self.refused = str(exc)
             log.error("the EPLB plug-in stays off, vLLM's own balancer runs: %s", exc)
             return
         engine, wanted = self.settings.engine, dict.fromkeys(PARTS, False)
