@@ -21,7 +21,7 @@ def split(share: list[float], rows: int, expert: int) -> np.ndarray:
     repeats = repetitions(HELD, np.array(share))
     entries, lengths = layer_lists(HELD, repeats, 3, 1024)
     chosen = chosen_replicas(np.arange(rows), entries[expert, : lengths[expert]])
-    slots = np.flatnonzero(HELD == expert)
+    slots = np.flatnonzero(expert == HELD)
     return np.bincount(chosen, minlength=len(HELD))[slots] / rows
 
 
