@@ -26,14 +26,14 @@ class EngineSettings:
         ConfigError: a value is out of its range.
     """
 
-    policy: bool = True  # plan in place of the engine
+    plan: bool = True  # plan in place of the engine
     shares: bool = True  # uneven shares by repeated ids; needs the policy
     tap: bool = True  # write loads and placements to the store
     mover: bool = True  # check the digests of moved experts
     phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
     plan_time_ms: float = 4.0  # of search in each plan, counted in steps
     max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan
-    join_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
+    load_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
 
     def __post_init__(self) -> None:
         if self.phase not in ("auto", *get_args(Phase)):
@@ -41,7 +41,7 @@ class EngineSettings:
             raise ConfigError(f"engine.phase is {self.phase!r}, expected one of: {known}")
         if not 0.0 <= self.max_moved <= 1.0:
             raise ConfigError(f"engine.max_moved is {self.max_moved}, expected 0 to 1")
-        for name in ("plan_time_ms", "join_deadline_s"):
+        for name in ("plan_time_ms", "load_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"engine.{name} is {getattr(self, name)}, expected more than 0")
 

@@ -121,7 +121,7 @@ def popularity_of(seed: int) -> Any:
 def settings_for(store: str, **engine: Any) -> PluginSettings:
     """Settings by which every gain pays, so that plans move experts."""
     chosen = EngineSettings(
-        **{"max_moved": 1.0, "phase": "decode", "join_deadline_s": 30.0} | engine
+        **{"max_moved": 1.0, "phase": "decode", "load_deadline_s": 30.0} | engine
     )
     return PluginSettings(
         "contract",

@@ -91,13 +91,11 @@ class PluginProcess:
             self.refused = str(exc)
             log.error("the EPLB plug-in stays off, vLLM's own balancer runs: %s", exc)
             return
-        engine, wanted = self.settings.engine, dict.fromkeys(PARTS, False)
-        for part in PARTS:
-            wanted[part] = bool(getattr(engine, part))
-        wanted["shares"] &= wanted["policy"]
-        wanted["mover"] &= state.parallel_config.eplb_config.communicator == "torch_gloo"
+        engine = self.settings.engine
+        is_gloo = state.parallel_config.eplb_config.communicator == "torch_gloo"
+        wanted = (engine.plan, engine.plan and engine.shares, engine.mover and is_gloo, engine.tap)
         self.group, self.num_experts = group, model.num_logical_experts
-        for part, is_on in wanted.items():
+        for part, is_on in zip(PARTS, wanted, strict=True):
             self._switch(part, is_on=is_on)
 
     def _join(self, group: Any) -> None:
@@ -107,7 +105,7 @@ class PluginProcess:
         facts = f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}"
         store = dist.distributed_c10d._get_default_store()
         rank, size = group.rank_in_group, group.world_size
-        deadline_s = self.settings.engine.join_deadline_s
+        deadline_s = self.settings.engine.load_deadline_s
         self._joined = join(store, name, rank, size, facts, deadline_s)
         self._generation = self._joined.base_generation
 

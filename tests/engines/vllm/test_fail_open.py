@@ -122,7 +122,7 @@ def test_record_with_a_wrong_byte_reaches_no_slot(tmp_path: Path) -> None:
 
 def one_differs(rank: int, meet: Path, store: str, how: str) -> dict[str, Any]:
     """Rank 2 has no plug-in, or other settings."""
-    settings: Any = settings_for(store, join_deadline_s=3.0)
+    settings: Any = settings_for(store, load_deadline_s=3.0)
     if rank == 2:
         settings = None if how == "missing" else replace(settings, pay_back_s=2.0)
     made = make_rank(rank, meet, settings, is_async=False, interval=INTERVAL)
