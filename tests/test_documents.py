@@ -39,7 +39,7 @@ SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free p
 ADDRESS = re.compile(r"^(http://)?[\d.]+:8765")
 LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
-NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2, "docs/deployment.md": 8, "docs/engines-vllm.md": 2}
+NOT_RUN = {"README.md": 1, "docs/quick-start.md": 2, "docs/deployment.md": 8}
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun"}
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
 

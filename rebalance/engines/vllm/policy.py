@@ -54,19 +54,25 @@ def policy_class(process: PluginProcess, own: Any) -> type:
             old = old_global_expert_indices
             given = (weight, num_replicas, num_groups, num_nodes, num_ranks)
             if not process.is_on("policy") or old is None:
-                return own.rebalance_experts(*given, old)
+                return _by_vllm(own, *given, old)
             held = np.array(old.cpu().numpy(), dtype=np.int64)
             load = np.array(weight.cpu().numpy(), dtype=np.int64)
             call = Call(load, held, num_groups, num_nodes, num_ranks)
             refusal = why_not_planned(call, num_replicas)
             if refusal:
                 log.warning("vLLM's own policy plans this time: %s", refusal)
-                return own.rebalance_experts(*given, old)
+                return _by_vllm(own, *given, old)
             if not load.any():  # profiling, or nothing was served: alike on all ranks
                 return torch.from_numpy(held)
             return torch.from_numpy(_decided(process, call))
 
     return EplbPlannerPolicy
+
+
+def _by_vllm(own: Any, *arguments: Any) -> torch.Tensor:
+    """The answer of vLLM's own policy."""
+    held: torch.Tensor = own.rebalance_experts(*arguments)
+    return held
 
 
 def _decided(process: PluginProcess, call: Call) -> Ints:

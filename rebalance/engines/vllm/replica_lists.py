@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 MULTIPLIER = 2654435769  # of the router's hash; ``guards`` compares it with the engine's source
 WORD = 2**32
+EQUAL = 2e-3  # shares that differ by less, relative to their mean, are equal
 ENTRIES = 256  # of a list: an error of 0.2 % at most over 4,096 rows
 
 Ints = NDArray[np.int64]
@@ -38,9 +39,8 @@ def repetitions(held: Ints, share: NDArray[np.float64], num_entries: int = ENTRI
         slots = np.flatnonzero(held == expert)
         parts = share[slots]
         is_power = len(slots) & (len(slots) - 1) == 0
-        if len(slots) > num_entries or (
-            is_power and np.allclose(parts, 1.0 / len(slots), atol=1e-3)
-        ):
+        is_equal = float(np.abs(parts * len(slots) - 1.0).max()) < EQUAL
+        if len(slots) > num_entries or (is_power and is_equal):
             continue
         repeats[slots] = apportioned(parts, num_entries)
     return repeats
@@ -53,7 +53,7 @@ def apportioned(parts: NDArray[np.float64], total: int) -> Ints:
     """
     assert len(parts) <= total, "every part gets at least one"
     exact = parts / parts.sum() * total
-    whole = np.maximum(np.floor(exact).astype(np.int64), 1)
+    whole: Ints = np.maximum(np.floor(exact).astype(np.int64), 1)
     while (left := total - int(whole.sum())) != 0:
         if left > 0:
             whole[int(np.argmax(exact - whole))] += 1

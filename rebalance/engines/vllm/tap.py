@@ -88,7 +88,7 @@ class LoadTap:
         if self._sum.is_cuda:
             host = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(tokens, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         else:
             host = tokens.clone()

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from documents import files_of
 
 from eplb.errors import ConfigError
 from rebalance.engines.plugin_settings import settings_of
@@ -61,3 +62,10 @@ def test_file_that_is_missing_leaves_the_engine_alone(
 ) -> None:
     assert load({"EPLB_CONFIG": str(tmp_path / "none.toml")}) is False
     assert "cannot be read" in caplog.text
+
+
+def test_file_on_the_page_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
+    found = settings_of(named(files_of("docs/engines-vllm.md")["eplb.toml"], tmp_path))
+
+    assert found is not None
+    assert (found.deployment, found.engine.phase) == ("deepseek-decode", "auto")
