@@ -51,6 +51,11 @@ RULES = {
         "telemetry.records.sample_codec telemetry.joining",
         "numpy torch",
     ),
+    # Loaded by a serving engine, whose own modules are imported inside functions alone.
+    "rebalance/engines": rule(
+        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter",
+        "numpy torch vllm prometheus_client",
+    ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(
         "eplb telemetry rebalance.preload.cache.cache_settings rebalance.threads", "numpy"

@@ -4,7 +4,8 @@ Every value keeps its source, so that an error can name it: one sentence with th
 found, the source, and what was expected. An unknown key is refused too, because a misspelt setting
 that is ignored leads to wrong results.
 
-This is the only file of the project that reads settings from files or the environment.
+This is the only file that reads settings from files or the environment, but for the plug-ins of
+serving engines, which never import ``api`` (``rebalance/engines/plugin_settings.py``).
 """
 
 from __future__ import annotations

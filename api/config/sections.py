@@ -18,6 +18,7 @@ from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
+from rebalance.engines.plugin_settings import EngineSettings
 from rebalance.network.tls import Certificate
 from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.reporter.drain import Tempo
@@ -112,6 +113,33 @@ class Controller(Section):
         ge=0,
         le=1_000_000,
         live=True,
+    )
+
+
+class Engine(Section):
+    """The plug-in inside a serving engine. It reads the configuration file alone, no variables."""
+
+    plan: bool = setting(EngineSettings.plan, "plan in place of the engine")
+    shares: bool = setting(EngineSettings.shares, "uneven shares of replicas; needs the policy")
+    tap: bool = setting(EngineSettings.tap, "write loads and placements of the engine to the store")
+    mover: bool = setting(EngineSettings.mover, "check the digests of experts that move")
+    phase: Literal["auto", "prefill", "decode", "mixed"] = setting(
+        "auto", "of the engine's forward passes; auto: by its scheduler's output"
+    )
+    plan_time_ms: Number = setting(
+        EngineSettings.plan_time_ms,
+        "search of one plan, counted in steps",
+        gt=0,
+        le=60_000,
+    )
+    max_moved: Number = setting(
+        EngineSettings.max_moved,
+        "part of all slots that a plan after the first may move",
+        ge=0,
+        le=1,
+    )
+    load_deadline_s: Number = setting(
+        EngineSettings.load_deadline_s, "for all ranks to load the plug-in", gt=0, le=HOUR_S
     )
 
 

@@ -18,7 +18,16 @@ from pydantic.fields import FieldInfo
 from api.config.deployment import ModelSettings, NetworkSettings, TopologySettings
 from api.config.fields import Section, about
 from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
-from api.config.sections import Controller, Deployment, Http, Log, Planner, Supervision, Telemetry
+from api.config.sections import (
+    Controller,
+    Deployment,
+    Engine,
+    Http,
+    Log,
+    Planner,
+    Supervision,
+    Telemetry,
+)
 from api.demo.settings import DemoSettings
 from telemetry.stores.redis.connection.address import without_password
 
@@ -41,6 +50,7 @@ class Settings(Section):
     host_cache: HostCache = HostCache()
     host_link: HostLink = HostLink()
     telemetry: Telemetry = Telemetry()
+    engine: Engine = Engine()
     http: Http = Http()
     supervision: Supervision = Supervision()
     log: Log = Log()

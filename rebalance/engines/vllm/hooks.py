@@ -1,0 +1,148 @@
+"""The functions of vLLM that the plug-in wraps, and how they are put back.
+
+A wrapper calls vLLM's own function with the arguments that it got. ``install`` is idempotent,
+because vLLM may load its plug-ins several times in a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rebalance.engines.vllm.mover import communicator_class
+from rebalance.engines.vllm.policy import policy_class
+from rebalance.engines.vllm.process import PluginProcess
+
+log = logging.getLogger(__name__)
+
+Undo = Callable[[], None]
+
+
+def install(process: PluginProcess) -> Undo:
+    """Wrap vLLM's functions, and return what puts them back."""
+    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
+
+    undo: list[Undo] = []
+
+    def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        own = getattr(owner, name)
+        setattr(owner, name, functools.wraps(own)(make(own)))
+        undo.append(lambda: setattr(owner, name, own))
+
+    own_policy = policy.EPLB_POLICIES["default"]
+    policy.EPLB_POLICIES["default"] = policy_class(process, own_policy)
+    undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
+    make_communicator = _communicators(process)
+    wrap(eplb_state, "create_eplb_communicator", make_communicator)
+    wrap(eplb_communicator, "create_eplb_communicator", make_communicator)
+    wrap(eplb_state, "_commit_eplb_maps_for_layer", _layer_commits(process))
+    wrap(eplb_state, "_commit_eplb_maps", _commits(process))
+    wrap(eplb_state.EplbState, "add_model", _models(process, eplb_state))
+    wrap(eplb_state.EplbState, "step", _steps(process))
+
+    def put_back() -> None:
+        for one in reversed(undo):
+            one()
+
+    return put_back
+
+
+def _models(process: PluginProcess, eplb_state: Any) -> Callable[[Any], Any]:
+    def make(own: Any) -> Any:
+        def add_model(
+            self: Any, model: Any, model_config: Any, model_name: str | None = None
+        ) -> None:
+            process.before_add_model(self, model, eplb_state.get_eplb_group())
+            own(self, model, model_config, model_name)
+            process.after_add_model(self, eplb_state.get_node_count())
+
+        return add_model
+
+    return make
+
+
+def _steps(process: PluginProcess) -> Callable[[Any], Any]:
+    def make(own: Any) -> Any:
+        def step(
+            self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
+        ) -> None:
+            process.before_step(self, is_dummy, is_profile, log_stats)
+            own(self, is_dummy, is_profile, log_stats=log_stats)
+            process.after_step(self)
+
+        return step
+
+    return make
+
+
+def _communicators(process: PluginProcess) -> Callable[[Any], Any]:
+    def make(own: Any) -> Any:
+        def create_eplb_communicator(
+            group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any
+        ) -> Any:
+            from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
+            from vllm.distributed.eplb.eplb_utils import device_stream
+
+            made = own(group_coordinator, backend, expert_weights, expert_buffer)
+            if backend != "torch_gloo" or not process.is_on("mover"):
+                return made
+            checked = communicator_class(process, EplbCommunicator, device_stream)
+            return checked(group_coordinator, expert_weights, made)
+
+        return create_eplb_communicator
+
+    return make
+
+
+def _layer_commits(process: PluginProcess) -> Callable[[Any], Any]:
+    def make(own: Any) -> Any:
+        def _commit_eplb_maps_for_layer(
+            model_state: Any, new_physical_to_logical_map: Any, layer: int
+        ) -> None:
+            row = _on_host(new_physical_to_logical_map)
+            if not process.is_served(model_state, row, layer):
+                own(model_state, new_physical_to_logical_map, layer)
+                _with_lists(process, model_state, row, layer)
+                process.layer_changed(model_state)
+            if layer == model_state.model.num_moe_layers - 1:
+                process.map_ended(model_state)
+
+        return _commit_eplb_maps_for_layer
+
+    return make
+
+
+def _commits(process: PluginProcess) -> Callable[[Any], Any]:
+    def make(own: Any) -> Any:
+        def _commit_eplb_maps(model_state: Any, new_physical_to_logical_map: Any) -> None:
+            rows = _on_host(new_physical_to_logical_map)
+            if all(process.is_served(model_state, row, n) for n, row in enumerate(rows)):
+                return
+            own(model_state, new_physical_to_logical_map)
+            for layer, row in enumerate(rows):
+                _with_lists(process, model_state, row, layer)
+            process.layer_changed(model_state)
+            process.map_ended(model_state)
+
+        return _commit_eplb_maps
+
+    return make
+
+
+def _with_lists(process: PluginProcess, model_state: Any, row: Any, layer: int) -> None:
+    """Add the lists of shares to a map that vLLM has committed; it serves without them too."""
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+    try:
+        with gpu_sync_allowed():
+            process.committed(model_state, row, layer)
+    except Exception:
+        log.exception("layer %d serves with even shares", layer)
+
+
+def _on_host(held: Any) -> Any:
+    return np.asarray(held.cpu().numpy(), dtype=np.int64)

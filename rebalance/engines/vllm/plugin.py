@@ -1,0 +1,50 @@
+"""The entry point that vLLM calls in each of its processes (group ``vllm.general_plugins``)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
+
+log = logging.getLogger(__name__)
+
+_loaded: list[object] = []  # the plug-in of this process, once it is loaded
+
+
+def register() -> None:
+    """Load the plug-in if ``EPLB_CONFIG`` names a deployment. Never raises."""
+    load(os.environ)
+
+
+def load(environ: Mapping[str, str]) -> bool:
+    """Load the plug-in once for each process; whether it is loaded.
+
+    What is wrong is logged in one sentence, and vLLM runs as without the plug-in.
+    """
+    if _loaded:
+        return True
+    if not environ.get(CONFIG_VARIABLE):
+        return False
+    from rebalance.engines.gauge import set_part
+
+    try:
+        settings = settings_of(environ)
+        assert settings is not None, "the variable is set"
+        # Late: these need torch, numba and vLLM, which a process without a deployment does without.
+        from rebalance.engines.vllm.guards import check_engine
+        from rebalance.engines.vllm.hooks import install
+        from rebalance.engines.vllm.process import PluginProcess
+
+        check_engine()
+        process = PluginProcess(settings)
+        install(process)
+    except Exception as exc:
+        log.error("%s", exc)
+        set_part("vllm", "plugin", is_on=False)
+        return False
+    _loaded.append(process)
+    set_part("vllm", "plugin", is_on=True)
+    log.info("EPLB plug-in loaded for deployment %r", settings.deployment)
+    return True

@@ -1,0 +1,271 @@
+"""The plug-in in one process of vLLM: what is on, and what each hook does.
+
+No method that vLLM's serving path calls raises: a part that fails is switched off with a line in
+the log and in the gauge, and vLLM goes on as without it.
+
+Shapes:  L MoE layers, E experts, P physical experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import eplb
+from eplb.core.load import Phase
+from eplb.errors import RankError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.gauge import set_part
+from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.vllm.agreement import Joined, join
+from rebalance.engines.vllm.decisions import Decisions
+from rebalance.engines.vllm.planning import Call, planned
+from rebalance.engines.vllm.recorder import MapChange, Recorder, RecorderIdentity
+from rebalance.engines.vllm.replica_lists import Ints
+from rebalance.engines.vllm.tap import LoadTap, watch_phases
+from telemetry.reporter.spool import Spool
+from telemetry.store import RunInfo
+
+PARTS = ("policy", "shares", "mover", "tap")
+SEED = 1  # of the load of the first plan, which only compiles
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Served:
+    """The map of one model, as the last commits left it."""
+
+    model_state: Any
+    held: Ints  # [L, P]
+    repeats: Ints  # [L, P]
+
+
+class PluginProcess:
+    """State of the plug-in; ``hooks`` calls its methods from vLLM's functions."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self.settings = settings
+        self.decisions = Decisions()
+        self.group: Any = None  # vLLM's coordinator of the ranks that balance
+        self.expert_bytes = self.num_experts = self.list_width = 0
+        self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
+        self.recorder: Recorder | None = None
+        self._joined: Joined | None = None
+        self.refused = ""  # why the plug-in stays off in this process
+        self._tap: LoadTap | None = None
+        self._served: list[Served] = []  # of the target model first
+        self._generation = 0
+        self._has_changed = False
+        self._on = dict.fromkeys(PARTS, False)
+        for part in PARTS:
+            set_part("vllm", part, is_on=False)
+
+    def is_on(self, part: str) -> bool:
+        """Whether a part works. All but the tap are on on every rank of the group, or on none."""
+        return self._on[part]
+
+    @property
+    def generation(self) -> int:
+        """Number of the map that serves on all layers, alike on all ranks."""
+        return self._generation
+
+    def before_add_model(self, state: Any, model: Any, group: Any) -> None:
+        """Join the other ranks at the first model; collective by the ranks' key-value store."""
+        if self._joined is not None or self.refused:
+            return
+        try:
+            if state.parallel_config.enable_elastic_ep:
+                raise RankError(
+                    "enable_elastic_ep is set, expected a fixed number of ranks: the plug-in was "
+                    "not tested with elastic expert parallelism"
+                )
+            self._join(group)
+        except Exception as exc:
+            self.refused = str(exc)
+            log.error("the EPLB plug-in stays off, vLLM's own balancer runs: %s", exc)
+            return
+        engine = self.settings.engine
+        is_gloo = state.parallel_config.eplb_config.communicator == "torch_gloo"
+        wanted = (engine.plan, engine.plan and engine.shares, engine.mover and is_gloo, engine.tap)
+        self.group, self.num_experts = group, model.num_logical_experts
+        for part, is_on in zip(PARTS, wanted, strict=True):
+            self._switch(part, is_on=is_on)
+
+    def _join(self, group: Any) -> None:
+        from importlib.metadata import version
+
+        name = "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size)))
+        facts = f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}"
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = group.rank_in_group, group.world_size
+        deadline_s = self.settings.engine.load_deadline_s
+        self._joined = join(store, name, rank, size, facts, deadline_s)
+        self._generation = self._joined.base_generation
+
+    def _switch(self, part: str, *, is_on: bool) -> None:
+        self._on[part] = is_on
+        set_part("vllm", part, is_on=is_on)
+
+    def after_add_model(self, state: Any, num_nodes: int) -> None:
+        """Take over the model that was added last; the tap follows the first one."""
+        if self._joined is None:
+            return
+        try:
+            model_state = list(state.model_states.values())[-1]
+            held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
+            self._served.append(Served(model_state, held.copy(), np.zeros_like(held)))
+            self.list_width = int(model_state.logical_to_physical_map.shape[-1])
+            if len(self._served) > 1:
+                return
+            weights = model_state.model.expert_weights[0]
+            self.expert_bytes = sum(w[0].numel() * w.element_size() for w in weights)
+            self._compile(held, model_state.model, num_nodes)
+            if self.is_on("tap"):
+                self._start_tap(model_state, held, num_nodes)
+        except Exception:
+            log.exception("the EPLB plug-in could not take over the model")
+            self._switch("tap", is_on=False)
+
+    def _compile(self, held: Ints, model: Any, num_nodes: int) -> None:
+        """Make a plan that nobody uses: the first one compiles the planner, for seconds."""
+        if not self.is_on("policy") or self.group.rank_in_group:
+            return
+        load = np.random.default_rng(SEED).integers(1, 1000, (len(held), self.num_experts))
+        size = self.group.world_size
+        nodes = num_nodes if size % num_nodes == 0 else 1
+        call = Call(load, held, model.num_expert_groups, nodes, size)
+        for is_first in (True, False):
+            planned(call, self.settings, self.expert_bytes, is_first=is_first)
+
+    def _start_tap(self, model_state: Any, held: Ints, num_nodes: int) -> None:
+        assert self._joined is not None, "the ranks have joined"
+        model, size = model_state.model, self.group.world_size
+        nodes = num_nodes if size % num_nodes == 0 else 1
+        topology = eplb.Topology.uniform(nodes, size // nodes, held.shape[1] // size)
+        shape = eplb.ModelShape(
+            layer_numbers(model.moe_layers, len(held)),
+            model.num_logical_experts,
+            int(getattr(model.moe_layers[0], "top_k", 1) or 1) if model.moe_layers else 1,
+            1,
+            1,
+            expert_bytes=self.expert_bytes,
+        )
+        settings, rank = self.settings, self.group.rank_in_group
+        described = model_to_dict(shape), topology_to_dict(topology)
+        info = RunInfo(self._joined.run, time.time(), *described, settings.window_steps)
+        folder = settings.spool_dir
+        make_spool = None if folder is None else lambda: Spool(folder / f"rank-{rank:04d}")
+        identity = RecorderIdentity(settings.deployment, settings.store, rank, info, rank == 0)
+        self.recorder = Recorder(identity, make_spool)
+        device = model_state.expert_load_pass.device
+        self._tap = LoadTap(len(held), model.num_logical_experts, device, settings.sample_steps)
+        self._offer_map()
+        if settings.engine.phase == "auto":
+            watch_phases(self._note_phase)
+
+    def _note_phase(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def before_step(self, state: Any, is_dummy: bool, is_profile: bool, log_stats: bool) -> None:
+        """Count the pass that ended, before vLLM clears its figures."""
+        if self._tap is None or is_profile or not self._on["tap"]:
+            return
+        try:
+            model_state = self._served[0].model_state
+            load = model_state.expert_load_pass
+            phase = None if is_dummy else self.phase
+            held = model_state.physical_to_logical_map
+            for counted in self._tap.add(load, held, phase, self._generation):
+                assert self.recorder is not None, "a tap has a recorder"
+                self.recorder.offer(counted)
+            if not state._should_record_current_step(log_stats=log_stats):
+                load.zero_()  # vLLM expects nothing in it: it did not ask for this pass
+        except Exception:
+            log.exception("the tap of loads is switched off")
+            self._switch("tap", is_on=False)
+
+    def after_step(self, state: Any) -> None:
+        """Have the next pass recorded too, whether vLLM asks for it or not."""
+        if self._tap is not None and self._on["tap"] and state.should_record_tensor is not None:
+            state.should_record_tensor.fill_(True)
+
+    def is_served(self, model_state: Any, row: Ints, layer: int) -> bool:
+        """Whether a layer has this row [P] and its lists already, so that a commit is idle."""
+        served = self._of(model_state)
+        if served is None or not np.array_equal(served.held[layer], row):
+            return False
+        return np.array_equal(self._repeats_of(row, layer, served), served.repeats[layer])
+
+    def committed(self, model_state: Any, row: Ints, layer: int) -> None:
+        """Write the lists of a layer whose map vLLM has just committed."""
+        served = self._of(model_state)
+        if served is None:
+            return
+        repeats = self._repeats_of(row, layer, served)
+        served.held[layer], served.repeats[layer] = row, 0
+        if not repeats.any():
+            return
+        num_layers = len(served.held)
+        decision = self.decisions.of_layer(row, layer, num_layers, self.num_experts)
+        lists = None if decision is None else decision.lists(layer)
+        if lists is None:
+            return
+        entries, lengths = map(torch.from_numpy, lists)
+        # Entries before lengths: between the two writes every list holds replicas of its expert.
+        model_state.logical_to_physical_map[layer, :, : entries.shape[1]].copy_(entries)
+        model_state.logical_replica_count[layer].copy_(lengths)
+        served.repeats[layer] = repeats
+
+    def layer_changed(self, model_state: Any) -> None:
+        """Note that some layer of a map has changed."""
+        self._has_changed |= bool(self._served) and self._served[0].model_state is model_state
+
+    def map_ended(self, model_state: Any) -> None:
+        """Note that the last layer of a map serves: with any change it is a new generation."""
+        if self._has_changed and self._served[0].model_state is model_state:
+            self._generation += 1
+            self._has_changed = False
+            self._offer_map()
+
+    def _repeats_of(self, row: Ints, layer: int, served: Served) -> Ints:
+        found = None
+        if self.is_on("shares"):
+            found = self.decisions.of_layer(row, layer, len(served.held), self.num_experts)
+        return np.zeros_like(row) if found is None else found.repeats[layer]
+
+    def _of(self, model_state: Any) -> Served | None:
+        return next((one for one in self._served if one.model_state is model_state), None)
+
+    def _offer_map(self) -> None:
+        if self.recorder is None:
+            return
+        served = self._served[0]
+        held = served.held.copy()
+        decision = self.decisions.of_map(held, self.num_experts)
+        if decision is not None and np.array_equal(decision.repeats, served.repeats):
+            share = decision.shares()
+        else:
+            share = np.array(eplb.Placement(held.astype(np.int32), self.num_experts).slot_share)
+        self.recorder.offer(MapChange(held, share, self.num_experts, self._generation))
+
+
+def _phase(settings: PluginSettings) -> Phase:
+    phase: Any = settings.engine.phase
+    return phase  # type: ignore[no-any-return]
+
+
+def layer_numbers(layers: Any, num_layers: int) -> tuple[int, ...]:
+    """The model's numbers of its MoE layers by their names; 0, 1, 2, ... where names have none."""
+    found = []
+    for layer in layers:
+        parts = str(getattr(layer, "layer_name", "")).split(".")
+        found += [int(part) for part in parts if part.isdecimal()][:1]
+    is_usable = len(found) == num_layers and len(set(found)) == num_layers
+    return tuple(found) if is_usable else tuple(range(num_layers))

@@ -1,0 +1,179 @@
+"""Writes samples and maps to the store, on threads of its own.
+
+The step path appends to a bounded queue and returns. Opening the store, waiting for a device and
+writing happen here; whatever fails is retried or counted, and never reaches the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.errors import EplbError
+from rebalance.engines.gauge import set_part
+from rebalance.engines.vllm.replica_lists import Ints
+from rebalance.engines.vllm.tap import Counted
+from telemetry import open_store
+from telemetry.reporter.reporter import Reporter
+from telemetry.reporter.spool import Spool
+from telemetry.store import LoadStore, RunInfo
+
+ENTRIES = 4096  # of the queue: at 16 passes a sample an hour at 20 passes a second
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+LOOK_S = 0.2  # how often the store's errors are looked at while nothing comes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MapChange:
+    """A map that serves on all layers from now on."""
+
+    held: Ints  # [L, P]
+    share: NDArray[np.float64]  # [L, P]
+    num_experts: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RecorderIdentity:
+    """Whose samples these are."""
+
+    deployment: str
+    store: str  # URL
+    rank: int
+    info: RunInfo
+    writes_maps: bool  # rank 0
+
+
+class Recorder:
+    """One rank's samples, and on rank 0 the maps.
+
+    Args:
+        identity: of the samples.
+        make_spool: opens the folder where samples wait on disk; None: they wait in memory.
+    """
+
+    def __init__(self, identity: RecorderIdentity, make_spool: Callable[[], Spool] | None) -> None:
+        self._identity, self._make_spool = identity, make_spool
+        self._queue: queue.Queue[Counted | MapChange] = queue.Queue(ENTRIES)
+        self._is_closing = threading.Event()
+        self._sequence = self.num_dropped = self.num_failures = 0
+        self._map: MapChange | None = None  # waits to be written
+        self._committed: int | None = None
+        self._thread = threading.Thread(target=self._run, name="eplb-recorder", daemon=True)
+        set_part("vllm", "reporting", is_on=False)
+        self._thread.start()
+
+    def offer(self, what: Counted | MapChange) -> None:
+        """Hand over. Never waits and never raises; what finds no room is counted and dropped."""
+        try:
+            self._queue.put_nowait(what)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits, up to a deadline; whether the thread ended."""
+        self._is_closing.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        opened = self._open()
+        if opened is None:
+            return
+        store, reporter = opened
+        num_errors = 0
+        while True:
+            try:
+                self._record(self._queue.get(timeout=LOOK_S), reporter)
+            except queue.Empty:
+                if self._is_closing.is_set():
+                    break
+            except Exception:
+                self.num_failures += 1
+                log.exception("a sample was lost")
+            self._write_map(store)
+            stats = reporter.stats()
+            if stats.errors > num_errors or stats.waiting == 0:
+                is_well = stats.errors == num_errors and self._map is None
+                set_part("vllm", "reporting", is_on=is_well)
+            num_errors = stats.errors
+        try:
+            reporter.close(5.0)
+        except EplbError as exc:
+            log.warning("%s", exc)
+
+    def _open(self) -> tuple[LoadStore, Reporter] | None:
+        """Open the store; again and again until it opens, or this recorder is closed."""
+        pause, identity = FIRST_PAUSE_S, self._identity
+        while True:
+            try:
+                store = open_store(identity.store, identity.deployment)
+                if identity.writes_maps:
+                    store.begin_run(identity.info)
+                spool = None if self._make_spool is None else self._make_spool()
+                return store, Reporter(store, spool=spool, seed=identity.rank)
+            except Exception as exc:
+                self.num_failures += 1
+                log.warning("the store cannot be opened, tried again in %g s: %s", pause, exc)
+            if self._is_closing.wait(pause):
+                return None
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _record(self, what: Counted | MapChange, reporter: Reporter) -> None:
+        if isinstance(what, MapChange):
+            self._map = what
+            return
+        what.wait()
+        tokens = what.tokens.numpy()
+        experts = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        identity = self._identity
+        reporter.offer(
+            LoadSample(
+                identity.deployment,
+                identity.info.run,
+                identity.rank,
+                self._sequence,
+                time.time(),
+                what.first_step,
+                what.last_step,
+                what.phase,
+                what.generation,
+                experts,
+                tokens,
+            )
+        )
+        self._sequence += 1
+
+    def _write_map(self, store: LoadStore) -> None:
+        if self._map is None or not self._identity.writes_maps:
+            self._map = None
+            return
+        change = self._map
+        try:
+            if self._committed is None:
+                last = store.committed()
+                self._committed = -1 if last is None else last.placement.generation
+            expected = None if self._committed < 0 else self._committed
+            placement = Placement(
+                change.held.astype(np.int32), change.num_experts, change.generation, change.share
+            )
+            store.commit(placement, expected=expected, reason="vLLM committed this map")
+        except Exception as exc:
+            self._committed = None  # it may have been written; read again
+            self.num_failures += 1
+            set_part("vllm", "reporting", is_on=False)
+            log.warning("the map of generation %d is not stored yet: %s", change.generation, exc)
+            self._is_closing.wait(FIRST_PAUSE_S)
+            return
+        self._committed, self._map = change.generation, None

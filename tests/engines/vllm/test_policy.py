@@ -1,0 +1,150 @@
+"""The policy and the checks against the real vLLM, in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
+
+import torch
+from vllm.distributed.eplb import eplb_communicator, eplb_state
+from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+from vllm_ranks import settings_for
+
+from rebalance.engines.vllm import guards
+from rebalance.engines.vllm.policy import policy_class
+from rebalance.engines.vllm.process import PluginProcess
+
+SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
+DEADLINE_S = 500.0  # an import of vLLM takes half a minute on an idle core
+
+
+@pytest.fixture
+def policy() -> Any:
+    """The policy of one process, as after the ranks have joined."""
+    process = PluginProcess(settings_for("memory:"))
+    process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
+    process.num_experts, process.list_width = EXPERTS, 1024
+    for part in ("policy", "shares"):
+        process._switch(part, is_on=True)
+    return policy_class(process, DefaultEplbPolicy)
+
+
+def load_of(seed: int) -> torch.Tensor:
+    drawn = np.random.default_rng(seed)
+    return torch.from_numpy(drawn.lognormal(10, 1.0, (LAYERS, EXPERTS)).astype(np.int64))
+
+
+def first_map() -> torch.Tensor:
+    held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
+        EXPERTS, SLOTS - EXPERTS
+    )
+    return torch.tensor([list(held)] * LAYERS)
+
+
+def duplicates(held: torch.Tensor) -> int:
+    by_rank = held.reshape(LAYERS * RANKS, -1).tolist()
+    return sum(len(one) - len(set(one)) for one in by_rank)
+
+
+def test_map_has_the_type_of_vllm_and_no_duplicate_on_a_rank(policy: Any) -> None:
+    held = policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
+
+    assert (held.dtype, held.device.type, held.shape) == (torch.int64, "cpu", (LAYERS, SLOTS))
+    assert duplicates(held) == 0
+    assert all(set(row) == set(range(EXPERTS)) for row in held.tolist())
+
+
+def test_load_of_zero_keeps_the_map(policy: Any) -> None:
+    load = torch.zeros((LAYERS, EXPERTS), dtype=torch.int64)
+
+    assert torch.equal(policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, first_map()), first_map())
+
+
+def test_call_with_empty_slots_or_no_map_gets_the_answer_of_vllm(policy: Any) -> None:
+    arguments, elastic = (load_of(SEED), SLOTS, 1, 1, RANKS), first_map()
+    elastic[:, -5:] = -1
+
+    for old in (elastic, None):
+        found = policy.rebalance_experts(*arguments, old)
+        assert torch.equal(found, DefaultEplbPolicy.rebalance_experts(*arguments, old))
+
+
+def test_call_for_fewer_slots_than_the_map_has_gets_an_answer_of_vllm(policy: Any) -> None:
+    found = policy.rebalance_experts(load_of(SEED), SLOTS - 4, 1, 1, 4, first_map())
+
+    assert found.shape == (LAYERS, SLOTS - 4)
+
+
+def test_switched_off_policy_gives_the_map_of_vllm() -> None:
+    off = policy_class(PluginProcess(settings_for("memory:")), DefaultEplbPolicy)
+    arguments = (load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
+
+    assert torch.equal(
+        off.rebalance_experts(*arguments), DefaultEplbPolicy.rebalance_experts(*arguments)
+    )
+
+
+def test_tested_release_of_vllm_passes_every_check() -> None:
+    assert list(guards.refusals()) == []
+
+
+def test_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_send(self: Any, tensors: Any, dst_rank: int) -> None: ...
+
+    monkeypatch.setattr(eplb_communicator.EplbCommunicator, "add_send", add_send)
+
+    (found,) = guards.refusals()
+
+    assert "takes (self tensors dst_rank), expected (self tensors dst_rank expert_id)" in found
+
+
+def test_changed_source_and_fields_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _move_to_workspace(model_state: Any, ep_rank: int) -> None: ...
+
+    monkeypatch.setattr(eplb_state, "_move_to_workspace", _move_to_workspace)
+    monkeypatch.setattr(eplb_state, "EplbModelState", SimpleNamespace)
+    monkeypatch.setattr(guards, "VERSIONS", "0.34.")
+    monkeypatch.setattr(guards, "ROUTER", Path("gone.py"))
+    found = "\n".join(guards.refusals())
+
+    assert "vllm is 0.33.0, expected 0.34.x" in found
+    assert "_move_to_workspace of vLLM lacks the line '_commit_eplb_maps_for_layer('" in found
+    assert "EplbModelState of vLLM has no field expert_load_pass" in found
+    assert "gone.py of vLLM lacks the line 'KNUTH_MULTIPLIER = 2654435769'" in found
+
+
+LOADS = """
+import vllm.plugins
+vllm.plugins.load_general_plugins()
+vllm.plugins.plugins_loaded = False
+vllm.plugins.load_general_plugins()
+from rebalance.engines.gauge import value_of
+from vllm.distributed.eplb.policy import EPLB_POLICIES
+print(EPLB_POLICIES["default"].__name__, value_of("vllm", "plugin"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_named", [False, True])
+def test_vllm_loads_the_plugin_by_its_entry_point(is_named: bool, tmp_path: Path) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text("[deployment]\nname = 'prod'\n", encoding="utf-8")
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environ |= {"EPLB_CONFIG": str(file)} if is_named else {}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADS], env=environ, capture_output=True, text=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+
+    last = ended.stdout.strip().splitlines()[-1]
+    expected = "EplbPlannerPolicy 1.0" if is_named else "DefaultEplbPolicy 0.0"
+    assert last == expected, ended.stderr

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from documents import files_of
+
+from eplb.errors import ConfigError
+from rebalance.engines.plugin_settings import settings_of
+from rebalance.engines.vllm.plugin import load
+
+
+def named(text: str, folder: Path) -> dict[str, str]:
+    file = folder / "eplb.toml"
+    file.write_text(text, encoding="utf-8")
+    return {"EPLB_CONFIG": str(file)}
+
+
+def test_plugin_without_a_deployment_is_inert() -> None:
+    assert settings_of({}) is None
+    assert load({}) is False
+
+
+def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
+    text = """
+        [deployment]
+        name = "prod"
+        store = "redis://10.0.0.7"
+        [telemetry]
+        sample_steps = 4
+        [engine]
+        phase = "decode"
+        max_moved = 1
+    """
+    found = settings_of(named(text, tmp_path))
+
+    assert found is not None
+    assert (found.deployment, found.store) == ("prod", "redis://10.0.0.7")
+    assert (found.sample_steps, found.engine.phase, found.engine.max_moved) == (4, "decode", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "deployment.name is None, expected the name of a deployment"),
+        ("[deployment", "cannot be read"),
+        ("[deployment]\nname='d'\n[engine]\nphases='x'", "unknown setting engine.phases"),
+        ("[deployment]\nname='d'\n[engine]\nphase='x'", "engine.phase is 'x', expected one of"),
+        ("[deployment]\nname='d'\n[engine]\nshares='no'", "engine.shares is 'no', expected bool"),
+        ("[deployment]\nname='d'\n[engine]\nmax_moved=2.0", "engine.max_moved is 2.0, expected 0"),
+        ("[deployment]\nname='d'\n[telemetry]\nsample_steps=5", "expected a divisor"),
+        ("deployment = 3", "deployment is 3, expected a table"),
+    ],
+)
+def test_wrong_file_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        settings_of(named(text, tmp_path))
+
+
+def test_file_that_is_missing_leaves_the_engine_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load({"EPLB_CONFIG": str(tmp_path / "none.toml")}) is False
+    assert "cannot be read" in caplog.text
+
+
+def test_file_on_the_page_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
+    found = settings_of(named(files_of("docs/engines-vllm.md")["eplb.toml"], tmp_path))
+
+    assert found is not None
+    assert (found.deployment, found.engine.phase) == ("deepseek-decode", "auto")

@@ -1,0 +1,279 @@
+"""Ranks of the real vLLM ``EplbState`` in forked processes on a CPU, with gloo between them.
+
+What vLLM takes from an accelerator is replaced: events, streams, pinned memory and the groups of
+its parallel state. All of the balancer is vLLM's own: state, worker, moves, commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
+
+NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 3, 16, 24
+ROWS, TOP_K = 256, 2  # of one pass on one rank
+DEADLINE_S = 110.0
+
+
+class Event:
+    """In place of an event of a device."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.at = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.at = time.monotonic()
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class Stream:
+    """In place of a stream of a device."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def no_stream(stream: object) -> Iterator[None]:
+    yield
+
+
+def weights_of(layer: int, expert: int) -> list[torch.Tensor]:
+    """The tensors of one expert: another one has other bytes in each."""
+    salt = layer * 1000 + expert
+    wide = torch.arange(32, dtype=torch.float32) + 100.0 * salt
+    scales = (torch.arange(6) * 7 + salt).to(torch.uint8)
+    return [wide, scales]
+
+
+@dataclass
+class Rank:
+    """One rank: vLLM's state over a model, and the plug-in if it is installed."""
+
+    rank: int
+    state: Any
+    model: Any
+    process: Any  # PluginProcess; None without the plug-in
+    uninstall: Callable[[], None] | None
+
+    @property
+    def model_state(self) -> Any:
+        return next(iter(self.state.model_states.values()))
+
+    def forward(self, seed: int, popularity: Any) -> None:
+        """Route a pass by vLLM's rule, and count as its kernel does."""
+        drawn = np.random.default_rng((seed, self.rank))
+        found, state = self.model_state, self.state
+        held = found.physical_to_logical_map.numpy()
+        for layer in range(NUM_LAYERS):
+            experts = drawn.choice(NUM_EXPERTS, (ROWS, TOP_K), p=popularity[layer])
+            rows = np.repeat(np.arange(ROWS), TOP_K).astype(np.uint64)
+            count = found.logical_replica_count[layer].numpy()[experts.ravel()]
+            hashed = rows * 2654435769 & 0xFFFFFFFF
+            replica = (hashed % count.astype(np.uint64)).astype(np.int64)
+            slots = found.logical_to_physical_map[layer].numpy()[experts.ravel(), replica]
+            # A list that names a slot without its expert would be a wrong answer of the model.
+            assert (held[layer, slots] == experts.ravel()).all(), f"layer {layer}: wrong list"
+            if bool(state.should_record_tensor):
+                counted = np.bincount(slots, minlength=NUM_SLOTS)
+                found.expert_load_pass[layer] += torch.from_numpy(counted).int()
+
+    def check_weights(self) -> None:
+        """The canary: each local slot has the bytes of the expert that its map names."""
+        held = self.model_state.physical_to_logical_map
+        num_local = NUM_SLOTS // NUM_RANKS
+        for layer, weights in enumerate(self.model.expert_weights):
+            for row in range(num_local):
+                expert = int(held[layer, self.rank * num_local + row])
+                for tensor, expected in zip(weights, weights_of(layer, expert), strict=True):
+                    assert torch.equal(tensor[row], expected), (layer, row, expert)
+
+
+def popularity_of(seed: int) -> Any:
+    """[L, E] skewed chances of experts; another seed has other hot ones."""
+    drawn = np.random.default_rng(seed).lognormal(0.0, 1.2, (NUM_LAYERS, NUM_EXPERTS))
+    return drawn / drawn.sum(axis=1, keepdims=True)
+
+
+def settings_for(store: str, **engine: Any) -> PluginSettings:
+    """Settings by which every gain pays, so that plans move experts."""
+    chosen = EngineSettings(
+        **{"max_moved": 1.0, "phase": "decode", "load_deadline_s": 30.0} | engine
+    )
+    return PluginSettings(
+        "contract",
+        store,
+        chosen,
+        pay_back_s=1e9,
+        target_imbalance=1.0,
+        sample_steps=4,
+        window_steps=8,
+    )
+
+
+def make_rank(
+    rank: int, meet: Path, settings: PluginSettings | None, *, is_async: bool, interval: int = 8
+) -> Rank:
+    """Form the group, install the plug-in, and add a model to a real ``EplbState``."""
+    from vllm.distributed.eplb import (
+        async_worker,
+        eplb_communicator,
+        eplb_state,
+        eplb_utils,
+        rebalance_execute,
+    )
+    from vllm.model_executor.models.interfaces import MixtureOfExperts
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=NUM_RANKS)
+    group = coordinator(rank)
+    balancing = coordinator(rank)
+    torch.Event = Event  # type: ignore[misc, assignment]
+    for module in (async_worker, eplb_communicator, rebalance_execute, eplb_utils):
+        module.device_stream = no_stream
+    for module in (eplb_state, async_worker):
+        module.get_eplb_group = lambda: balancing
+    eplb_state.get_ep_group = lambda: group
+    eplb_state.get_node_count = lambda: 1
+    eplb_state.PIN_MEMORY = eplb_communicator.PIN_MEMORY = False
+    eplb_communicator.is_local_first_rank = lambda: False
+
+    num_local = NUM_SLOTS // NUM_RANKS
+    held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
+        NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
+    )
+    layers = [
+        layer_of(n, held[rank * num_local :][:num_local], eplb_state) for n in range(NUM_LAYERS)
+    ]
+
+    class Model(MixtureOfExperts):
+        num_moe_layers, num_expert_groups = NUM_LAYERS, 1
+        num_logical_experts = num_routed_experts = NUM_EXPERTS
+        num_physical_experts, num_local_physical_experts = NUM_SLOTS, num_local
+        num_shared_experts, num_redundant_experts = 0, NUM_SLOTS - NUM_EXPERTS
+        moe_layers = layers
+
+    process = uninstall = None
+    if settings is not None:
+        from rebalance.engines.vllm.hooks import install
+        from rebalance.engines.vllm.process import PluginProcess
+
+        process = PluginProcess(settings)
+        uninstall = install(process)
+    config = SimpleNamespace(
+        window_size=interval, step_interval=interval, use_async=is_async, policy="default",
+        communicator="torch_gloo", log_balancedness_interval=1, migration_batching_enabled=False,
+    )  # fmt: skip
+    parallel = SimpleNamespace(
+        eplb_config=config, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
+    )
+    state = eplb_state.EplbState(parallel, torch.device("cpu"))
+    model = Model()
+    state.add_model(model, SimpleNamespace(model="contract", compute_hash=lambda: "contract"))
+    made = Rank(rank, state, model, process, uninstall)
+    made.model_state.communicator.set_stream(Stream())
+    if is_async:
+        run = async_worker.transfer_run_periodically
+        state.async_worker = threading.Thread(target=run, args=(state, Stream()), daemon=True)
+        state.async_worker.start()
+    return made
+
+
+def coordinator(rank: int) -> Any:
+    """What the balancer uses of vLLM's ``GroupCoordinator``."""
+    ranks = list(range(NUM_RANKS))
+    cpu, device = dist.new_group(ranks), dist.new_group(ranks)
+    return SimpleNamespace(
+        ranks=ranks, rank_in_group=rank, world_size=NUM_RANKS, cpu_group=cpu, device_group=device,
+        device_communicator=None,
+    )  # fmt: skip
+
+
+def layer_of(number: int, experts: Any, eplb_state: Any) -> Any:
+    """A layer as the model's protocol asks for it, with the weights of its local experts."""
+    rows = [weights_of(number, expert) for expert in experts]
+    weights = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+    found = SimpleNamespace(
+        layer_name=f"model.layers.{number + 3}.mlp.experts",
+        top_k=TOP_K,
+        eplb_state=eplb_state.EplbLayerState(),
+        get_expert_weights=lambda: weights,
+    )
+
+    def set_eplb_state(moe_layer_idx: int, **tensors: Any) -> None:
+        found.eplb_state.set_layer_state(moe_layer_idx, **tensors)
+
+    found.set_eplb_state = set_eplb_state
+    return found
+
+
+Scenario = Callable[..., Any]
+
+
+def on_ranks(scenario: Scenario, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """Run ``scenario(rank, meet, *args)`` in a process for each rank, and return their results.
+
+    Processes are forked, because an import of vLLM takes half a minute.
+    """
+    import vllm.distributed.eplb.eplb_state  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        meet = Path(folder) / "meet"
+        pipes = [fork.Pipe(duplex=False) for _ in range(NUM_RANKS)]
+        ranks = [
+            fork.Process(target=_run, args=(pipe[1], scenario, rank, meet, *args), daemon=True)
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return [_result(rank, pipe[0], deadline_s) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join(10)
+
+
+def _run(pipe: Any, scenario: Scenario, rank: int, meet: Path, *args: Any) -> None:
+    try:
+        pipe.send(("ok", scenario(rank, meet, *args)))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # threads of the engine never end
+
+
+def _result(rank: int, pipe: Any, deadline_s: float) -> Any:
+    if not pipe.poll(deadline_s):
+        raise AssertionError(f"rank {rank} had no result within {deadline_s:g} s")
+    outcome, value = pipe.recv()
+    assert outcome == "ok", f"rank {rank}:\n{value}"
+    return value
+
+
+__all__ = ["make_rank", "on_ranks", "popularity_of", "replace", "settings_for"]
