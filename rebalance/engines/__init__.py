@@ -1,0 +1,1 @@
+"""Plug-ins for serving engines: loaded by the engine, inert unless a deployment is named."""
