@@ -112,13 +112,9 @@ class Rounds:
         if size:
             self._begin(self._distributed(ready, size), None if ready is None else ready[1])
         interval = self._manager._rebalance_num_iterations
-        if (
-            self._planner is not None
-            and self._pass % interval < self._every
-            and self._pass >= interval
-        ):
-            if not self._planner.questions:
-                self._planner.questions.append(Question("interval"))
+        is_due = self._pass >= interval and self._pass % interval < self._every
+        if is_due and self._planner is not None and not self._planner.questions:
+            self._planner.questions.append(Question("interval"))
 
     def _may_rebalance(self) -> bool:
         return self._manager._rebalance_disabled_reason is None
@@ -195,7 +191,8 @@ class Rounds:
             self._moved()
 
     def _moved(self) -> None:
-        assert self._planned is not None and self._shape is not None, "a plan was begun"
+        assert self._planned is not None, "a plan was begun"
+        assert self._shape is not None, "the plan is for this model"
         # Rows without a move too: under ``static`` a draw depends on the rows before it.
         rows = np.flatnonzero(self._shape.movable).tolist()
         engine.metadata().update(self._target, update_layer_ids=rows)
