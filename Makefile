@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu check bench clean
+ENGINES := sglang
+
+.PHONY: demo test test-slow test-gpu test-engines check bench clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -21,6 +23,15 @@ test-slow: $(VENV)/.dev
 test-gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$(CURDIR)/tests/support/models:$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
 		-W "ignore::pytest.PytestUnknownMarkWarning" -ra -q tests/gpu $(ARGS)
+
+# The real wheels of serving engines, on a CPU: each in an environment of its own.
+test-engines: $(ENGINES:%=.venv-%/packages.txt)
+	for engine in $(ENGINES); do \
+		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" --timeout 1800 tests/engines/$$engine $(ARGS) || exit 1; \
+	done
+
+.venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
+	PYTHON=$(PYTHON) tests/engines/environment.sh $*
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -49,6 +49,11 @@ RULES = {
         "telemetry.records.sample_codec",
         "numpy torch",
     ),
+    # Plug-ins run in an engine's processes, which have its package and never ``api``.
+    "rebalance/engines": rule("eplb telemetry runtime", "numpy torch prometheus_client"),
+    "rebalance/engines/sglang": rule(
+        "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
+    ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(
         "eplb telemetry rebalance.preload.cache.cache_settings rebalance.threads", "numpy"

@@ -37,7 +37,7 @@ NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 4, 16, 24
 DENSE = (0,)  # layers without routed experts
 ROWS, TOP_K = 128, 2  # of one pass on one rank
 INTERVAL, WINDOW = 8, 4  # passes
-DEADLINE_S = 150.0
+DEADLINE_S = 700.0
 torch.set_num_threads(1)
 
 
