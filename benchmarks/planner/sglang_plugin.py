@@ -43,7 +43,8 @@ def main() -> None:
     trivial = np.tile(np.arange(SLOTS) % EXPERTS, (rows, 1))
     terms = Terms("static", RANKS, NODES, 1, V3_BYTES, 64, 60.0, 1.02, 1.0)
     print(
-        "| seed | trivial map | first plan | worst layer | moved | drift 0.2, before | second plan | worst layer | moved | CPU s |"
+        "| seed | trivial map | first plan | worst layer | moved "
+        "| drift 0.2, before | second plan | worst layer | moved | CPU s |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for seed in range(1, arguments.seeds + 1):

@@ -14,7 +14,8 @@ import torch
 
 _LIBRARY = torch.library.Library("torchvision", "DEF")
 _PACKAGE = find_spec("torchvision")
-assert _PACKAGE is not None and _PACKAGE.origin is not None, "tests/engines/environment.sh"
+assert _PACKAGE is not None, "tests/engines/environment.sh installs it"
+assert _PACKAGE.origin is not None, "it is a package with a file"
 _DECLARED = (Path(_PACKAGE.origin).parent / "_meta_registrations.py").read_text()
 for _name in sorted(set(re.findall(r'(?:torchvision::|register_meta\(")(\w+)', _DECLARED))):
     _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")

@@ -47,7 +47,8 @@ def config_text(store: str, **engine: Any) -> str:
     return (
         f'[deployment]\nname = "test"\nstore = "{store}"\n'
         f"[telemetry]\nsample_steps = {WINDOW}\nwindow_steps = {WINDOW}\n"
-        f"[planner]\npay_back_s = 1e9\ntarget_imbalance = 1.0\n[engine]\nmax_moved = 1.0\n{settings}"
+        "[planner]\npay_back_s = 1e9\ntarget_imbalance = 1.0\n"
+        f"[engine]\nmax_moved = 1.0\n{settings}"
     )
 
 

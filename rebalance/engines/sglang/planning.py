@@ -10,6 +10,7 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks, X e
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,14 +87,22 @@ def answer_of(record: bytes) -> Planned:
         StoreError: the record is damaged.
     """
     meta, arrays = unpack_record(ANSWER, record)
-    return Planned(**meta, **{name: array.astype(np.int64) for name, array in arrays.items()})
+    return Planned(
+        **_fields(meta), **{name: array.astype(np.int64) for name, array in arrays.items()}
+    )
 
 
 def answer(record: bytes) -> bytes:
     """Plan for a packed question."""
     meta, arrays = unpack_record(REQUEST, record)
     movable = arrays["movable"].astype(np.bool_)
-    return answer_record(make_plan(arrays["windows"], arrays["held"], movable, Terms(**meta)))
+    terms = Terms(**_fields(meta))
+    return answer_record(make_plan(arrays["windows"], arrays["held"], movable, terms))
+
+
+def _fields(meta: dict[str, Any]) -> dict[str, Any]:
+    """A record's header without what describes the record."""
+    return {name: value for name, value in meta.items() if name not in ("kind", "version")}
 
 
 def make_plan(
