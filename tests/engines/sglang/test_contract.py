@@ -46,7 +46,12 @@ def rebalances(rank: int, config: Path, times: int, flags: dict[str, Any]) -> di
         assert time.monotonic() < deadline, f"{made.rounds.generation - first} maps"
     found = {
         "map": made.map.physical_to_logical_map.tolist(),
-        "lists": made.map.logical_to_all_physical_map.tolist(),
+        # The engine's initial lists differ by rank; without routed experts they are not replaced.
+        "lists": [
+            made.map.logical_to_all_physical_map[layer].tolist()
+            for layer in range(NUM_LAYERS)
+            if layer not in DENSE
+        ],
         "passes": made.passes,
         "longest": longest,
         "first": first,
