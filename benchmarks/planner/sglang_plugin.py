@@ -1,6 +1,6 @@
 """Imbalance under SGLang's ``static`` rule of the maps that the plug-in installs.
 
-    python -m benchmarks.planner.sglang_plugin [--seeds 5] [--layers 12]
+    python -m benchmarks.planner.sglang_plugin [--seeds 5] [--layers 12] [--pay-back 60]
 
 Questions and answers are the plug-in's own records, as between the engine's rank 0 and its planner
 process. The first plan starts from the engine's trivial map, the second from the first after drift
@@ -37,11 +37,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--pay-back", type=float, default=60.0)
+    parser.add_argument("--goal", type=float, default=1.02)
     arguments = parser.parse_args()
     rows = DENSE + arguments.layers
     movable = np.arange(rows) >= DENSE
     trivial = np.tile(np.arange(SLOTS) % EXPERTS, (rows, 1))
-    terms = Terms("static", RANKS, NODES, 1, V3_BYTES, 64, 60.0, 1.02, 1.0)
+    terms = Terms("static", RANKS, NODES, 1, V3_BYTES, 64, arguments.pay_back, arguments.goal, 1.0)
     print(
         "| seed | trivial map | first plan | worst layer | moved "
         "| drift 0.2, before | second plan | worst layer | moved | CPU s |"
