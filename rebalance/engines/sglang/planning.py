@@ -9,6 +9,7 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks, X e
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -131,9 +132,9 @@ def make_plan(
         current=current,
         budget=Budget(
             max_moves=int(terms.max_moved * held.size) if terms.max_moved < 1 else None,
-            target_imbalance=terms.target_imbalance,
+            target_imbalance=1.0 if terms.max_moved >= 1 else terms.target_imbalance,
         ),
-        cost=CostModel(pay_back_s=terms.pay_back_s),
+        cost=CostModel(pay_back_s=math.inf if terms.max_moved >= 1 else terms.pay_back_s),
         dispatch=rule,
     )
     target = made.target
