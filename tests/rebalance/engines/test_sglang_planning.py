@@ -99,7 +99,8 @@ def test_plan_leaves_rows_without_routed_experts(algorithm: str) -> None:
     assert planned.moves
     assert (planned.slot_to_expert[0] == TRIVIAL[0]).all()
     assert planned.effective < planned.before
-    assert (planned.weights > 1).any() == (algorithm == "dynamic")
+    if algorithm != "dynamic":  # whose plans may weigh, and need not
+        assert (planned.weights == 1).all()
 
 
 def test_plan_for_static_books_the_effective_split() -> None:
