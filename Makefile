@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-ENGINES := vllm
+ENGINES := vllm sglang
 
 .PHONY: demo test test-slow test-gpu test-engines check bench clean
 

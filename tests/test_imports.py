@@ -51,10 +51,18 @@ RULES = {
         "telemetry.records.sample_codec telemetry.joining",
         "numpy torch",
     ),
-    # Loaded by a serving engine, whose own modules are imported inside functions alone.
+    # Plug-ins run in an engine's processes, which have its package and never ``api``. The engine's
+    # own modules are imported inside functions alone.
     "rebalance/engines": rule(
         "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter",
+        "numpy torch prometheus_client",
+    ),
+    "rebalance/engines/vllm": rule(
+        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter",
         "numpy torch vllm prometheus_client",
+    ),
+    "rebalance/engines/sglang": rule(
+        "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
     ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule(

@@ -1,0 +1,153 @@
+"""Every call into the engine; nothing else of the plug-in imports it.
+
+``guards`` checks what is used here. Imports are late: the plug-in's entry point is loaded in every
+process of the engine, and most have no use for these modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb.errors import ConfigError
+from rebalance.engines.sglang.planning import RULES, IntArray
+from rebalance.engines.sglang.windows import Shape
+
+
+def metadata() -> Any:
+    """Return the map that serves."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
+
+
+def refusal() -> str:
+    """Return why the plug-in cannot work with this start of the engine; "" if it can."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    moe, parallel = get_exec().moe, get_parallel()
+    if moe.elastic_ep_backend is not None:
+        return (
+            f"--elastic-ep-backend {moe.elastic_ep_backend}: the engine plans for changing ranks "
+            "itself, expected none"
+        )
+    if moe.ep_dispatch_algorithm not in RULES:
+        known = ", ".join(RULES)
+        return f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}, expected one of: {known}"
+    if moe.ep_dispatch_algorithm in ("static", "lp") and moe.moe_a2a_backend == "none":
+        return (
+            f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm} without an all-to-all back end: "
+            "ranks would choose different replicas of one token's expert, expected dynamic"
+        )
+    mode = moe.expert_distribution_recorder_mode
+    if mode not in ("stat", "stat_approx"):
+        return f"--expert-distribution-recorder-mode {mode}, expected stat"
+    if dist.get_world_size() != parallel.ep_size:
+        return (
+            f"{dist.get_world_size()} ranks and an expert-parallel size of {parallel.ep_size}, "
+            "expected the same"
+        )
+    if parallel.ep_size % parallel.nnodes:
+        return f"{parallel.ep_size} ranks on {parallel.nnodes} nodes, expected as many on each"
+    return ""
+
+
+def counts_every_token_on_each_rank() -> bool:
+    """Return whether ranks run the experts over the same tokens, so that each counts them all."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().moe.moe_a2a_backend == "none")
+
+
+def shape_of(manager: Any, deployment: str, run: str, rank: int) -> Shape:
+    """Describe the model and its ranks.
+
+    Raises:
+        ConfigError: the model does not show its experts' weights, or shows them otherwise.
+    """
+    from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    live, model = metadata(), manager._get_model()
+    weights = getattr(model, "routed_experts_weights_of_layer", None)
+    if not weights:
+        raise ConfigError(
+            f"{type(model).__name__} has no routed_experts_weights_of_layer, expected the weights "
+            "of its routed experts: without them the engine cannot move experts of this model"
+        )
+    slots, num_rows = live.num_local_physical_experts, live.num_layers
+    for row, tensors in weights.items():
+        if not 0 <= row < num_rows:
+            raise ConfigError(f"layer {row} has weights, expected layers 0..{num_rows - 1}")
+        for tensor in tensors:
+            if tensor.shape[0] != slots:
+                raise ConfigError(
+                    f"layer {row}: a weight has shape {tuple(tensor.shape)}, "
+                    f"expected {slots} slots first"
+                )
+    config = ModelConfigForExpertLocation.from_model_config(manager._model_config)
+    nodes = int(get_parallel().nnodes)
+    groups = int(config.num_groups or 1)
+    movable = np.isin(np.arange(num_rows), list(weights))
+    return Shape(
+        deployment=deployment,
+        run=run,
+        rank=rank,
+        num_ranks=int(live.ep_size),
+        num_nodes=nodes,
+        num_experts=int(live.num_logical_experts),
+        num_slots=int(live.num_physical_experts),
+        num_groups=groups,
+        expert_bytes=sum(tensor[0].nbytes for tensor in next(iter(weights.values()))),
+        algorithm=str(get_exec().moe.ep_dispatch_algorithm),
+        movable=movable,
+    )
+
+
+def metadata_for(slot_to_expert: IntArray, lists: IntArray) -> Any:
+    """Make the engine's metadata for a map [L, S] and replica lists [L, E, X].
+
+    The rank is left to the engine (``moe_ep_rank=None``): ``init_by_mapping`` with a rank would
+    replace each list by the replica that is nearest to it.
+    """
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+
+    live = metadata()
+    device = live.physical_to_logical_map.device
+    dtypes = live.physical_to_logical_map.dtype, live.logical_to_all_physical_map.dtype
+    return ExpertLocationMetadata._init_raw(
+        ep_size=live.ep_size,
+        physical_to_logical_map=torch.from_numpy(slot_to_expert).to(device, dtypes[0]),
+        logical_to_all_physical_map=torch.from_numpy(lists).to(device, dtypes[1]),
+    )
+
+
+def move(manager: Any, target: Any, rows: list[int]) -> None:
+    """Move the weights of some rows and install their maps, by the engine's own updater."""
+    from sglang.srt.eplb import eplb_manager
+    from sglang.srt.model_executor.model_runner_components.moe_ep_setup import init_lplb_solvers
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    eplb_manager.update_expert_location_with_recovery(
+        expert_location_updater=manager._get_expert_location_updater(),
+        model=manager._get_model(),
+        new_expert_location_metadata=target,
+        update_layer_ids=rows,
+        tp_rank=get_parallel().tp_rank,
+        expert_backup_client=manager._get_expert_backup_client(),
+        update_weights_from_disk_callable=manager._get_weight_updater().update_weights_from_disk,
+        ep_dispatch_algorithm=get_exec().moe.ep_dispatch_algorithm,
+        init_lplb_solvers_callable=lambda: init_lplb_solvers(model_config=manager._model_config),
+    )
+
+
+def forget_records() -> None:
+    """Empty the engine's recorder: a dump converts all its passes by the newest map."""
+    from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+
+    recorder = get_global_expert_distribution_recorder()
+    if recorder.recording:
+        recorder._reset()

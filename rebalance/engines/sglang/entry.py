@@ -1,0 +1,37 @@
+"""Entry point ``sglang.srt.plugins``: registers the hooks, or says in one line why not.
+
+The engine loads it in every process. It does nothing unless ``EPLB_CONFIG`` names a file with the
+name of a deployment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from eplb.errors import EplbError
+from eplb.package_check import check_packages
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the hooks; a failure is logged, and the engine starts without the plug-in."""
+    from rebalance.engines.gauge import set_part
+    from rebalance.engines.plugin_settings import settings_of
+
+    try:
+        settings = settings_of(os.environ)
+        if settings is None:
+            return
+        check_packages(("runtime", "telemetry", "rebalance"))
+        from rebalance.engines.sglang.guards import check_engine
+        from rebalance.engines.sglang.hooks import Hooks
+
+        check_engine()
+        Hooks(settings).register()
+    except EplbError as exc:
+        set_part("sglang", "plugin", is_on=False)
+        log.error("the EPLB plug-in is not loaded: %s", exc)
+        return
+    log.info("the EPLB plug-in is registered for deployment %s", settings.deployment)

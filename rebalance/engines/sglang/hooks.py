@@ -1,0 +1,141 @@
+"""The hooks of the engine. Each catches what the plug-in raises: no pass fails because of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rebalance.engines.gauge import set_part
+from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.sglang import engine, membership
+from rebalance.engines.sglang.planner_link import PlannerLink
+from rebalance.engines.sglang.rounds import Rounds
+from rebalance.engines.sglang.store_link import StoreLink
+from rebalance.engines.sglang.windows import LoadTap, Shape
+
+log = logging.getLogger(__name__)
+
+EPLB = "sglang.srt.eplb"
+ROUND_DEADLINE_S = (
+    60.0  # for the slowest rank to come to a round; the engine's own waits are longer
+)
+
+
+class Hooks:
+    """One for each process of the engine; most of them never make an EPLBManager."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self._settings = settings
+        self._tap = LoadTap()
+        self._targets: tuple[str, ...] = ()
+        self._is_on = False  # decided for all ranks, whatever happens to this one
+        self.rounds: Rounds | None = None
+
+    def register(self) -> None:
+        """Register the hooks; the engine applies them once all plug-ins are loaded."""
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        recorder = f"{EPLB}.expert_distribution._ExpertDistributionRecorderReal"
+        manager = f"{EPLB}.eplb_manager.EPLBManager"
+        for target, hook, kind in (
+            (f"{manager}.__init__", self.manager_made, HookType.AFTER),
+            (f"{manager}.on_forward_pass_end", self.pass_ended, HookType.AROUND),
+            (f"{recorder}._on_forward_pass_start", self.pass_begins, HookType.AFTER),
+            (f"{EPLB}.expert_distribution._StatAccumulator.append", self.counted, HookType.AFTER),
+        ):
+            HookRegistry.register(target, hook, kind)
+            self._targets += (target,)
+
+    def manager_made(self, _result: None, manager: Any, *_: Any, **__: Any) -> None:
+        """Decide with the other ranks whether the plug-in works in this start."""
+        try:
+            refusal = self._refusal()
+        except Exception as exc:
+            refusal = f"{type(exc).__name__}: {exc}"
+        try:
+            deadline_s = self._settings.engine.load_deadline_s
+            decision = membership.decide(
+                refusal, config=repr(self._settings), deadline_s=deadline_s
+            )
+            if not decision.is_on:
+                log.error("the EPLB plug-in is off on all ranks: %s", decision.reason)
+                set_part("sglang", "plugin", is_on=False)
+                return
+            self._is_on = True
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
+            self.rounds = Rounds(
+                manager,
+                self._tap,
+                group,
+                number=decision.number,
+                deployment=self._settings.deployment,
+                every=self._settings.window_steps,
+                links=self._links,
+            )
+            set_part("sglang", "plugin", is_on=True)
+        except Exception as exc:
+            set_part("sglang", "plugin", is_on=False)
+            log.error("the EPLB plug-in is off on this rank: %s: %s", type(exc).__name__, exc)
+
+    def pass_ended(self, original: Callable[[Any], None], manager: Any) -> None:
+        """In place of the engine's own rebalance; raises only what the engine's updater raises."""
+        if self.rounds is not None:
+            self.rounds.pass_ended()
+        elif not self._is_on:
+            original(manager)
+
+    def pass_begins(self, _result: None, _recorder: Any, forward_batch: Any) -> None:
+        """Note the phase of a pass."""
+        if self.rounds is None or self.rounds.stopped:
+            return
+        try:
+            self._tap.see(forward_batch)
+        except Exception as exc:
+            self._fail(exc)
+
+    def counted(
+        self,
+        _result: None,
+        _accumulator: Any,
+        forward_pass_id: int,
+        gatherer_key: str,
+        single_pass_data: dict[str, Any],
+        outputs: dict[str, Any],
+    ) -> None:
+        """Add the counts of a pass."""
+        if self.rounds is None or self.rounds.stopped:
+            return
+        try:
+            self._tap.add(single_pass_data["global_physical_count"])
+        except Exception as exc:
+            self._fail(exc)
+
+    def _fail(self, exc: Exception) -> None:
+        assert self.rounds is not None, "hooks work only with rounds"
+        if not self.rounds.broken:
+            self.rounds.broken = f"{type(exc).__name__}: {exc}"
+            log.warning("the tap failed: %s", self.rounds.broken)
+
+    def _refusal(self) -> str:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        missing = [target for target in self._targets if target not in HookRegistry._patched]
+        if missing:
+            return f"the engine did not apply the hook on {missing[0]}"
+        return engine.refusal()
+
+    def _links(self, shape: Shape) -> tuple[StoreLink | None, PlannerLink | None]:
+        settings = self._settings
+        planner = None
+        if shape.rank == 0:
+            planner = PlannerLink(
+                shape,
+                pay_back_s=settings.pay_back_s,
+                target=settings.target_imbalance,
+                max_moved=settings.engine.max_moved,
+            )
+        return (StoreLink(settings, shape, planner), planner)

@@ -1,0 +1,149 @@
+"""The thread of rank 0 that has windows planned on, away from the forward thread.
+
+It asks the planner process every interval and for each task; an answer waits in ``ready`` until
+the next round distributes it. Nothing here touches a store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from threading import Event, Thread
+
+import numpy as np
+
+from eplb.errors import EplbError
+from rebalance.engines.gauge import set_part
+from rebalance.engines.sglang.planner_process import PlannerProcess
+from rebalance.engines.sglang.planning import IntArray, Planned, Terms, answer_of, request_record
+from rebalance.engines.sglang.windows import Shape, Window
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.02
+MOST_WAITING = 64  # windows; the oldest go
+PLAN_WINDOWS = 16
+LIST_LENGTH = 64  # of a replica list with uneven shares: shares are within 1 % of the planned ones
+BACK_OFF_S = 5.0  # from one failure of the planner to the next question
+
+
+@dataclass(frozen=True)
+class Question:
+    """Why a plan is asked for."""
+
+    trigger: str  # interval, or task
+    task_id: int = 0
+    is_dry: bool = False  # plan, and move nothing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a question."""
+
+    question: Question
+    planned: Planned | None
+    error: str = ""
+
+
+class PlannerLink:
+    """Windows in, plans out; other threads only append to its queues or read its fields."""
+
+    def __init__(self, shape: Shape, *, pay_back_s: float, target: float, max_moved: float) -> None:
+        self._shape, self._pay_back_s, self._target = shape, pay_back_s, target
+        self._max_moved = max_moved
+        self._inbox: deque[Window] = deque(maxlen=MOST_WAITING)
+        self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
+        self._held: IntArray | None = None
+        self._generation = 0
+        self._asked: Question | None = None
+        self._pause_ticks = 0
+        self.planner = PlannerProcess()
+        self.questions: deque[Question] = deque()
+        self.outcomes: deque[Outcome] = deque(maxlen=MOST_WAITING)
+        self.ready: tuple[bytes, Question] | None = None  # the forward thread takes it
+        self.may_move = True  # the deployment's switch
+        self._is_first = True
+        self._end = Event()
+        self._thread = Thread(target=self._run, name="eplb-planner-link", daemon=True)
+        self._thread.start()
+
+    def add(self, window: Window) -> None:
+        """Hand over a window. Never blocks."""
+        self._inbox.append(window)
+
+    def close(self) -> None:
+        """End the thread and the planner."""
+        self._end.set()
+        self._thread.join(10.0)
+        self.planner.close()
+
+    def _run(self) -> None:
+        while not self._end.wait(TICK_S):
+            try:
+                self._turn()
+            except (OSError, EOFError, EplbError) as exc:
+                # A question that failed is answered; the next interval asks again.
+                set_part("sglang", "planner", is_on=False)
+                log.warning("no plan: %s: %s; the map that serves stays", type(exc).__name__, exc)
+                if self._asked is not None:
+                    self.outcomes.append(Outcome(self._asked, None, f"{type(exc).__name__}: {exc}"))
+                self._asked = None
+                self.planner.close()
+                self._pause_ticks = int(BACK_OFF_S / TICK_S)
+            except Exception:
+                set_part("sglang", "planner", is_on=False)
+                log.exception("the planner's thread ends; the map that serves stays")
+                return
+
+    def _turn(self) -> None:
+        while self._inbox:
+            self._take(self._inbox.popleft())
+        if self._asked is not None:
+            record = self.planner.answer()
+            if record is not None:
+                set_part("sglang", "planner", is_on=True)
+                question, self._asked = self._asked, None
+                self._answered(record, question)
+            return
+        if self._pause_ticks > 0:
+            self._pause_ticks -= 1
+        elif self.questions and self._windows and self.ready is None and self._held is not None:
+            self._asked = self.questions.popleft()
+            self.planner.ask(self._request())
+
+    def _take(self, window: Window) -> None:
+        self._windows.append(window.by_expert(self._shape.num_experts))
+        self._held, self._generation = window.held, window.generation
+
+    def _request(self) -> bytes:
+        assert self._held is not None, "there is a window"
+        shape = self._shape
+        terms = Terms(
+            algorithm=shape.algorithm,
+            num_ranks=shape.num_ranks,
+            num_nodes=shape.num_nodes,
+            num_groups=shape.num_groups,
+            expert_bytes=shape.expert_bytes,
+            list_length=min(LIST_LENGTH, self._held.shape[1]),
+            pay_back_s=self._pay_back_s,
+            target_imbalance=self._target,
+            max_moved=1.0 if self._is_first else self._max_moved,
+        )
+        return request_record(np.stack(self._windows), self._held, shape.movable, terms)
+
+    def _answered(self, record: bytes, question: Question) -> None:
+        planned = answer_of(record)
+        log.info(
+            "trigger=%s moves=%s booked=%.3f effective=%.3f reason=%r",
+            question.trigger,
+            planned.moves,
+            planned.booked,
+            planned.effective,
+            planned.reason,
+        )
+        if not planned.moves or question.is_dry or not self.may_move:
+            self.outcomes.append(Outcome(question, planned))
+            return
+        self._is_first = False
+        self.ready = (record, question)

@@ -1,0 +1,268 @@
+"""Rounds of all ranks, every ``telemetry.window_steps`` passes: count, agree, move.
+
+A round is one small reduction on the host over a group of the plug-in's own. Only its result
+decides what happens next, so all ranks do the same: hand over the window's counts, begin a plan
+that rank 0 has ready, or stop because one of them failed. Rank 0's plan reaches all ranks as bytes,
+and each checks the same bytes. Weights are moved by the engine's own updater, some layers in each
+pass as the engine itself would.
+
+A failure of ours stops the plug-in on all ranks, and the map that serves stays. A failure of the
+engine's updater is the engine's: weights are then undefined, and it must not serve on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb.core.placement import Placement
+from eplb.errors import EplbError, PlacementError
+from rebalance.engines.gauge import set_part
+from rebalance.engines.sglang import engine
+from rebalance.engines.sglang.planner_link import PlannerLink, Question
+from rebalance.engines.sglang.planning import IntArray, Planned, answer_of, replica_lists, shares_of
+from rebalance.engines.sglang.store_link import StoreLink
+from rebalance.engines.sglang.windows import LoadTap, Shape, Window
+
+log = logging.getLogger(__name__)
+
+Links = Callable[[Shape], tuple[StoreLink | None, PlannerLink | None]]
+
+
+class Rounds:
+    """What one rank does at the end of each pass.
+
+    Args:
+        manager: the engine's EPLBManager.
+        tap: counts the passes.
+        group: a CPU group of all ranks that nothing else uses.
+        number: of this start; generations count on from it.
+        every: passes from one round to the next.
+        links: makes the background threads once the model is known.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        tap: LoadTap,
+        group: dist.ProcessGroup,
+        *,
+        number: int,
+        deployment: str,
+        every: int,
+        links: Links,
+    ) -> None:
+        self._manager, self._tap, self._group, self._every = manager, tap, group, every
+        self._deployment, self._number, self._links = deployment, number, links
+        self._rank = dist.get_rank()
+        self._pass = self._window_begin = 0
+        self._chunks: list[list[int]] = []  # rows still to be moved
+        self._target: Any = None  # the engine's metadata that they are moved to
+        self._planned: tuple[Planned, Question | None] | None = None
+        self._shape: Shape | None = None
+        self._store: StoreLink | None = None
+        self._planner: PlannerLink | None = None
+        self.generation = number
+        self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
+        self.stopped = ""  # why the plug-in does nothing any more
+        self.max_wait_s = 0.0  # of a pass for the plug-in, without the engine's updater
+
+    def pass_ended(self) -> None:
+        """Do what is due after a pass; raises only what the engine's updater raises."""
+        if self.stopped:
+            return
+        begin = time.monotonic()
+        self._pass += 1
+        is_round = self._pass % self._every == 0
+        if is_round:
+            try:
+                self._round()
+            except Exception as exc:
+                log.debug("round", exc_info=True)
+                self._stop(f"{type(exc).__name__}: {exc}")
+        self.max_wait_s = max(self.max_wait_s, time.monotonic() - begin)
+        if self._chunks and not self.stopped:
+            self._move_next()
+
+    def close(self) -> None:
+        """End the background threads."""
+        for link in (self._store, self._planner):
+            if link is not None:
+                link.close()
+
+    def _round(self) -> None:
+        if self._shape is None and not self.broken:
+            self._begin_links()
+        ready = self._planner.ready if self._planner is not None and not self._chunks else None
+        if not self._may_rebalance():
+            ready = None
+        word = torch.tensor([int(bool(self.broken)), 0 if ready is None else len(ready[0])])
+        dist.all_reduce(word, group=self._group)
+        num_broken, size = word.tolist()
+        if num_broken:
+            self._stop(self.broken or "another rank failed")
+            return
+        self._count()
+        if size:
+            self._begin(self._distributed(ready, size), None if ready is None else ready[1])
+        interval = self._manager._rebalance_num_iterations
+        is_due = self._pass >= interval and self._pass % interval < self._every
+        if is_due and self._planner is not None and not self._planner.questions:
+            self._planner.questions.append(Question("interval"))
+
+    def _may_rebalance(self) -> bool:
+        return self._manager._rebalance_disabled_reason is None
+
+    def _begin_links(self) -> None:
+        try:
+            self._shape = engine.shape_of(
+                self._manager, self._deployment, f"sglang-{self._number}", self._rank
+            )
+            self._store, self._planner = self._links(self._shape)
+            self._note_placement("the engine's map at the start", None, None)
+        except EplbError as exc:
+            self.broken = str(exc)
+
+    def _count(self) -> None:
+        """Sum the window over ranks, and hand it over."""
+        assert self._shape is not None, "no round counts before the model is known"
+        live = engine.metadata()
+        counts = self._tap.take(
+            tuple(live.physical_to_logical_map.shape), live.physical_to_logical_map.device
+        )
+        first, self._window_begin = self._window_begin, self._pass
+        phase = self._tap.phase()
+        if self._chunks:  # counted under two maps
+            return
+        dist.all_reduce(counts)
+        if engine.counts_every_token_on_each_rank():
+            counts //= self._shape.num_ranks
+        host, copied = _copied(counts)
+        held = live.physical_to_logical_map_cpu.numpy().copy()
+        window = Window(
+            host, copied, held, first, self._pass - 1, phase, self.generation, time.time()
+        )
+        for link in (self._store, self._planner):
+            if link is not None:
+                link.add(window)
+
+    def _distributed(self, ready: tuple[bytes, Question] | None, size: int) -> bytes:
+        """The bytes of rank 0's plan."""
+        if ready is None:
+            record = torch.empty(size, dtype=torch.uint8)
+        else:
+            assert self._planner is not None, "rank 0 plans"
+            self._planner.ready = None
+            record = torch.frombuffer(bytearray(ready[0]), dtype=torch.uint8)
+        dist.broadcast(record, src=0, group=self._group)
+        return record.numpy().tobytes()
+
+    def _begin(self, record: bytes, question: Question | None) -> None:
+        """Begin to move to a plan. All ranks find the same faults in the same bytes."""
+        assert self._shape is not None, "the plan is for this model"
+        try:
+            planned = answer_of(record)
+            held = engine.metadata().physical_to_logical_map_cpu.numpy()
+            check_target(planned, held, self._shape)
+            lists = replica_lists(planned.slot_to_expert, planned.weights, self._shape.num_experts)
+        except EplbError as exc:
+            log.warning("plan refused: %s; the map that serves stays", exc)
+            return
+        self._target = engine.metadata_for(planned.slot_to_expert, lists)
+        changed = (planned.slot_to_expert != held).any(axis=1)
+        chunks = self._manager._compute_update_layer_ids_chunks()
+        kept = [[row for row in chunk if changed[row]] for chunk in chunks]
+        # Without a move there is still a pass that installs the lists.
+        self._chunks = [chunk for chunk in kept if chunk] or [[]]
+        self._planned = (planned, question)
+
+    def _move_next(self) -> None:
+        chunk = self._chunks[0]
+        if chunk:
+            engine.move(self._manager, self._target, chunk)
+        del self._chunks[0]
+        if not self._chunks:
+            self._moved()
+
+    def _moved(self) -> None:
+        assert self._planned is not None, "a plan was begun"
+        assert self._shape is not None, "the plan is for this model"
+        # Rows without a move too: under ``static`` a draw depends on the rows before it.
+        rows = np.flatnonzero(self._shape.movable).tolist()
+        engine.metadata().update(self._target, update_layer_ids=rows)
+        engine.forget_records()
+        self._tap.counts = None
+        self._tap.modes.clear()
+        self._window_begin = self._pass
+        self.generation += 1
+        planned, question = self._planned
+        self._target = self._planned = None
+        log.info(
+            "generation=%d effective=%.3f reason=%r",
+            self.generation,
+            planned.effective,
+            planned.reason,
+        )
+        self._note_placement(planned.reason, planned.weights, question)
+
+    def _note_placement(
+        self, reason: str, weights: IntArray | None, question: Question | None
+    ) -> None:
+        if self._store is None or self._planner is None or self._shape is None:
+            return
+        held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.movable]
+        share = None if weights is None else shares_of(held, weights[self._shape.movable])
+        args = () if share is None else (share,)
+        placement = Placement(
+            held.astype(np.int32), self._shape.num_experts, self.generation, *args
+        )
+        self._store.placements.append((placement, reason, question))
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        set_part("sglang", "plugin", is_on=False)
+        log.warning("plug-in stopped: %s; the map that serves stays", reason)
+        self.close_soon()
+
+    def close_soon(self) -> None:
+        """Ask the background threads to end, without waiting for them."""
+        for link in (self._store, self._planner):
+            if link is not None:
+                link._end.set()
+
+
+def check_target(planned: Planned, held: IntArray, shape: Shape) -> None:
+    """Refuse a plan that the engine's map cannot take.
+
+    Raises:
+        PlacementError: another shape, an expert that is not there or has no slot, or a row without
+            routed experts that changes.
+    """
+    found = planned.slot_to_expert
+    if found.shape != held.shape or planned.weights.shape != held.shape:
+        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
+    if planned.weights.min() < 1:
+        raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
+    Placement(found.astype(np.int32), shape.num_experts)
+    if found.min() < 0:
+        raise PlacementError("the plan has an empty slot, expected an expert in each")
+    strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable)
+    if strays.size:
+        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
+
+
+def _copied(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Counts on the host, and the event that they are complete with; no wait for the device."""
+    if counts.device.type != "cuda":
+        return counts.cpu(), None
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

@@ -1,0 +1,219 @@
+"""What is easy to get wrong about SGLang 0.5.23, one test each, on the engine's own functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if find_spec("sglang") is None:
+    pytest.skip(
+        "run `make test-engines`: it has sglang 0.5.23 in .venv-sglang", allow_module_level=True
+    )
+
+import torch
+import torch.distributed as dist
+from sglang_ranks import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    NUM_RANKS,
+    NUM_SLOTS,
+    config_text,
+    make_rank,
+    on_ranks,
+    popularity_of,
+    rounds_of,
+)
+
+from eplb import DispatchRule, Placement, Topology, effective_shares
+from eplb.errors import ConfigError
+from rebalance.engines.gauge import value_of
+from rebalance.engines.sglang import engine, guards
+from rebalance.engines.sglang.planning import replica_lists
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "eplb.toml"
+    file.write_text(config_text(f"sqlite:{tmp_path / 'store.sqlite'}", load_deadline_s=20.0))
+    return file
+
+
+def random_map(seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    rows = [random.permutation(np.arange(NUM_SLOTS) % NUM_EXPERTS) for _ in range(NUM_LAYERS)]
+    return np.stack(rows)
+
+
+def installed(rank: int, flags: dict[str, Any], weights: np.ndarray | None) -> dict[str, Any]:
+    """The map that the plug-in's call makes, and the engine's call with a rank."""
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+
+    make_rank(rank, config=None, **flags)
+    held = random_map(3)
+    lists = replica_lists(held, np.ones_like(held) if weights is None else weights, NUM_EXPERTS)
+    ours = engine.metadata_for(held, lists)
+    theirs = ExpertLocationMetadata.init_by_mapping(None, torch.from_numpy(held), moe_ep_rank=rank)
+    chosen = ours.logical_to_rank_dispatch_physical_map
+    return {
+        "ours": ours.logical_to_all_physical_map_num_valid.tolist(),
+        "theirs": theirs.logical_to_all_physical_map_num_valid.tolist(),
+        "chosen": None if chosen is None else chosen.tolist(),
+    }
+
+
+def test_live_map_keeps_all_replicas_where_a_map_with_a_rank_collapses() -> None:
+    found = on_ranks(installed, {}, None)
+
+    counts = [np.bincount(row, minlength=NUM_EXPERTS).tolist() for row in random_map(3)]
+    assert all(one["ours"] == counts for one in found)
+    assert all(one["theirs"] != counts for one in found), "the engine's call with a rank collapses"
+
+
+def test_planned_static_rule_is_the_one_that_the_engine_installs() -> None:
+    found = on_ranks(installed, {}, None)
+
+    held = random_map(3).astype(np.int32)
+    topology = Topology.uniform(1, NUM_RANKS, NUM_SLOTS // NUM_RANKS)
+    placement = Placement(held, NUM_EXPERTS)
+    booked = effective_shares(placement, topology, DispatchRule.SGLANG_STATIC)
+    real = np.zeros_like(booked)
+    for one in found:
+        chosen = np.array(one["chosen"])  # [L, E]
+        np.add.at(real, (np.arange(NUM_LAYERS)[:, None], chosen), 1 / NUM_RANKS)
+    np.testing.assert_allclose(real, booked, atol=1e-12)
+
+
+def split(rank: int, a2a: str) -> tuple[list[int], list[int]]:
+    """Slots that the engine chooses for one expert from a weighted list, over 4,096 rows."""
+    from sglang.srt.eplb.expert_location_dispatch import (
+        ExpertLocationDispatchInfo,
+        topk_ids_logical_to_physical,
+    )
+
+    made = make_rank(rank, config=None, ep_dispatch_algorithm="dynamic", moe_a2a_backend=a2a)
+    held = np.tile(np.arange(NUM_SLOTS) % NUM_EXPERTS, (NUM_LAYERS, 1))
+    weights = np.ones_like(held)
+    weights[:, 0] = 3  # expert 0 is in slots 0 and 16
+    made.map.update(
+        engine.metadata_for(held, replica_lists(held, weights, NUM_EXPERTS)),
+        list(range(NUM_LAYERS)),
+    )
+    torch.manual_seed(rank)
+    experts = torch.zeros((4096, 1), dtype=torch.int64)
+    chosen = topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(1))
+    return chosen.flatten().tolist(), [0, 16]
+
+
+def test_dynamic_rule_splits_by_repeated_ids() -> None:
+    for chosen, _ in on_ranks(split, "deepep"):
+        assert abs(Counter(chosen)[0] / 4096 - 0.75) < 4 * (0.75 * 0.25 / 4096) ** 0.5
+
+
+def test_without_all_to_all_all_ranks_choose_the_same_replica() -> None:
+    found = [chosen for chosen, _ in on_ranks(split, "none")]
+
+    assert all(chosen == found[0] for chosen in found), "a rank's own choice corrupts the output"
+    assert Counter(found[0]) == {0: 3072, 16: 1024}, "exact over consecutive rows"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"moe_a2a_backend": "none"}, "without an all-to-all back end"),
+        ({"expert_distribution_recorder_mode": "per_pass"}, "recorder-mode per_pass"),
+        ({"elastic_ep_backend": "mooncake"}, "elastic-ep-backend mooncake"),
+    ],
+)
+def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], reason: str) -> None:
+    def work(rank: int) -> str:
+        from sglang.srt.runtime_context import get_exec
+
+        make_rank(rank, config=None)
+        with get_exec().moe.override(**flags):
+            return engine.refusal()
+
+    assert all(reason in found for found in on_ranks(work))
+
+
+def test_model_without_expert_weights_stops_the_plugin_on_all_ranks(config: Path) -> None:
+    def work(rank: int) -> tuple[str, bool, float | None]:
+        made = make_rank(rank, config=config)
+        before = made.map.physical_to_logical_map.clone()
+        if rank == 2:
+            del made.model.routed_experts_weights_of_layer
+        for number in range(12):
+            made.forward(popularity_of(number))
+        same = torch.equal(before, made.map.physical_to_logical_map)
+        return made.rounds.stopped, same, value_of("sglang", "plugin")
+
+    found = on_ranks(work)
+
+    assert "no routed_experts_weights_of_layer" in found[2][0]
+    assert [one[0] for one in found[:2]] == ["another rank failed"] * 2
+    assert all(one[1:] == (True, 0.0) for one in found), "the map stays, and the gauge says so"
+
+
+def test_plugin_that_loads_on_some_ranks_only_is_off_on_all(config: Path) -> None:
+    def work(rank: int) -> tuple[bool, int]:
+        made = make_rank(rank, config=None if rank == 3 else config)
+        return rounds_of() is None, made.rank
+
+    assert on_ranks(work) == [(True, rank) for rank in range(NUM_RANKS)]
+
+
+def test_failure_of_the_tap_on_one_rank_fails_no_pass(config: Path) -> None:
+    def work(rank: int) -> tuple[str, bool]:
+        made = make_rank(rank, config=config)
+        if rank == 1:
+            made.rounds._tap.add = None
+        for number in range(12):
+            made.forward(popularity_of(number))
+            made.check_weights()
+        return made.rounds.stopped, dist.is_initialized()
+
+    found = on_ranks(work)
+
+    assert "TypeError" in found[1][0]
+    assert all(stopped for stopped, _ in found)
+
+
+def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from rebalance.engines.sglang.entry import register
+
+    monkeypatch.delenv("EPLB_CONFIG", raising=False)
+    register()
+
+    assert not HookRegistry._hooks
+
+
+def test_engine_as_read_passes_the_guards() -> None:
+    guards.check_engine()
+
+
+@pytest.mark.parametrize("path", sorted(guards.SOURCES))
+def test_engine_function_that_changed_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(guards.SOURCES, path, "0" * 16)
+
+    with pytest.raises(ConfigError, match=r"expected 0{16} as in sglang"):
+        guards.check_engine()
+
+
+@pytest.mark.parametrize("path", sorted(guards.SIGNATURES))
+def test_engine_signature_that_changed_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(guards.SIGNATURES, path, (*guards.SIGNATURES[path], "further"))
+
+    with pytest.raises(ConfigError, match="further"):
+        guards.check_engine()
