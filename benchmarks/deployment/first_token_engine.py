@@ -51,8 +51,9 @@ def main() -> None:
     random = torch.Generator().manual_seed(here)
     token = torch.randn(1, model.hidden, generator=random).bfloat16()
     head = torch.randn(VOCABULARY, model.hidden, generator=random).bfloat16()
-    layers, size = range(model.num_layers), model.num_experts
-    chosen = [torch.randperm(size, generator=random)[None, : model.top_k] for _ in layers]
+    layers = range(model.num_layers)
+    orders = [torch.randperm(model.num_experts, generator=random)[None] for _ in layers]
+    chosen = [order[:, : model.top_k] for order in orders]
     shares = torch.full((1, model.top_k), 1 / model.top_k)
 
     rank.agent.start()
@@ -73,12 +74,8 @@ def main() -> None:
         error = max(error, float((outputs[layer] - found).abs().max() / found.abs().max()))
         expected = expected + found
     is_right = error < TOLERANCE and answer == int((expected @ head.T).argmax())
-    body = {
-        "times": times,
-        "is_right": is_right,
-        "error": error,
-        "record_bytes": rank.bank.schema.record_bytes,
-    }
+    size = rank.bank.schema.record_bytes
+    body = {"times": times, "is_right": is_right, "error": error, "record_bytes": size}
     (folder / f"rank-{here}.json").write_text(json.dumps(body))
     rank.agent.request_halt()
     number = 1
