@@ -37,7 +37,7 @@ def read_log(path: Path, commit: str) -> list[Line]:
 
 def served_seconds(lines: Iterable[Line]) -> float:
     """How long all parts served together."""
-    return sum(part[-1]["elapsed_s"] for part in parts_of(lines))
+    return float(sum(part[-1]["elapsed_s"] for part in parts_of(lines)))
 
 
 def parts_of(lines: Iterable[Line]) -> list[list[Line]]:

@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", default="", help="numbers of ranks; 2 on cuda, 1,4 on the cpu")
-    parser.add_argument("--load", choices=("full", "none"), default="full", help="none: no pass")
+    parser.add_argument("--load", choices=("full", "idle", "none"), default="full")
     parser.add_argument("--dispatcher", choices=("deepep", "all-to-all"))
     parser.add_argument("--precision", choices=("fp8", "bfloat16"), default="fp8", help="on cuda")
     parser.add_argument("--block", type=int, default=0, help="steps that are measured in a block")

@@ -31,7 +31,7 @@ from telemetry.reporter.reporter import Reporter
 
 SETTLE_STEPS = 20  # of each block, not counted
 SAMPLE_STEPS = 16
-IDLE_STEP_S = 0.005  # without load
+IDLE_STEP_S = 0.005
 MIN_PAIRS, MAX_PAIRS = 4, 60
 CPU_TOKENS = 32
 FLUSH_S = 5.0
@@ -48,7 +48,7 @@ class Run:
     block_steps: int
     seconds: float  # of all pairs
     store: Path
-    load: str  # full, or none: no pass
+    load: str  # full; idle: a pause in place of a pass; none: step after step
 
 
 @dataclass
@@ -194,8 +194,9 @@ def threads_cpu_s() -> float:
 
 def _forward(big: BigRank, wired: WiredAgent, run: Run) -> Callable[[int], None]:
     """A pass of the resident layers; the same in blocks of both kinds."""
-    if run.load == "none":
-        return lambda _: time.sleep(IDLE_STEP_S)
+    if run.load != "full":
+        pause_s = IDLE_STEP_S if run.load == "idle" else 0.0
+        return lambda _: time.sleep(pause_s)
     if run.dispatcher == "deepep":
         return decode_step(big, wired)
     model, device = run.shapes.model, big.device
