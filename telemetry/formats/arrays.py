@@ -151,11 +151,11 @@ def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
             raise HistoryError(f"{chunk.name} holds {held}, expected {', '.join(names)}")
         layer, batch, loads = (arrays[name] for name in names)
         _take_chunk(parts, layer, batch, loads, chunk.name)
-    ids = sorted({layer for batch in parts.values() for layer in batch})
-    whole = [batch for batch in sorted(parts) if len(parts[batch]) == len(ids)]
+    ids = sorted({row for layers in parts.values() for row in layers})
+    whole = [index for index in sorted(parts) if len(parts[index]) == len(ids)]
     sums = StepSums(options.max_windows)
-    for batch in whole:
-        sums.add(batch, np.array([parts[batch][layer] for layer in ids], dtype=np.int64))
+    for index in whole:
+        sums.add(index, np.array([parts[index][row] for row in ids], dtype=np.int64))
     found = loaded(sums.history(), as_layers(ids), options)
     if len(whole) == len(parts):
         return found

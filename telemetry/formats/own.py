@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,11 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
     else:
         found = loaded(load_of, layers, options)
     counts = [manifest.get(name) for name in ("num_ranks", "num_nodes")]
-    known = [
+    num_ranks, num_nodes = (
         None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts
-    ]
-    return LoadFile(
-        found.history, found.layers, None, *known, _text(manifest.get("model")), found.notes
     )
+    model = _text(manifest.get("model"))
+    return replace(found, num_ranks=num_ranks, num_nodes=num_nodes, model=model)
 
 
 def read_store(url: str, options: ReadOptions) -> LoadFile:

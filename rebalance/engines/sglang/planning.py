@@ -68,7 +68,9 @@ class Planned:
     effective: float
 
 
-def request_record(windows: IntArray, held: IntArray, movable: IntArray, terms: Terms) -> bytes:
+def request_record(
+    windows: IntArray, held: IntArray, movable: NDArray[np.bool_], terms: Terms
+) -> bytes:
     """Pack a question: load [T, L, E], map [L, S], and which rows may change [L]."""
     arrays = {"windows": windows, "held": held, "movable": movable}
     return pack_record(REQUEST, asdict(terms), arrays)
@@ -88,9 +90,8 @@ def answer_of(record: bytes) -> Planned:
         StoreError: the record is damaged.
     """
     meta, arrays = unpack_record(ANSWER, record)
-    return Planned(
-        **_fields(meta), **{name: array.astype(np.int64) for name, array in arrays.items()}
-    )
+    fields: dict[str, Any] = {name: array.astype(np.int64) for name, array in arrays.items()}
+    return Planned(**_fields(meta), **fields)
 
 
 def answer(record: bytes) -> bytes:

@@ -263,6 +263,6 @@ def _copied(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return counts.cpu(), None
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return host, event

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eplb.core.load import as_history
 from eplb.core.placement import Placement
@@ -50,7 +51,7 @@ def read_map(path: Path, options: ReadOptions) -> PlacementFile:
     if whole_number(count, "moe_layer_count", 1, MAX_LAYERS) != len(entries):
         raise HistoryError(f"layer_list has {len(entries)} entries, moe_layer_count is {count}")
     notes: tuple[str, ...] = ()
-    tables = []
+    tables: list[NDArray[np.int64]] = []
     for row, entry in enumerate(entries):
         devices = member(entry, "device_list", list, f"layer_list[{row}]")
         experts = [

@@ -106,7 +106,7 @@ def _load_file(
 ) -> LoadFile:
     """Windows [T, L, E] of steps first..last, without the rows of dense layers."""
     num_layers, num_experts = tokens.shape[1:]
-    idle = ~tokens.any(axis=(0, 2))
+    idle = np.asarray(~tokens.any(axis=(0, 2)))
     rows, layers, said = resolve(rows_as_hidden(num_layers), options, idle=idle)
     kept = tokens if len(rows) == num_layers else tokens[:, rows]
     current = None
@@ -181,7 +181,7 @@ def _num_experts(held: NDArray[np.int64], options: ReadOptions) -> int:
     if options.num_experts is not None:
         return options.num_experts
     if options.num_redundant is not None:
-        return max(held.shape[1] - options.num_redundant, 1)
+        return max(int(held.shape[1]) - options.num_redundant, 1)
     return int(held.max()) + 1
 
 

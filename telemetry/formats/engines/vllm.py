@@ -117,7 +117,7 @@ def _current(held: NDArray[np.int64], num_experts: int) -> tuple[Placement | Non
 def _num_experts(table: NDArray[np.int64], num_redundant: int | None, where: str) -> int:
     if num_redundant is None:
         return min(int(table.max()), table.size) + 1
-    num_experts = table.shape[1] - num_redundant
+    num_experts = int(table.shape[1]) - num_redundant
     if num_experts < 1:
         raise HistoryError(f"{where}: {table.shape[1]} slots with {num_redundant} redundant ones")
     return num_experts

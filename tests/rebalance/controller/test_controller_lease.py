@@ -288,7 +288,7 @@ def test_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
 ) -> None:
     begin(store)
     serve(store, 0, SKEWED)
-    sleeper, other = Controller(store, SETTINGS), Controller(store, SETTINGS)
+    sleeper, other = (Controller(store, SETTINGS, clock=clock) for _ in range(2))
     task = store.submit("rebalance", {"dry_run": False})
 
     def meanwhile() -> None:
