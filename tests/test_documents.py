@@ -99,7 +99,7 @@ def test_python_of_a_page_runs_and_prints_its_output_block(page: str, tmp_path: 
     }
 
     status, output, errors = run_to_end(
-        [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), page],
+        [sys.executable, str(ROOT / "tests" / "support" / "pages" / "run_blocks.py"), page],
         tmp_path,
         os.environ | {"PYTHONPATH": str(ROOT)},
         json.dumps([[block.line, block.code] for block in run]),

@@ -17,7 +17,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.store import Control, LoadStore, RankState, RunInfo, TaskResult, events_backwards
-from telemetry.stores import decisions
+from telemetry.stores import deciding_store
 
 TIMEOUT_S = 20.0
 
@@ -392,7 +392,7 @@ def test_announcement_of_the_same_process_replaces_the_earlier_one(store: LoadSt
 def test_oldest_announcement_of_a_component_makes_room(
     store: LoadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "KEPT_ANNOUNCEMENTS", 2)
+    monkeypatch.setattr(deciding_store, "KEPT_ANNOUNCEMENTS", 2)
     store.begin_run(make_run("a"))
     for name in "cde":
         store.announce(Announcement(CONTROLLER, name))
