@@ -61,7 +61,7 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.
 def plan(
     dump: Annotated[str, typer.Argument(help="A dump, trace or store; see docs/engines.md.")],
     ranks: Annotated[int, typer.Option(min=1, max=65_536, help="Expert-parallel ranks.")],
-    target: Annotated[Engine, typer.Option(help="The engine that shall take the placement.")],
+    target: Annotated[Engine, typer.Option(help="The engine that loads the placement.")],
     output: Output,
     nodes: Annotated[int, typer.Option(min=1, max=65_536, help="Nodes of the ranks.")] = 1,
     redundant: Annotated[
@@ -182,7 +182,7 @@ def convert(
 
 def validate(
     file: Annotated[str, typer.Argument(help="A placement, of any format.")],
-    target: Annotated[Engine, typer.Option(help="The engine that shall take it.")],
+    target: Annotated[Engine, typer.Option(help="The engine that loads it.")],
     ranks: Ranks = None,
     nodes: Nodes = None,
     redundant: Redundant = None,
@@ -192,9 +192,9 @@ def validate(
     experts: Experts = None,
     input_format: Format = None,
 ) -> None:
-    """Check a placement against an engine. Exit status 0: it takes it; 1: it would not; 2: no file.
+    """Check a placement against an engine. Exit status 0: accepted; 1: refused; 2: not readable.
 
-    A warning is what the engine does without a word, or what could not be checked.
+    A warning is what the engine would change without reporting it, or what could not be checked.
     """
     try:
         shape = preset(model) if model else None
@@ -219,7 +219,7 @@ def validate(
         typer.echo(f"{'error' if one.is_error else 'warning'} {one.code}: {one.text}")
     if any(one.is_error for one in wrong):
         raise typer.Exit(WRONG)
-    typer.echo(f"{target.value} takes it")
+    typer.echo(f"{target.value} accepts it")
 
 
 def _options(

@@ -175,7 +175,7 @@ def _met_in_memory(client: ssl.SSLContext, server: ssl.SSLContext, address: str 
 
 
 def refusal(exc: OSError) -> str:
-    """Say in words what a failure of TLS means; other failures as they are."""
+    """Return the cause of a TLS failure as text; other failures unchanged."""
     if isinstance(exc, ssl.SSLCertVerificationError):
         return f"the certificate is refused: {exc.verify_message.rstrip('.')}"
     if isinstance(exc, ssl.SSLError):

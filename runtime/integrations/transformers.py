@@ -112,9 +112,16 @@ def prove_experts(model: nn.Module, bank: ExpertBank, held: Iterable[tuple[int, 
         held: (MoE layer 0..L-1, slot of this rank, expert) of the slots to compare.
 
     Raises:
+        ConfigError: the bank has another schema.
         CheckpointError: one differs.
     """
     found, num_compared = find_experts(model), 0
+    names, own_names = set(bank.weights(0)), set(found[0].parameters)
+    if names != own_names:
+        raise ConfigError(
+            f"expert bank: found tensors {', '.join(sorted(names))}, expected "
+            f"{', '.join(sorted(own_names))} as in {found[0].path}: build it of library_schema"
+        )
     for number, slot, expert in held:
         for name, parameter in found[number].parameters.items():
             live = bank.weights(number)[name][slot]

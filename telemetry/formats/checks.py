@@ -24,7 +24,7 @@ TARGETS: tuple[Target, ...] = ("sglang", "vllm", "trtllm", "ascend", "eplb")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an engine would refuse (error) or do without a word (warning)."""
+    """One thing that an engine would refuse (error), or change without reporting it (warning)."""
 
     code: str
     is_error: bool

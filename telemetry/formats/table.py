@@ -1,6 +1,6 @@
-"""Every format by name: how it is told from others, read and written.
+"""Every format by name: how it is detected, read and written.
 
-A format is told by the name and the contents of a file, and never by the numbers in it.
+A format is detected by the name and the structure of a file, and never by the numbers in it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read(place: str, options: ReadOptions, name: str | None = None) -> Found:
     Args:
         place: a path, or the URL of a store.
         options: what the user states about it.
-        name: of the format; None: told by name and contents.
+        name: of the format; None: detected.
 
     Raises:
         HistoryError, PlacementError: it is damaged, or holds something else.

@@ -90,7 +90,8 @@ def check_ports(deployment: Deployment, host: int) -> Iterator[Finding]:
             yield Finding("ports", f"{place} cannot be used: {refusal}", "a free port")
         else:
             free.append(str(port))
-    yield Finding("ports", f"free: {', '.join(free) or 'none needed'}")
+    if free or not taken:
+        yield Finding("ports", f"free: {', '.join(free) or 'none needed'}")
 
 
 def port_refusal(address: str, port: int) -> str:

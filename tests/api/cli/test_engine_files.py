@@ -71,9 +71,7 @@ def test_plan_writes_a_file_that_its_engine_takes(
     assert checked.exit_code == 0, checked.output
 
 
-def test_plan_under_the_static_rule_beats_the_plan_for_an_equal_split(
-    dump: Path, tmp_path: Path
-) -> None:
+def test_plan_is_judged_under_the_rule_that_it_was_made_for(dump: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     static = eplb("plan", dump, *GROUP, "--target", "sglang", "-o", out)
     even = eplb("plan", dump, *GROUP, "--target", "sglang", "--dispatch", "even", "-o", out)

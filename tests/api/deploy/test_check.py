@@ -115,7 +115,7 @@ def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         deployment = small(tmp_path, network__rendezvous_port=port)
-        (first, _) = check_ports(deployment, 0)
+        (first,) = check_ports(deployment, 0)
     twice = small(
         tmp_path,
         network__rendezvous_port=port,

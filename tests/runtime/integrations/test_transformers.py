@@ -27,6 +27,7 @@ from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime import Checkpoint, ExpertBank
 from runtime.dispatch.all_to_all import Received
+from runtime.experts import ExpertSchema
 from runtime.integrations.transformers import (
     LibraryExperts,
     find_experts,
@@ -134,6 +135,16 @@ def test_slot_with_another_expert_is_refused_with_its_tensor(loaded: Loaded) -> 
         CheckpointError, match=rf"layer {layer} expert 4: gate_up_proj in slot 1 differs from model"
     ):
         prove_experts(loaded.model, loaded.bank, [(0, 1, 4)])
+
+
+def test_bank_of_another_schema_is_refused_with_both_tensor_names(loaded: Loaded) -> None:
+    other = ExpertBank(ExpertSchema.swiglu(hidden=32, intermediate=16), 1, 1, num_staging=1)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"found tensors down, gate_up, expected down_proj, .*gate_up_proj.* as in model",
+    ):
+        prove_experts(loaded.model, other, [(0, 0, 0)])
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
