@@ -67,8 +67,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     stamp = [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sources]
     cache = getattr(config, "cache", None)  # none with ``-p no:cacheprovider``
     if cache is None or cache.get("eplb/compiled", None) != stamp:
-        program = [sys.executable, str(ROOT / "tests" / "support" / "compiled_kernels.py")]
-        subprocess.run(program, check=True, timeout=COMPILE_DEADLINE_S)
+        command = [str(Path(sys.executable).with_name("eplb")), "compile"]
+        subprocess.run(command, check=True, timeout=COMPILE_DEADLINE_S)
         if cache is not None:
             cache.set("eplb/compiled", stamp)
 

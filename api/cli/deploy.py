@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from api.terminal.logs import LogSettings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
+from eplb.precompile import compile_planner
 
 BAD_INPUT = 2
 
@@ -50,6 +52,20 @@ def refused(exc: EplbError) -> typer.Exit:
 def say(line: str) -> None:
     """Print a line at once: whoever started the command may wait for it."""
     typer.echo(line)
+
+
+def compile_kernels() -> None:
+    """Compile the kernels of planner and digests, so that no start of a controller or rank waits.
+
+    Run it once where the project is installed, when an image is built for example: a minute. The
+    kernels lie beside the installed files, or in NUMBA_CACHE_DIR.
+    """
+    check_packages()
+    compile_planner()
+    if find_spec("torch") is not None:  # a host of controllers needs none
+        from runtime.memory.shared import compile_digest
+
+        compile_digest()
 
 
 def launch(

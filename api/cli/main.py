@@ -13,7 +13,7 @@ import typer
 from api.cli.check import check
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
-from api.cli.deploy import controller, host_cache, launch, serve
+from api.cli.deploy import compile_kernels, controller, host_cache, launch, serve
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.simulate import simulate
@@ -48,6 +48,7 @@ app.command()(journal)
 app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
+app.command("compile")(compile_kernels)
 for one in (serve, controller, host_cache, launch, check, status, plan, convert, validate):
     app.command()(one)
 app.add_typer(store_commands, name="store")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from eplb.core.topology import Topology
-from eplb.planner import plan
+from eplb.precompile import warm_up
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller, ControllerSettings
@@ -47,11 +44,3 @@ def build_controller(
     store.announce(joining)
     warm_up(settings.policy)
     return controller
-
-
-def warm_up(policy: str) -> None:
-    """Have the planner's kernels compiled: ten seconds, once for each checkout of the project."""
-    load = np.array([[[8, 4, 2, 1]], [[8, 4, 2, 2]]])
-    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
-    fresh = plan(load, ranks, policy=policy)
-    plan(load[:, :, ::-1], ranks, policy=policy, current=fresh.target)

@@ -141,6 +141,11 @@ def _compiled_lane_sums() -> LaneSums:
     return lane_sums
 
 
+def compile_digest() -> None:
+    """Compile the digest of long records, before a preload waits for it."""
+    _compiled_lane_sums()(np.zeros(1, dtype=np.int32))
+
+
 class RunningDigest:
     """The digest of bytes that come piece by piece.
 

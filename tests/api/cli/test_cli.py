@@ -138,7 +138,13 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path
         assert not store.control().movement
 
 
-@pytest.mark.parametrize("ends", [["-wal"], ["-shm"], ["-wal", "-shm"]])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [["-wal", "-shm"], pytest.param(["-wal"], marks=SLOW), pytest.param(["-shm"], marks=SLOW)],
+)
 def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
     tmp_path: Path, ends: list[str]
 ) -> None:

@@ -25,6 +25,7 @@ def test_hostile_traces_are_refused_in_one_line_and_little_memory(tmp_path: Path
     assert outcome.held, outcome.figure
 
 
+@pytest.mark.slow
 def test_hostile_files_are_many_and_alike_for_one_seed(tmp_path: Path) -> None:
     assert write_hostile_files(tmp_path / "a", seed=1) >= 40
     write_hostile_files(tmp_path / "b", seed=1)

@@ -778,11 +778,23 @@ def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verd
 @pytest.mark.parametrize(
     ("broken", "finding"),
     [
-        (Scenario((1,), deaths=1, missed=never_forward), "survivors end with"),
-        (Scenario((1,), deaths=1, is_store_asked=False), "the store has 1"),
+        pytest.param(
+            Scenario((1,), deaths=1, missed=never_forward),
+            "survivors end with",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Scenario((1,), deaths=1, is_store_asked=False),
+            "the store has 1",
+            marks=pytest.mark.slow,
+        ),
         (Scenario((1,), read_verdict=on_its_own_flag), "run one step with"),
         (Scenario((1,), skips_when_prepared=True), "run one step with"),
-        (Scenario((1,), wishes=1, read_verdict=deaf_to_aborts), "run one step with"),
+        pytest.param(
+            Scenario((1,), wishes=1, read_verdict=deaf_to_aborts),
+            "run one step with",
+            marks=pytest.mark.slow,
+        ),
         (Scenario((1,), stages_unadopted=True), "preload cannot become swap"),
         (Scenario((2,), spares=1, stages_at_once=True), "writes slot 0, which is live"),
         (Scenario((3,), spares=2, stages_at_once=True), "writes slot 0, which is live"),

@@ -32,7 +32,7 @@ def total_of(seeds: range) -> Counter[str]:
 
 
 def test_no_event_order_gives_wrong_bytes_two_placements_or_a_hang() -> None:
-    total = total_of(range(150))
+    total = total_of(range(100))
 
     # Not for want of trying: the seeds have everything in them.
     for what in ("committed", "dropped", "deaths", "recoveries", "updates", "bytes refused"):
@@ -53,7 +53,7 @@ def test_seed_is_the_same_schedule_every_time() -> None:
 
 
 # Take hundreds or thousands of schedules to be found.
-RARE = ("adopted early", "applied when ordered", "not drained")
+RARE = ("adopted early", "applied when ordered", "deaf", "not drained", "not rolled forward")
 
 
 def seed_that_finds(name: str) -> int:

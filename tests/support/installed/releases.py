@@ -42,7 +42,7 @@ def installed(source: Path, folder: Path) -> Release:
     (wheel,) = wheels.glob("eplb-*.whl")
     _run([*pip, "install", "--no-deps", "--target", str(folder), str(wheel)])
     release = Release(folder)
-    # Compiles the planner's kernels, a minute and a half of processor time, before any deadline.
+    # Compiles the planner's kernels, half a minute of processor time, before any deadline.
     warm_up = "from rebalance.build.controller import warm_up; warm_up('auto')"
     _run([sys.executable, "-c", warm_up], os.environ | release.environ)
     return release
