@@ -3,7 +3,7 @@
     python -m benchmarks.deployment.soak --seconds 3600 --log soak.jsonl
 
 Everything is started by its command. The ranks serve a tiny DeepSeek-V3 of the ``transformers``
-library; the gate is open and the load changes with every window, so that a rebalance is begun at
+library; the gate is open and the load changes every second window, so that a rebalance is begun at
 every chance. Every layer output and every logit is compared with the library's. Memory, open files
 and threads of every process are read all the time. A log that exists is continued if it is of the
 same commit. Ends with a table, and with status 1 if an output was wrong, if anything grew, or if a
@@ -36,7 +36,7 @@ from telemetry.stores.redis.connection.local_server import RedisProcess, free_po
 
 ROOT = Path(__file__).parents[2]
 EPLB = Path(sys.executable).with_name("eplb")
-NUM_RANKS, WINDOW_STEPS = 4, 8
+NUM_RANKS, WINDOW_STEPS, DRIFT_WINDOWS = 4, 8, 2
 START_DEADLINE_S, END_DEADLINE_S = 600.0, 90.0
 MAX_SILENCE_S = 60.0  # of a rank
 CONFIG = """
@@ -48,7 +48,7 @@ checkpoint = "model"
 precision = "float32"
 [topology]
 ranks_per_node = 4
-slots_per_rank = 6
+slots_per_rank = 5
 device = "cpu"
 [network]
 rendezvous_port = {port}
@@ -127,7 +127,7 @@ class Deployment:
         self._stack = stack
         self._start("serve", "serve").wait_for("eplb serve: http://")
         self._start("host-cache", "host-cache").wait_for("ready: ")
-        options = ["--period", str(given.period), "--drift", str(WINDOW_STEPS)]
+        options = ["--period", str(given.period), "--drift", str(DRIFT_WINDOWS * WINDOW_STEPS)]
         options += ["--break-at", str(given.break_at)]
         engine = [sys.executable, "-m", "benchmarks.deployment.soak_engine", str(folder)]
         launch = self._start("launch", "launch", "--", *engine, *options)
