@@ -16,7 +16,7 @@ placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -46,6 +46,7 @@ class RankAgent:
         self, settings: AgentSettings, parts: RankParts, links: Links, placement: Placement
     ) -> None:
         self._settings, self._parts = settings, parts
+        self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         # For reports and inspection; an engine needs none of it.
         self.core = core = make_core(settings, parts, links, placement, self)
@@ -133,6 +134,7 @@ class RankAgent:
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
             self._has_ended = True
+            self.on_halt()
             return False
         self._sampler.hand_over()
         self._scrub_schedule.at_step()
