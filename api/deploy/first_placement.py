@@ -23,7 +23,7 @@ from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from telemetry.live import LiveSettings
-from telemetry.store import LoadStore, events_backwards
+from telemetry.store import Event, LoadStore, events_backwards
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 START_EVENT = "deployment"  # a process of the deployment started
@@ -92,7 +92,7 @@ def ensure_first_placement(
     if store.committed() is None:
         first = contiguous_placement(starting.model, starting.topology)
         generation = 0 if lost_after is None else lost_after + LOST_GENERATIONS
-        reason = f"first placement: contiguous ({by})"
+        reason = f"first placement: unbalanced, experts in order ({by})"
         try:
             wrote = store.commit(first.with_generation(generation), expected=None, reason=reason)
         except StaleGeneration as exc:  # another process was first
@@ -116,17 +116,32 @@ def check_belongs(store: LoadStore, starting: Starting) -> None:
         ConfigError: it has another secret, or a placement of another model or topology.
         StoreError: the store cannot be used.
     """
-    latest = next(events_backwards(store, {START_EVENT}), None)
-    expected = starting.secret.fingerprint
-    if latest is not None and latest.detail.get("secret") != expected:
-        raise ConfigError(
-            f"store: deployment {starting.name!r} was started with a secret of fingerprint "
-            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found {expected} here, "
-            "expected one secret on all hosts, or another deployment.name"
-        )
+    check_secret(store, starting.secret)
     committed = store.committed()
     if committed is not None:
         _check_placement(committed.placement, starting)
+
+
+def check_secret(store: LoadStore, secret: Secret) -> None:
+    """Refuse another secret than the one that the deployment of a store was started with.
+
+    Raises:
+        ConfigError: it is another one.
+        StoreError: the store cannot be read.
+    """
+    latest = last_start(store)
+    if latest is not None and latest.detail.get("secret") != secret.fingerprint:
+        raise ConfigError(
+            f"store: deployment {store.deployment!r} was started with a secret of fingerprint "
+            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found "
+            f"{secret.fingerprint} here, expected one secret on all hosts, or another "
+            "deployment.name"
+        )
+
+
+def last_start(store: LoadStore) -> Event | None:
+    """The latest start of a process of the deployment; None: it was not started by commands."""
+    return next(events_backwards(store, {START_EVENT}), None)
 
 
 def _check_placement(placement: Placement, starting: Starting) -> None:

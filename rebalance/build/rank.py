@@ -30,6 +30,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
@@ -37,7 +38,7 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import REPORT_EVERY_S, LoadStore, RunInfo
 
 FLUSH_DEADLINE_S = 20.0
 
@@ -113,6 +114,8 @@ def build_rank(
         Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
         passes,
     )
+    tempo = reporting.tempo
+    wired.agent.notes[REPORT_EVERY_S] = POLL_S + tempo.write_s + tempo.state_s
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
 
 

@@ -169,8 +169,12 @@ def shards_of(folder: Path) -> dict[str, str] | None:
     Raises:
         CheckpointError: there is neither, or the index cannot be used.
     """
-    if (folder / INDEX_FILE).exists() or not (folder / SINGLE_FILE).exists():
+    if (folder / INDEX_FILE).exists():
         return _read_index(folder / INDEX_FILE)
+    if not (folder / SINGLE_FILE).exists():
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, expected one of them"
+        )
     return None
 
 

@@ -67,9 +67,14 @@ def test_ports_and_keys_of_two_hosts_are_those_of_the_file(tmp_path: Path) -> No
         (
             TWO_HOSTS | {"deployment__store": "redis://10.0.0.9"},
             {},
-            "no secret in network.secret_file or EPLB_SECRET",
+            r"topology.hosts\[0\] is 10.0.0.1, which is not a loopback address, and there is no",
         ),
-        ({"http__host": "0.0.0.0"}, {}, "because 0.0.0.0 is not a loopback address"),
+        (
+            {"http__host": "0.0.0.0"},
+            {},
+            "http.host is 0.0.0.0, which is not a loopback address, and there is no secret: "
+            "expected one of 16 bytes or more in network.secret_file or EPLB_SECRET",
+        ),
         (
             {"topology__slots_per_rank": 3},
             {},
@@ -159,7 +164,7 @@ def test_first_starter_writes_the_placement_and_the_second_keeps_it(
     assert (wrote, wrote_again) == (True, False)
     assert first.hash == second.hash
     assert [one.reason for one in store.placements()] == [
-        "first placement: contiguous (eplb launch, host 0)"
+        "first placement: unbalanced, experts in order (eplb launch, host 0)"
     ]
 
 
