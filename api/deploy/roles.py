@@ -15,6 +15,7 @@ from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
+from api.deploy.model import check_checkpoint
 from api.interrupts import StopSignals
 from api.processes.controller import ControllerJob, keep_planning
 from eplb.errors import ConfigError, StoreError
@@ -82,6 +83,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
             "expert records"
         )
+    check_checkpoint(given.model, model)
     schema = schema_of(model.hidden, model.intermediate, given.model.precision)
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):

@@ -11,6 +11,7 @@ from telemetry.events import STARTING
 from telemetry.store import LoadStore, events_backwards
 from telemetry.stores.holder import is_dead, shown
 
+CLOCK_TOLERANCE_S = 1.0
 STARTING_SHOWN_S = 600.0  # longer than any supervisor waits for progress of a start
 
 
@@ -63,6 +64,13 @@ def problems(seen: Snapshot, leads: Leadership, stalled_after_s: float) -> Itera
         yield (
             f"rank {ranks}: the counters stay at zero while those of other ranks grow, expected "
             "tokens for the experts that it holds: its dispatcher does not count"
+        )
+    if ahead := [view for view in seen.ranks if view.ahead_s > CLOCK_TOLERANCE_S]:
+        ranks, most_s = ", ".join(str(view.rank) for view in ahead), max(v.ahead_s for v in ahead)
+        yield (
+            f"rank {ranks}: reports are dated {most_s:.0f} s ahead of this host's clock, expected "
+            f"at most {CLOCK_TOLERANCE_S:g} s: synchronise the clocks (NTP); samples that are 60 s "
+            "ahead are refused"
         )
     if reason := unready(seen, stalled_after_s):
         yield reason

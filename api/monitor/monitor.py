@@ -254,6 +254,7 @@ class Monitor:
             age_s=age_s,
             step_ms=state.detail.get("step_ms"),
             frozen=state.frozen,
+            ahead_s=max(0.0, state.time - now),
             silent_after_s=state.silent_after_s,
         )
 

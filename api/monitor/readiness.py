@@ -20,7 +20,7 @@ def unready(seen: Snapshot, stalled_after_s: float) -> str | None:
         limit_s = max(view.silent_after_s for view in seen.ranks if not view.is_alive)
         return (
             f"silent ranks: {silent}, expected a report from all {len(seen.ranks)} "
-            f"within {limit_s:g} s"
+            f"within {limit_s:g} s; a clock that is behind looks the same (eplb check)"
         )
     age_s = seen.progress_age_s
     if age_s is not None and age_s > stalled_after_s:

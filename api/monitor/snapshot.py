@@ -98,6 +98,7 @@ class RankView:
     age_s: float | None  # None: it never reported
     step_ms: float | None
     frozen: str  # why its migrations are disabled; empty: they are not
+    ahead_s: float = 0.0  # that its report is dated ahead of the reader's clock
     silent_after_s: float = LEAST_SILENCE_S  # age of a report at which it counts as silent
 
 

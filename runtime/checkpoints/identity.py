@@ -108,7 +108,10 @@ def identity_of(folder: Path, files: Iterable[str] | None = None) -> Identity:
             state = (folder / file).stat()
             contents.append(_contents(folder / file, state.st_size))
         except (OSError, ValueError) as exc:
-            raise CheckpointError(f"weight file {folder / file} cannot be read: {exc}") from exc
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise CheckpointError(
+                f"weight file {folder / file} cannot be read: {why}, expected a whole file"
+            ) from exc
         found.append((file, state.st_size, state.st_mtime_ns))
         digest.update(repr(found[-1]).encode())
     return Identity(index, tuple(found), digest.hexdigest(), tuple(contents))

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
 from rebalance.network.tls import TlsFiles
+from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
@@ -194,6 +196,18 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
     )
     assert done.startswith(f"accepted {weights}: {shard.name} has other bytes")
     assert len(back) == 1
+
+
+def test_host_cache_refuses_tensors_that_do_not_fit_the_config_json(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    model = replace(small(tmp_path, small_checkpoint).model, hidden=32)
+    weights = tmp_path / "weights"
+    write_random_checkpoint(weights, model, ExpertSchema.swiglu(32, 8), vocabulary=64, seed=1)
+    shutil.copy(small_checkpoint.path / "config.json", weights / "config.json")
+
+    with pytest.raises(CheckpointError, match=r"has shape \(64, 32\), expected \(64, 16\)"):
+        run_host_cache(small(tmp_path, model__checkpoint=weights), 0, print)
 
 
 def test_checkpoint_without_weight_files_names_both_kinds(

@@ -168,6 +168,22 @@ def test_first_starter_writes_the_placement_and_the_second_keeps_it(
     ]
 
 
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(30.0, "30.000 s ahead of"), (-30.0, "30.000 s behind"), (0.0, "")]
+)
+def test_start_on_a_host_whose_clock_is_off_logs_by_how_much(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s: float, words: str
+) -> None:
+    with closing(MemoryStore("demo", clock=lambda: 1000.0)) as store:
+        ensure_first_placement(
+            store, deployment_in(tmp_path), "eplb serve", clock=lambda: 1000.0 + ahead_s
+        )
+
+    found = [line for line in caplog.messages if line.startswith("clock: ")]
+    assert len(found) == bool(words)
+    assert words in "".join(found)
+
+
 def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: LoadStore) -> None:
     deployment = deployment_in(tmp_path)
     first, _ = ensure_first_placement(store, deployment, "eplb serve")
