@@ -72,11 +72,12 @@ class LocalRanks:
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
         failure if it misses that.
         """
-        first, deadline, is_told = "", float("inf"), False
+        first, deadline, is_told, is_exiting = "", float("inf"), False, False
         try:
             while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
-                if self._wait_for_one(left) and self._halted >= left.keys():
-                    deadline = time.monotonic() + self._exit_deadline_s
+                self._wait_for_one(left)
+                if not (first or is_exiting) and self._halted >= left.keys():
+                    is_exiting, deadline = True, time.monotonic() + self._exit_deadline_s
                 failed = self._first_failure() if not first else ""
                 if failed:
                     given_s = REFUSED_DEADLINE_S if self.has_refused else END_DEADLINE_S
@@ -84,7 +85,7 @@ class LocalRanks:
                     log.warning("%s; the other ranks have %g s to end", first, given_s)
                 if stop.received and not is_told:
                     is_told = True
-                    if not self._halted >= left.keys():
+                    if not is_exiting:
                         deadline = min(deadline, time.monotonic() + self._halt_deadline_s)
                     for process in left.values():
                         process.send_signal(signal.SIGTERM)
@@ -122,8 +123,8 @@ class LocalRanks:
             process.kill()
             process.wait()
 
-    def _wait_for_one(self, left: Mapping[int, subprocess.Popen[bytes]]) -> bool:
-        """Wait until a process ends or a rank halts, for a moment; whether a rank has halted."""
+    def _wait_for_one(self, left: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        """Wait until a process ends or a rank halts, for a moment at most."""
         with ExitStack() as stack:
             poll = select.poll()
             poll.register(self._notices, select.POLLIN)
@@ -132,10 +133,8 @@ class LocalRanks:
                 stack.callback(os.close, descriptor)
                 poll.register(descriptor, select.POLLIN)
             ready = [descriptor for descriptor, _ in poll.poll(POLL_MS)]
-        if self._notices not in ready:
-            return False
-        self._halted |= {int(line) for line in os.read(self._notices, select.PIPE_BUF).split()}
-        return True
+        if self._notices in ready:
+            self._halted |= {int(line) for line in os.read(self._notices, select.PIPE_BUF).split()}
 
     def _close(self) -> None:
         while self._ends:
