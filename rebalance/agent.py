@@ -34,7 +34,7 @@ from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
-from telemetry.store import Control, RankState
+from telemetry.store import REPORT_EVERY_S, Control, RankState
 
 LOAD_PHASES: tuple[LoadPhase, ...] = get_args(LoadPhase)
 
@@ -47,6 +47,7 @@ class RankAgent:
     ) -> None:
         self._settings, self._parts = settings, parts
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
+        self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         # For reports and inspection; an engine needs none of it.
         self.core = core = make_core(settings, parts, links, placement, self)
@@ -337,4 +338,4 @@ class RankAgent:
 
     def describe(self) -> RankState:
         """Return how this rank stands, for the store."""
-        return rank_state(self.core, self.notes)
+        return rank_state(self.core, {REPORT_EVERY_S: self.report_every_s} | self.notes)

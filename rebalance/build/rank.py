@@ -38,7 +38,7 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
-from telemetry.store import REPORT_EVERY_S, LoadStore, RunInfo
+from telemetry.store import LoadStore, RunInfo
 
 FLUSH_DEADLINE_S = 20.0
 
@@ -115,7 +115,7 @@ def build_rank(
         passes,
     )
     tempo = reporting.tempo
-    wired.agent.notes[REPORT_EVERY_S] = POLL_S + tempo.write_s + tempo.state_s
+    wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
 
 
