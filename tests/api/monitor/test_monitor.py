@@ -326,7 +326,7 @@ def test_plain_lines_print_each_event_once(store: MemoryStore) -> None:
     assert list(lines.new(seen)) == [
         "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
         "generation=1 window=0 steps=0..1 imbalance=1.600 unbalanced=1.600",
-        "generation=2 window=1 steps=2..3 imbalance=1.000 contiguous=1.600",
+        "generation=2 window=1 steps=2..3 imbalance=1.000 unbalanced=1.600",
         'generation=1 commit plan=0 reason="start"',
         'generation=1 decision=MOVE reason="worth it"',
         'generation=2 commit plan=1 reason="drift"',
@@ -338,7 +338,7 @@ def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
     score = WindowScore(7, 28, 31, 1.6, 1.8, 2, is_complete=False, is_migrating=True)
 
     assert window_line(score) == (
-        "generation=2 window=7 steps=28..31 imbalance=1.600 contiguous=1.800 migrating incomplete"
+        "generation=2 window=7 steps=28..31 imbalance=1.600 unbalanced=1.800 migrating incomplete"
     )
 
 
