@@ -295,7 +295,7 @@ class Supervision(Section):
     )
     start_deadline_s: Number = setting(
         SupervisionSettings.start_deadline_s,
-        "for the first report of a process",
+        "without progress of a start, however long it takes; then the process is killed",
         ge=1,
         le=HOUR_S,
     )

@@ -82,7 +82,7 @@ def _compared(store: LoadStore, folder: Path | None) -> tuple[Event | None, Iden
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(known.time))
             raise CheckpointError(
                 f"checkpoint: {folder} differs from the one that deployment {store.deployment!r} "
-                f"serves since {since} ({known.detail.get('by')}): {change}, expected the same; to "
+                f"serves since {since} ({known.detail.get('by')}): {change}; expected the same; to "
                 f"serve this one, stop all ranks and host caches and run `{ACCEPT}`"
             )
     return known, found

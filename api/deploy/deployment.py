@@ -229,13 +229,23 @@ def resolve(settings: Settings, environ: Mapping[str, str]) -> Deployment:
             f"telemetry.sample_steps is {telemetry.sample_steps}, expected a divisor of "
             f"telemetry.window_steps, {telemetry.window_steps}"
         )
-    secret = deployment_secret(
+    return Deployment(settings, secret_of(settings, environ), hosts, model, topology)
+
+
+def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = True) -> Secret:
+    """Read the secret of a deployment.
+
+    Raises:
+        ConfigError: as ``deployment_secret``.
+    """
+    hosts = {f"topology.hosts[{host}]": one for host, one in enumerate(settings.topology.hosts)}
+    return deployment_secret(
         settings.network.secret_file,
         environ,
-        addresses=[*hosts, settings.http.host],
+        addresses=hosts | {"http.host": settings.http.host},
         state_dir=settings.deployment.state_dir,
+        makes=makes,
     )
-    return Deployment(settings, secret, hosts, model, topology)
 
 
 def _topology(settings: Settings, model: ModelShape) -> Topology:

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescriptio
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
 from rebalance.build.meeting import Attendance, agree, meet
-from rebalance.build.places import claim_place
+from rebalance.build.places import claim_place, report_halt
 from rebalance.build.rank import (
     BuiltRank,
     build_rank,
@@ -162,6 +163,7 @@ def build_rank_from_env(
     except BaseException:
         claim.close()
         raise
+    built.agent.on_halt = partial(report_halt, rank, environ)
     return EmbeddedRank(built, place, deployment, rendezvous, claim)
 
 

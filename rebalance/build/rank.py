@@ -30,6 +30,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
@@ -113,6 +114,8 @@ def build_rank(
         Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
         passes,
     )
+    tempo = reporting.tempo
+    wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
 
 

@@ -58,6 +58,14 @@ def attend(pipe: Connection, mine: Attendance, port: int, deadline_s: float = DE
         pipe.recv()
 
 
+def attend_and_end(pipe: Connection, mine: Attendance, port: int, deadline_s: float) -> None:
+    """As an engine does: a refused process ends with all that it listens at."""
+    try:
+        meet(mine, at(port), deadline_s)
+    except EplbError as exc:
+        pipe.send(str(exc))
+
+
 def answers(fork: Fork, attending: list[Attendance], deadline_s: float = DEADLINE_S) -> list[str]:
     port = free_port()
     processes = [fork(attend, one, port, deadline_s) for one in attending]
@@ -110,6 +118,32 @@ def test_rank_with_another_secret_is_named_by_the_others(fork: Fork) -> None:
     assert words in found[0]
     assert words in found[1]
     assert "the secret of rank 0 on 127.0.0.1, rank 1 on 127.0.0.1 differs" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "deadline_s", "why"),
+    [
+        ({"key": b"another"}, DEADLINE_S, "authentication failed: the secret of rank"),
+        ({"summary": SUMMARY | {"deployment": "east"}}, DEADLINE_S, "deployment is "),
+        (None, 2.0, "2 of 3 ranks met in time, missing: 2"),
+    ],
+    ids=["another secret", "another configuration", "a rank is missing"],
+)
+def test_each_rank_says_why_although_the_listener_ends_at_once(
+    fork: Fork,
+    capfd: pytest.CaptureFixture[str],
+    changes: dict[str, Any] | None,
+    deadline_s: float,
+    why: str,
+) -> None:
+    attending = three(**changes or {})[: 2 if changes is None else 3]
+    port = free_port()
+    processes = [fork(attend_and_end, one, port, deadline_s) for one in attending]
+
+    found = [process.receive() for process in processes]
+
+    assert [one for one in found if why not in one] == []
+    assert capfd.readouterr().err == ""  # torch logs a lost connection with a stack trace
 
 
 def test_rank_with_another_configuration_is_named_with_both_values(fork: Fork) -> None:
