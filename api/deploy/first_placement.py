@@ -8,13 +8,12 @@ configuration replaces the static layer alone.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from api.config.live import overriding
-from api.deploy.checkpoint import record_checkpoint
+from api.deploy.checkpoint import ServedCheckpoint, record_checkpoint
 from api.deploy.secret import Secret
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
@@ -55,8 +54,8 @@ class Starting(Protocol):
         """Of the deployment."""
 
     @property
-    def checkpoint(self) -> Path | None:
-        """Folder of its weights on this host."""
+    def checkpoint(self) -> ServedCheckpoint | None:
+        """Its weights on this host."""
 
     @property
     def static(self) -> LiveSettings:
