@@ -137,7 +137,6 @@ def test_layout_that_cannot_be_used_is_refused(
 
 
 def test_layout_of_the_library_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    shapes = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 16, "intermediate": 8}
     named = {"model.layers": 2, "model.experts": 8, "model.layout": "transformers"}
 
     with pytest.raises(ConfigError, match=r'layout is "transformers" and model.checkpoint is not'):
