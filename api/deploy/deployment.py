@@ -86,7 +86,9 @@ class Deployment:
     def checkpoint(self) -> ServedCheckpoint | None:
         """Its weights on this host; None: the engine has them."""
         given = self.settings.model
-        return given.checkpoint and ServedCheckpoint(given.checkpoint, given.layout)
+        if given.checkpoint is None:
+            return None
+        return ServedCheckpoint(given.checkpoint, given.layout)
 
     @cached_property
     def schema(self) -> ExpertSchema:

@@ -30,7 +30,7 @@ def transformers_schema(checkpoint: Checkpoint) -> ExpertSchema:
     stored = checkpoint.schema()
     if GATE_UP in {spec.name for spec in stored.tensors}:
         return stored
-    layer, specs = checkpoint.moe_layers[0], []
+    layer, specs = checkpoint.moe_layers[0], list[TensorSpec]()
     for name, parts in _STACKED_OF.items():
         first = checkpoint.part(layer, 0, parts[0])
         shape = (len(parts) * first.shape[0], *first.shape[1:])
