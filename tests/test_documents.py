@@ -52,6 +52,10 @@ PROGRAMS |= {"python3", ".", "export"}  # that make and enter an environment
 PAGE_DEADLINE_S = 330.0  # longer than examples give themselves, so that they report what is wrong
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
 
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+].keys()
+
 BLOCKS = all_blocks()
 SHELL = [block for block in BLOCKS if block.language == "sh"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -144,7 +148,10 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
         elif program == "curl":
             path = ADDRESS.sub("", words[-1]).partition("?")[0]
             assert path in routes or path == "/api/v1/openapi.json", f"{block.name}: {path}"
-        elif words[1:2] == ["-m"]:
+        elif program == "pip":
+            for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+                assert set(extras.split(",")) <= EXTRAS, f"{block.name}: {extras}"
+        elif program == "python" and words[1:2] == ["-m"]:
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (
                 ROOT / words[2].replace(".", "/") / "__main__.py"
             ).exists(), f"{block.name}: {words[2]}"
