@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from api.config.live import overriding
-from api.deploy.checkpoint import record_checkpoint
+from api.deploy.checkpoint import ServedCheckpoint, record_checkpoint
 from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
 from api.deploy.secret import Secret
 from api.monitor.health import CLOCK_TOLERANCE_S
@@ -59,8 +58,8 @@ class Starting(Protocol):
         """Of the deployment."""
 
     @property
-    def checkpoint(self) -> Path | None:
-        """Folder of its weights on this host."""
+    def checkpoint(self) -> ServedCheckpoint | None:
+        """Its weights on this host."""
 
     @property
     def static(self) -> LiveSettings:

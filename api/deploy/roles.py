@@ -70,8 +70,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
-    # Imported here: both load torch.
-    from rebalance.build.description import schema_of
+    # Imported here: it loads torch.
     from rebalance.build.host_cache import build_host_cache
 
     check_link_certificate(deployment, host)
@@ -84,7 +83,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "expert records"
         )
     check_checkpoint(given.model, model)
-    schema = schema_of(model.hidden, model.intermediate, given.model.precision)
+    schema = deployment.schema
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
         _announce(deployment, host)

@@ -55,6 +55,10 @@ from telemetry.store import LoadStore
 
 log = logging.getLogger(__name__)
 
+# Within what `eplb launch` gives ranks after a signal: what waits longer is on disk, and is written
+# by the next start.
+FLUSH_DEADLINE_S = 10.0
+
 OwnExperts = Callable[[RankPlace, Placement], ExpertBank]
 
 
@@ -99,10 +103,17 @@ class EmbeddedRank:
         return made
 
     def close(self) -> None:
-        """End the rank after its last step, and write what it still has to report."""
-        self.built.close()
-        self.built.store.close()
-        self._claim.close()
+        """End the rank after its last step, and write what it still has to report.
+
+        Raises:
+            RankError: the store did not take it in time. All ranks have ended at one step all the
+                same, and nothing of this rank is left open.
+        """
+        try:
+            self.built.close(FLUSH_DEADLINE_S)
+        finally:
+            self.built.store.close()
+            self._claim.close()
 
     def end_after_break(self) -> None:
         """After ``BrokenGroup``: agree with the other survivors as far as they can, and end.

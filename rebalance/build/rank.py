@@ -59,8 +59,10 @@ class BuiltRank:
         """End the agent, and write what it still has to report. The store stays open."""
         self.agent.close()
         self.reporter.state(self.agent.describe())
-        self.reporter.close(flush_deadline_s)
-        self.close_journal()
+        try:
+            self.reporter.close(flush_deadline_s)
+        finally:
+            self.close_journal()
 
     def close_journal(self) -> None:
         """Write the notes that wait, if there is a journal."""

@@ -31,6 +31,7 @@ from rebalance.build.places import claim_place, holder_of
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from runtime.experts import ExpertSchema
 
 DEADLINE_S = 20.0
 HERE = "127.0.0.1"
@@ -199,7 +200,7 @@ def described(**changes: Any) -> DeploymentDescription:
         config=config,
         store="redis://:pass@10.0.0.9",
         model=ModelShape((1, 2), 8, 2, 16, 8, expert_cost=np.linspace(0.5, 1.0, 8)),
-        precision="float32",
+        schema=ExpertSchema.swiglu(16, 8),
         topology=Topology.uniform(2, 1, 5),
         device="cpu",
         hosts=("10.0.0.1", "10.0.0.2"),
@@ -243,7 +244,7 @@ def test_description_shows_no_secret_and_its_summary_names_what_differs() -> Non
     [
         ("{", "cannot be read"),
         ('{"store": 7}', "TypeError in the values of a DeploymentDescription"),
-        (described().to_json().replace('"version": 1', '"version": 2'), "version 2, expected 1"),
+        (described().to_json().replace('"version": 2', '"version": 3'), "version 3, expected 2"),
     ],
 )
 def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -277,7 +278,7 @@ def test_environment_that_is_no_rank_of_the_deployment_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
 def test_cuda_rank_without_a_gpu_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "rank.json"
-    file.write_text(described(device="cuda", precision="bfloat16").to_json())
+    file.write_text(described(device="cuda").to_json())
     environ = {"EPLB_RANK_FILE": str(file), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
     with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs are visible"):

@@ -18,7 +18,7 @@ from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.deploy.checkpoint import accept_checkpoint
+from api.deploy.checkpoint import ServedCheckpoint, accept_checkpoint
 from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
 from api.deploy.checks.finding import Finding, as_finding
 from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
@@ -184,7 +184,7 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
             ensure_first_placement(store, now, "eplb launch, host 0")
         with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
             run_host_cache(now, 0, print)
-        done = accept_checkpoint(store, weights, "an operator")
+        done = accept_checkpoint(store, ServedCheckpoint(weights), "an operator")
         ensure_first_placement(store, now, "eplb launch, host 0")
         back = [line for line in wrong(findings(first)) if "checkpoint" in line]
 
