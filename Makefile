@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-ENGINES := vllm  # sglang too, once its plug-in passes its contract tests
+ENGINES := vllm sglang
 
 .PHONY: demo test test-slow test-gpu test-engines check bench clean
 

@@ -59,12 +59,6 @@ SIGNATURES = {
         "self",
         "forward_batch",
     ),
-    f"{LOCATION}.ExpertLocationMetadata._init_raw": (
-        "ep_size",
-        "physical_to_logical_map",
-        "logical_to_all_physical_map",
-        "moe_ep_rank",
-    ),
     f"{LOCATION}.ExpertLocationMetadata.update": ("self", "other", "update_layer_ids"),
     f"{EPLB}.eplb_algorithms.rebalance_experts": (
         "tokens_per_expert",
@@ -77,9 +71,6 @@ SIGNATURES = {
 }
 # BLAKE2 of the syntax trees as read in READ_VERSION.
 SOURCES = {
-    f"{LOCATION}.compute_logical_to_rank_dispatch_physical_map": "18e371221c125960",
-    f"{LOCATION}._find_nearest_expert": "8d8c014468940a7b",
-    f"{LOCATION}._fair_choices": "58b21ba5badd6116",
     f"{LOCATION}.ExpertLocationMetadata.update": "86a12db8e341b635",
     f"{EPLB}.expert_location_dispatch._topk_ids_logical_to_physical_dynamic": "b04b09f02c0ac52e",
     f"{EPLB}.expert_location_dispatch._topk_ids_logical_to_physical_static": "c2e55340ac8e6b7a",

@@ -1,10 +1,10 @@
 """A plan for the engine's map, made outside the engine's process: records in, records out.
 
-The map has all rows of the engine, dense layers included: under the ``static`` rule the engine
-draws replicas from one generator that runs through all rows, so that a plan for some rows alone
-would book other draws than the engine makes.
+The map has all rows of the engine, dense layers included. Uneven shares are whole weights of slots:
+``dynamic`` gets lists that repeat slots, and ``static``, where each source rank uses one replica,
+gets the table of these choices (``sources``) in place of the engine's random draws.
 
-Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks, X entries of a list.
+Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel, Decision
-from eplb.dispatch_rules.plans import booked_and_effective
-from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import PlacementError
+from eplb.dispatch_rules.rules import DispatchRule, effective_shares
+from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
-from eplb.planner import plan
-
-IntArray = NDArray[np.int64]
+from eplb.planner import Plan, plan
+from rebalance.engines.sglang.replica_weights import (
+    IntArray,
+    evened,
+    list_weights,
+    shares_of,
+    source_table,
+)
 
 # ``lp`` solves for its own split in each batch, over the slots that a plan gives it.
 RULES = {
-    "static": DispatchRule.SGLANG_STATIC,
+    "static": DispatchRule.WEIGHTED,
     "dynamic": DispatchRule.WEIGHTED,
     "lp": DispatchRule.EVEN,
     "fake": DispatchRule.EVEN,
 }
 REQUEST, ANSWER = "sglang-request", "sglang-plan"
+GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
+ARRAYS = ("slot_to_expert", "weights", "sources")
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Terms:
     num_nodes: int
     num_groups: int  # the model's expert groups; 1: none
     expert_bytes: int
-    list_length: int  # of the replica lists that weigh; 1: no uneven shares
+    list_length: int  # of the lists of ``dynamic`` that weigh; 1: no uneven shares
     pay_back_s: float
     target_imbalance: float
     max_moved: float  # part of all slots
@@ -59,27 +65,35 @@ class Planned:
     """A map for all ranks, and what it is worth under the engine's rule."""
 
     slot_to_expert: IntArray  # [L, S]
-    weights: IntArray  # [L, S] how often a slot stands in its expert's list
+    weights: IntArray  # [L, S] how often a slot stands in its list, or how many ranks use it
+    sources: IntArray  # [L, E, R] slot that each source rank uses under ``static``, else [L, E, 0]
     moves: bool  # whether anything changes
     reason: str
     before: float
     after: float
-    booked: float
-    effective: float
+    booked: float  # by the planned shares
+    effective: float  # by the weights that stand for them
 
 
-def request_record(
-    windows: IntArray, held: IntArray, movable: NDArray[np.bool_], terms: Terms
-) -> bytes:
-    """Pack a question: load [T, L, E], map [L, S], and which rows may change [L]."""
-    arrays = {"windows": windows, "held": held, "movable": movable}
-    return pack_record(REQUEST, asdict(terms), arrays)
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """Load, and the map that serves."""
+
+    windows: IntArray  # [T, L, E]
+    held: IntArray  # [L, S]
+    weights: IntArray  # [L, S] of the map that serves; 0 while the engine's own choices serve
+    movable: NDArray[np.bool_]  # [L] rows that may change
+
+
+def request_record(observed: Observed, terms: Terms) -> bytes:
+    """Pack a observed."""
+    return pack_record(REQUEST, asdict(terms), vars(observed))
 
 
 def answer_record(planned: Planned) -> bytes:
     """Pack an answer; it has a digest."""
     fields = dict(vars(planned))
-    arrays = {name: fields.pop(name).astype(np.int32) for name in ("slot_to_expert", "weights")}
+    arrays = {name: fields.pop(name).astype(np.int32) for name in ARRAYS}
     return pack_record(ANSWER, fields, arrays)
 
 
@@ -95,11 +109,10 @@ def answer_of(record: bytes) -> Planned:
 
 
 def answer(record: bytes) -> bytes:
-    """Plan for a packed question."""
+    """Plan for a packed observed."""
     meta, arrays = unpack_record(REQUEST, record)
-    movable = arrays["movable"].astype(np.bool_)
-    terms = Terms(**_fields(meta))
-    return answer_record(make_plan(arrays["windows"], arrays["held"], movable, terms))
+    arrays["movable"] = arrays["movable"].astype(np.bool_)
+    return answer_record(make_plan(Observed(**arrays), Terms(**_fields(meta))))
 
 
 def _fields(meta: dict[str, Any]) -> dict[str, Any]:
@@ -107,21 +120,18 @@ def _fields(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in meta.items() if name not in ("kind", "version")}
 
 
-def make_plan(
-    windows: IntArray, held: IntArray, movable: NDArray[np.bool_], terms: Terms
-) -> Planned:
+def make_plan(observed: Observed, terms: Terms) -> Planned:
     """Plan for the rule by which the engine chooses among replicas.
 
     Raises:
         EplbError: load, map and ranks do not describe one system.
     """
+    held, windows = observed.held, observed.windows
     num_rows, num_slots = held.shape
     num_experts = windows.shape[2]
     each = num_slots // terms.num_ranks
     topology = Topology.uniform(terms.num_nodes, terms.num_ranks // terms.num_nodes, each)
-    rule = RULES[terms.algorithm]
     used = windows[windows.any(axis=(1, 2))]  # a window without a pass has nothing to say
-    current = Placement(held.astype(np.int32), num_experts)
     # An engine that moves weights blocks one pass for it: the gate weighs that against the gain.
     model = ModelShape(
         tuple(range(num_rows)), num_experts, 1, 1, 1, 0, terms.num_groups, terms.expert_bytes
@@ -130,26 +140,44 @@ def make_plan(
         used,
         topology,
         model=model,
-        current=current,
+        current=_serving(observed, topology, terms),
         budget=Budget(
             max_moves=int(terms.max_moved * held.size) if terms.max_moved < 1 else None,
             target_imbalance=1.0 if terms.max_moved >= 1 else terms.target_imbalance,
         ),
         cost=CostModel(pay_back_s=math.inf if terms.max_moved >= 1 else terms.pay_back_s),
-        dispatch=rule,
+        dispatch=RULES[terms.algorithm],
     )
-    target = made.target
-    kept = np.where(movable[:, None], target.slot_to_expert, held)
-    weights = np.ones(held.shape, dtype=np.int64)
-    if rule is DispatchRule.WEIGHTED:
-        weights = list_weights(kept, target.slot_share, num_experts, terms.list_length)
-        target = Placement(kept.astype(np.int32), num_experts, 0, shares_of(kept, weights))
-    else:
-        target = Placement(kept.astype(np.int32), num_experts)
-    booked, effective = booked_and_effective(made.problem, target)
+    wanted = np.where(observed.movable[:, None], made.target.slot_to_expert, held).astype(np.int64)
+    share = np.where(observed.movable[:, None], made.target.slot_share, 1.0)
+    kept, weights = wanted, np.ones(held.shape, dtype=np.int64)
+    sources = np.zeros((num_rows, num_experts, 0), dtype=np.int64)
+    if RULES[terms.algorithm] is DispatchRule.WEIGHTED:
+        is_table = terms.algorithm == "static"
+        length = terms.num_ranks if is_table else terms.list_length
+        weights = list_weights(wanted, share, num_experts, length, is_full=is_table)
+        kept, weights = evened(
+            wanted,
+            weights,
+            made.problem.scaled.mean(axis=1),
+            topology.node_of_rank[topology.rank_of_slot] * (terms.num_groups > 1),
+            each=each,
+            goal=GOAL if terms.max_moved >= 1 else terms.target_imbalance,
+            most_swaps=_moves_left(made) // 2,
+        )
+        if is_table:
+            sources = source_table(kept, weights, num_experts, topology)
+    booked, effective = (
+        float(imbalance(made.problem.work, placement, topology)[..., observed.movable].mean())
+        for placement in (
+            Placement(wanted.astype(np.int32), num_experts, 0, _whole(wanted, share)),
+            Placement(kept.astype(np.int32), num_experts, 0, shares_of(kept, weights)),
+        )
+    )
     return Planned(
-        slot_to_expert=kept.astype(np.int64),
+        slot_to_expert=kept,
         weights=weights,
+        sources=sources,
         moves=made.decision is not Decision.KEEP,
         reason=made.reason,
         before=float(made.before),
@@ -159,74 +187,30 @@ def make_plan(
     )
 
 
-def shares_of(held: IntArray, weights: IntArray) -> NDArray[np.float64]:
-    """[L, S] share of its expert's tokens that each slot gets from a list of these weights."""
+def _serving(observed: Observed, topology: Topology, terms: Terms) -> Placement:
+    """The map that serves, with the shares by which it is dispatched."""
+    placement = Placement(observed.held.astype(np.int32), observed.windows.shape[2])
+    if observed.weights.any():
+        share = shares_of(observed.held, observed.weights)
+    elif terms.algorithm == "static":
+        share = effective_shares(placement, topology, DispatchRule.SGLANG_STATIC).clip(0.0, 1.0)
+    else:
+        return placement
+    return Placement(placement.slot_to_expert, placement.num_experts, 0, share)
+
+
+def _moves_left(made: Plan) -> int:
+    """Moves that a plan that moves weights may still add."""
+    limit = made.problem.max_moves
+    if made.decision is not Decision.MOVE:
+        return 0
+    return made.target.slot_to_expert.size if limit is None else max(limit - len(made.moves), 0)
+
+
+def _whole(held: IntArray, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shares that sum to 1 for each expert, those of rows without a plan too."""
     total = np.zeros((len(held), int(held.max()) + 1))
     rows = np.arange(len(held))[:, None]
-    np.add.at(total, (rows, held), weights)
-    share: NDArray[np.float64] = weights / total[rows, held]
-    return share
-
-
-def list_weights(
-    held: IntArray, share: NDArray[np.float64], num_experts: int, length: int
-) -> IntArray:
-    """[L, S] whole numbers in proportion to the shares, by largest remainder.
-
-    Each replica has at least 1. Those of an expert with replicas sum to ``length``, unless its
-    split is even: then each has 1, the shortest list.
-    """
-    weights = np.ones(held.shape, dtype=np.int64)
-    for row in range(len(held)):
-        count = np.bincount(held[row], minlength=num_experts)
-        for expert in np.flatnonzero((count > 1) & (count < length)):
-            slots = np.flatnonzero(held[row] == expert)
-            part = share[row, slots]
-            if np.ptp(part) * length < 0.5:
-                continue
-            exact = part / part.sum() * (length - len(slots))
-            found = 1 + np.floor(exact).astype(np.int64)
-            rest = length - int(found.sum())
-            # Stable, so that equal remainders go to the first slots on every machine.
-            found[np.argsort(-(exact - np.floor(exact)), kind="stable")[:rest]] += 1
-            weights[row, slots] = found
-    return weights
-
-
-def replica_lists(held: IntArray, weights: IntArray, num_experts: int) -> IntArray:
-    """[L, E, X] slots of each expert in the order in which rows of a batch use them, then -1.
-
-    A slot with weight w stands w times. Entries are spread, so that the first rows of a small batch
-    are split as nearly by the weights as whole rows can be. X is at most the number of slots,
-    because the engine's map has no room for more.
-
-    Raises:
-        PlacementError: an expert without a slot, or a list longer than the engine's map.
-    """
-    num_rows, num_slots = held.shape
-    rows = np.arange(num_rows)[:, None]
-    total = np.zeros((num_rows, num_experts), dtype=np.int64)
-    np.add.at(total, (rows, held), weights)
-    if not total.all():
-        row, expert = np.argwhere(total == 0)[0]
-        raise PlacementError(f"row {row}: expert {expert} has no slot, expected one or more")
-    longest = int(total.max())
-    if longest > num_slots:
-        row, expert = np.argwhere(total == longest)[0]
-        raise PlacementError(
-            f"row {row}: the list of expert {expert} has {longest} entries, "
-            f"expected {num_slots} at most: the engine's map is as wide as there are slots"
-        )
-    # The k-th of w entries of a slot stands at (k + 1/2) / w of the list.
-    times = weights.reshape(-1)
-    of_entry = np.repeat(np.arange(held.size), times)
-    first = np.cumsum(times) - times
-    at = (np.arange(len(of_entry)) - first[of_entry] + 0.5) / times[of_entry]
-    list_of = (of_entry // num_slots) * num_experts + held.reshape(-1)[of_entry]
-    slot = of_entry % num_slots
-    order = np.lexsort((slot, -times[of_entry], at, list_of))
-    begin = np.cumsum(total.reshape(-1)) - total.reshape(-1)
-    place = np.arange(len(order)) - begin[list_of[order]]
-    lists = np.full((num_rows * num_experts, longest), -1, dtype=np.int64)
-    lists[list_of[order], place] = slot[order]
-    return lists.reshape(num_rows, num_experts, longest)
+    np.add.at(total, (rows, held), share)
+    normal: NDArray[np.float64] = share / total[rows, held]
+    return normal

@@ -26,7 +26,8 @@ from eplb.errors import EplbError, PlacementError
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planner_link import PlannerLink, Question
-from rebalance.engines.sglang.planning import IntArray, Planned, answer_of, replica_lists, shares_of
+from rebalance.engines.sglang.planning import Planned, answer_of
+from rebalance.engines.sglang.replica_weights import IntArray, replica_lists, shares_of
 from rebalance.engines.sglang.store_link import StoreLink
 from rebalance.engines.sglang.windows import LoadTap, Shape, Window
 
@@ -68,6 +69,7 @@ class Rounds:
         self._shape: Shape | None = None
         self._store: StoreLink | None = None
         self._planner: PlannerLink | None = None
+        self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self.generation = number
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
@@ -145,9 +147,9 @@ class Rounds:
             counts //= self._shape.num_ranks
         host, copied = _copied(counts)
         held = live.physical_to_logical_map_cpu.numpy().copy()
-        window = Window(
-            host, copied, held, first, self._pass - 1, phase, self.generation, time.time()
-        )
+        weights = np.zeros_like(held) if self._weights is None else self._weights
+        last, now = self._pass - 1, time.time()
+        window = Window(host, copied, held, weights, first, last, phase, self.generation, now)
         for link in (self._store, self._planner):
             if link is not None:
                 link.add(window)
@@ -170,11 +172,15 @@ class Rounds:
             planned = answer_of(record)
             held = engine.metadata().physical_to_logical_map_cpu.numpy()
             check_target(planned, held, self._shape)
-            lists = replica_lists(planned.slot_to_expert, planned.weights, self._shape.num_experts)
+            # Under ``static`` the engine's table has the weights, and its lists only say where
+            # an expert is.
+            times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights
+            lists = replica_lists(planned.slot_to_expert, times, self._shape.num_experts)
         except EplbError as exc:
             log.warning("plan refused: %s; the map that serves stays", exc)
             return
-        self._target = engine.metadata_for(planned.slot_to_expert, lists)
+        chosen = planned.sources[:, :, self._rank].copy() if planned.sources.size else None
+        self._target = engine.metadata_for(planned.slot_to_expert, lists, chosen)
         changed = (planned.slot_to_expert != held).any(axis=1)
         chunks = self._manager._compute_update_layer_ids_chunks()
         kept = [[row for row in chunk if changed[row]] for chunk in chunks]
@@ -193,7 +199,7 @@ class Rounds:
     def _moved(self) -> None:
         assert self._planned is not None, "a plan was begun"
         assert self._shape is not None, "the plan is for this model"
-        # Rows without a move too: under ``static`` a draw depends on the rows before it.
+        # Rows without a move too: their replicas may have other weights.
         rows = np.flatnonzero(self._shape.movable).tolist()
         engine.metadata().update(self._target, update_layer_ids=rows)
         engine.forget_records()
@@ -202,6 +208,7 @@ class Rounds:
         self._window_begin = self._pass
         self.generation += 1
         planned, question = self._planned
+        self._weights = planned.weights
         self._target = self._planned = None
         log.info(
             "generation=%d effective=%.3f reason=%r",
@@ -249,6 +256,20 @@ def check_target(planned: Planned, held: IntArray, shape: Shape) -> None:
         raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
     if planned.weights.min() < 1:
         raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
+    sources, num_ranks = planned.sources, shape.num_ranks if shape.algorithm == "static" else 0
+    if sources.shape != (len(held), shape.num_experts, num_ranks):
+        raise PlacementError(
+            f"the plan has choices of source ranks of shape {sources.shape}, "
+            f"expected {(len(held), shape.num_experts, num_ranks)}"
+        )
+    is_slot = (sources >= 0) & (sources < held.shape[1])
+    rows, experts = np.arange(len(held))[:, None, None], np.arange(shape.num_experts)[:, None]
+    wrong = ~is_slot | (found[rows, np.where(is_slot, sources, 0)] != experts)
+    for row, expert, rank in np.argwhere(wrong)[:1]:
+        raise PlacementError(
+            f"row {row}: rank {rank} would use slot {sources[row, expert, rank]} for expert "
+            f"{expert}, expected a slot that holds it"
+        )
     Placement(found.astype(np.int32), shape.num_experts)
     if found.min() < 0:
         raise PlacementError("the plan has an empty slot, expected an expert in each")

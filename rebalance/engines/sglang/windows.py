@@ -89,6 +89,7 @@ class Window:
     counts: torch.Tensor  # [L, S] on the host, complete once ``copied``
     copied: Any  # a CUDA event; None where the counts were on the host
     held: IntArray  # [L, S] the map of these passes
+    weights: IntArray  # [L, S] of its slots; 0 before the first plan
     first: int  # pass
     last: int
     phase: Phase

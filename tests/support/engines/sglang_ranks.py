@@ -107,7 +107,11 @@ class Rank:
         """Slots of the experts of a batch, by the engine's own rule."""
         weight = torch.from_numpy(popularity).expand(rows, -1)
         experts = torch.multinomial(weight, TOP_K, generator=self.generator)
-        return topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(layer))
+        slots = topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(layer))
+        # A list or a table that names a slot without its expert would be a wrong answer of the
+        # model.
+        assert torch.equal(self.map.physical_to_logical_map[layer, slots], experts), "wrong slot"
+        return slots
 
     def check_weights(self) -> None:
         """Every live slot has the bytes of the expert that the map names."""
