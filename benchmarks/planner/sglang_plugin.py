@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, plan
-from rebalance.engines.sglang.planning import (
+from rebalance.engines.sglang.planner.planning import (
     Observed,
     Planned,
     Terms,

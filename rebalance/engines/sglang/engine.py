@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
-from rebalance.engines.sglang.planning import RULES
+from rebalance.engines.sglang.planner.planning import RULES
 from rebalance.engines.sglang.windows import IntArray, Shape
 
 

@@ -13,6 +13,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 from eplb.errors import ConfigError
@@ -96,11 +97,17 @@ METADATA_FIELDS = (
 
 
 def check_engine() -> None:
-    """Refuse an engine that is not as it was read.
+    """Refuse an engine that is not as it was read, and another release of it.
 
     Raises:
         ConfigError: a name is missing, or differs from what the plug-in was written for.
     """
+    release = version("sglang")
+    if release != READ_VERSION:
+        raise ConfigError(
+            f"sglang {release} is installed, expected {READ_VERSION}: the plug-in was not tested "
+            "with another release"
+        )
     for path, expected in SIGNATURES.items():
         _check_signature(path, _found(path), expected)
     for path, digest in SOURCES.items():

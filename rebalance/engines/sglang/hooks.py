@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.sglang import engine, membership
-from rebalance.engines.sglang.planner_link import PlannerLink
+from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.store_link import StoreLink
 from rebalance.engines.sglang.windows import LoadTap, Shape

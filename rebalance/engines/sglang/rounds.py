@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.placement import Placement
-from eplb.errors import EplbError, PlacementError
+from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planner_link import PlannerLink, Question
-from rebalance.engines.sglang.planning import Planned, answer_of
-from rebalance.engines.sglang.replica_weights import IntArray, replica_lists, shares_of
+from rebalance.engines.sglang.planner.checks import check_target
+from rebalance.engines.sglang.planner.link import PlannerLink, Question
+from rebalance.engines.sglang.planner.planning import Planned, answer_of
+from rebalance.engines.sglang.planner.replica_weights import IntArray, replica_lists, shares_of
 from rebalance.engines.sglang.store_link import StoreLink
-from rebalance.engines.sglang.windows import LoadTap, Shape, Window
+from rebalance.engines.sglang.windows import LoadTap, Shape, Window, on_host
 
 log = logging.getLogger(__name__)
 
@@ -73,22 +76,18 @@ class Rounds:
         self.generation = number
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
-        self.max_wait_s = 0.0  # of a pass for the plug-in, without the engine's updater
 
     def pass_ended(self) -> None:
         """Do what is due after a pass; raises only what the engine's updater raises."""
         if self.stopped:
             return
-        begin = time.monotonic()
         self._pass += 1
-        is_round = self._pass % self._every == 0
-        if is_round:
+        if self._pass % self._every == 0:
             try:
                 self._round()
-            except Exception as exc:
+            except Exception as exc:  # of a collective: another rank is gone, or stopped
                 log.debug("round", exc_info=True)
-                self._stop(f"{type(exc).__name__}: {exc}")
-        self.max_wait_s = max(self.max_wait_s, time.monotonic() - begin)
+                self._stop(_reason(exc))
         if self._chunks and not self.stopped:
             self._move_next()
 
@@ -99,54 +98,70 @@ class Rounds:
                 link.close()
 
     def _round(self) -> None:
-        if self._shape is None and not self.broken:
-            self._begin_links()
-        ready = self._planner.ready if self._planner is not None and not self._chunks else None
-        if not self._may_rebalance():
-            ready = None
+        """Collectives are the same on all ranks; a failure between them is told in the next one."""
+        taken, ready = None, None
+        if not self.broken:
+            with self._told():
+                if self._shape is None:
+                    self._begin_links()
+                taken, ready = self._taken(), self._ready()
         word = torch.tensor([int(bool(self.broken)), 0 if ready is None else len(ready[0])])
         dist.all_reduce(word, group=self._group)
         num_broken, size = word.tolist()
-        if num_broken:
+        if num_broken or taken is None:
             self._stop(self.broken or "another rank failed")
             return
-        self._count()
-        if size:
-            self._begin(self._distributed(ready, size), None if ready is None else ready[1])
+        is_moving = bool(self._chunks)
+        if not is_moving:  # else counted under two maps
+            dist.all_reduce(taken[0])
+        record = self._distributed(ready, size) if size else b""
+        with self._told():
+            if not is_moving:
+                self._hand_over(*taken)
+            self._ask_if_due()
+        if record:
+            self._begin(record, None if ready is None else ready[1])
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            log.debug("told in the next round", exc_info=True)
+            self.broken = self.broken or _reason(exc)
+
+    def _ready(self) -> tuple[bytes, Question] | None:
+        is_off = self._manager._rebalance_disabled_reason is not None
+        if self._planner is None or self._chunks or is_off:
+            return None
+        return self._planner.ready
+
+    def _ask_if_due(self) -> None:
         interval = self._manager._rebalance_num_iterations
         is_due = self._pass >= interval and self._pass % interval < self._every
         if is_due and self._planner is not None and not self._planner.questions:
             self._planner.questions.append(Question("interval"))
 
-    def _may_rebalance(self) -> bool:
-        return self._manager._rebalance_disabled_reason is None
-
     def _begin_links(self) -> None:
-        try:
-            self._shape = engine.shape_of(
-                self._manager, self._deployment, f"sglang-{self._number}", self._rank
-            )
-            self._store, self._planner = self._links(self._shape)
-            self._note_placement("the engine's map at the start", None, None)
-        except EplbError as exc:
-            self.broken = str(exc)
-
-    def _count(self) -> None:
-        """Sum the window over ranks, and hand it over."""
-        assert self._shape is not None, "no round counts before the model is known"
-        live = engine.metadata()
-        counts = self._tap.take(
-            tuple(live.physical_to_logical_map.shape), live.physical_to_logical_map.device
+        self._shape = engine.shape_of(
+            self._manager, self._deployment, f"sglang-{self._number}", self._rank
         )
+        self._store, self._planner = self._links(self._shape)
+        self._note_placement("the engine's map at the start", None, None)
+
+    def _taken(self) -> tuple[torch.Tensor, int, Phase]:
+        """Counts of the window, its first pass and its phase."""
+        live = engine.metadata().physical_to_logical_map
+        counts = self._tap.take(tuple(live.shape), live.device)
         first, self._window_begin = self._window_begin, self._pass
-        phase = self._tap.phase()
-        if self._chunks:  # counted under two maps
-            return
-        dist.all_reduce(counts)
+        return counts, first, self._tap.phase()
+
+    def _hand_over(self, counts: torch.Tensor, first: int, phase: Phase) -> None:
+        assert self._shape is not None, "no round counts before the model is known"
         if engine.counts_every_token_on_each_rank():
             counts //= self._shape.num_ranks
-        host, copied = _copied(counts)
-        held = live.physical_to_logical_map_cpu.numpy().copy()
+        host, copied = on_host(counts)
+        held = engine.metadata().physical_to_logical_map_cpu.numpy().copy()
         weights = np.zeros_like(held) if self._weights is None else self._weights
         last, now = self._pass - 1, time.time()
         window = Window(host, copied, held, weights, first, last, phase, self.generation, now)
@@ -166,27 +181,36 @@ class Rounds:
         return record.numpy().tobytes()
 
     def _begin(self, record: bytes, question: Question | None) -> None:
-        """Begin to move to a plan. All ranks find the same faults in the same bytes."""
+        """Begin to move to a plan, if all ranks can."""
+        prepared = None
+        with self._told():
+            try:
+                prepared = self._prepared(record)
+            except EplbError as exc:  # of the bytes, so on all ranks
+                log.warning("plan refused: %s; the map that serves stays", exc)
+        word = torch.tensor([int(prepared is None)])
+        dist.all_reduce(word, group=self._group)
+        if prepared is not None and not word.item():
+            planned, self._target, self._chunks = prepared
+            self._planned = (planned, question)
+
+    def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
+        """The plan, the engine's metadata for it, and rows to move in each pass."""
         assert self._shape is not None, "the plan is for this model"
-        try:
-            planned = answer_of(record)
-            held = engine.metadata().physical_to_logical_map_cpu.numpy()
-            check_target(planned, held, self._shape)
-            # Under ``static`` the engine's table has the weights, and its lists only say where
-            # an expert is.
-            times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights
-            lists = replica_lists(planned.slot_to_expert, times, self._shape.num_experts)
-        except EplbError as exc:
-            log.warning("plan refused: %s; the map that serves stays", exc)
-            return
+        planned = answer_of(record)
+        held = engine.metadata().physical_to_logical_map_cpu.numpy()
+        check_target(planned, held, self._shape)
+        # Under ``static`` the engine's table has the weights, and its lists only say where an
+        # expert is.
+        times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights
+        lists = replica_lists(planned.slot_to_expert, times, self._shape.num_experts)
         chosen = planned.sources[:, :, self._rank].copy() if planned.sources.size else None
-        self._target = engine.metadata_for(planned.slot_to_expert, lists, chosen)
+        target = engine.metadata_for(planned.slot_to_expert, lists, chosen)
         changed = (planned.slot_to_expert != held).any(axis=1)
         chunks = self._manager._compute_update_layer_ids_chunks()
         kept = [[row for row in chunk if changed[row]] for chunk in chunks]
-        # Without a move there is still a pass that installs the lists.
-        self._chunks = [chunk for chunk in kept if chunk] or [[]]
-        self._planned = (planned, question)
+        # Without a move there is still a pass that installs lists or tables.
+        return planned, target, [chunk for chunk in kept if chunk] or [[]]
 
     def _move_next(self) -> None:
         chunk = self._chunks[0]
@@ -194,7 +218,8 @@ class Rounds:
             engine.move(self._manager, self._target, chunk)
         del self._chunks[0]
         if not self._chunks:
-            self._moved()
+            with self._told():
+                self._moved()
 
     def _moved(self) -> None:
         assert self._planned is not None, "a plan was begun"
@@ -244,46 +269,5 @@ class Rounds:
                 link._end.set()
 
 
-def check_target(planned: Planned, held: IntArray, shape: Shape) -> None:
-    """Refuse a plan that the engine's map cannot take.
-
-    Raises:
-        PlacementError: another shape, an expert that is not there or has no slot, or a row without
-            routed experts that changes.
-    """
-    found = planned.slot_to_expert
-    if found.shape != held.shape or planned.weights.shape != held.shape:
-        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
-    if planned.weights.min() < 1:
-        raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
-    sources, num_ranks = planned.sources, shape.num_ranks if shape.algorithm == "static" else 0
-    if sources.shape != (len(held), shape.num_experts, num_ranks):
-        raise PlacementError(
-            f"the plan has choices of source ranks of shape {sources.shape}, "
-            f"expected {(len(held), shape.num_experts, num_ranks)}"
-        )
-    is_slot = (sources >= 0) & (sources < held.shape[1])
-    rows, experts = np.arange(len(held))[:, None, None], np.arange(shape.num_experts)[:, None]
-    wrong = ~is_slot | (found[rows, np.where(is_slot, sources, 0)] != experts)
-    for row, expert, rank in np.argwhere(wrong)[:1]:
-        raise PlacementError(
-            f"row {row}: rank {rank} would use slot {sources[row, expert, rank]} for expert "
-            f"{expert}, expected a slot that holds it"
-        )
-    Placement(found.astype(np.int32), shape.num_experts)
-    if found.min() < 0:
-        raise PlacementError("the plan has an empty slot, expected an expert in each")
-    strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable)
-    if strays.size:
-        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
-
-
-def _copied(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Counts on the host, and the event that they are complete with; no wait for the device."""
-    if counts.device.type != "cuda":
-        return counts.cpu(), None
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event
+def _reason(exc: Exception) -> str:
+    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"

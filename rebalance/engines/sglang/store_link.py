@@ -20,7 +20,7 @@ from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
-from rebalance.engines.sglang.planner_link import MOST_WAITING, Outcome, PlannerLink, Question
+from rebalance.engines.sglang.planner.link import MOST_WAITING, Outcome, PlannerLink, Question
 from rebalance.engines.sglang.windows import Shape, Window
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter

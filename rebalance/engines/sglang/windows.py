@@ -126,3 +126,14 @@ class Window:
             slot_to_expert=self.held[shape.movable, own].astype(np.int32),
             tokens=self.on_host()[shape.movable, own],
         )
+
+
+def on_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Counts on the host, and the event that they are complete with; no wait for the device."""
+    if counts.device.type != "cuda":
+        return counts.cpu(), None
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event

@@ -33,7 +33,11 @@ from eplb import DispatchRule, Placement, Topology, effective_shares
 from eplb.errors import ConfigError
 from rebalance.engines.gauge import value_of
 from rebalance.engines.sglang import engine, guards
-from rebalance.engines.sglang.replica_weights import list_weights, replica_lists, source_table
+from rebalance.engines.sglang.planner.replica_weights import (
+    list_weights,
+    replica_lists,
+    source_table,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ import pytest
 from eplb import DispatchRule
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
-from rebalance.engines.sglang.planning import (
+from rebalance.engines.sglang.planner.planning import (
     RULES,
     Observed,
     Terms,
@@ -19,7 +19,7 @@ from rebalance.engines.sglang.planning import (
     make_plan,
     request_record,
 )
-from rebalance.engines.sglang.replica_weights import (
+from rebalance.engines.sglang.planner.replica_weights import (
     evened,
     list_weights,
     replica_lists,

@@ -145,9 +145,8 @@ def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **fla
         init_expert_location="trivial",
         expert_distribution_recorder_mode="stat",
         expert_distribution_recorder_buffer_size=INTERVAL,
-        eplb_rebalance_num_iterations=INTERVAL,
         eplb_rebalance_layers_per_chunk=chunk,
-        **flags,
+        **{"eplb_rebalance_num_iterations": INTERVAL} | flags,
     ).install()
     get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
@@ -179,7 +178,12 @@ def rounds_of() -> Any:
     return None
 
 
-def on_ranks(work: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
+def on_ranks(
+    work: Callable[..., Any],
+    *args: Any,
+    num_ranks: int = NUM_RANKS,
+    deadline_s: float = DEADLINE_S,
+) -> list[Any]:
     """Run ``work(rank, *args)`` in forked ranks with a gloo group, and return what each returns."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -196,7 +200,7 @@ def on_ranks(work: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -
     try:
         found = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(DEADLINE_S), f"rank {rank} answered within {DEADLINE_S} s"
+            assert pipe.poll(deadline_s), f"rank {rank} answered within {deadline_s} s"
             found.append(pipe.recv())
         failed = [f"rank {rank}: {one[1]}" for rank, one in enumerate(found) if not one[0]]
         assert not failed, "\n".join(failed)
@@ -214,7 +218,7 @@ def _child(pipe: Any, port: int, rank: int, num_ranks: int, work: Any, args: Any
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=DEADLINE_S),
         )
         pipe.send((True, work(rank, *args)))
         dist.barrier()

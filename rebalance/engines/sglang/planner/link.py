@@ -15,14 +15,14 @@ import numpy as np
 
 from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
-from rebalance.engines.sglang.planner_process import PlannerProcess
-from rebalance.engines.sglang.planning import (
+from rebalance.engines.sglang.planner.planning import (
     Observed,
     Planned,
     Terms,
     answer_of,
     request_record,
 )
+from rebalance.engines.sglang.planner.process import PlannerProcess
 from rebalance.engines.sglang.windows import IntArray, Shape, Window
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,14 @@ class PlannerLink:
         """End the thread and the planner."""
         self._end.set()
         self._thread.join(10.0)
-        self.planner.close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self.planner.close()
+
+    def _serve(self) -> None:
         while not self._end.wait(TICK_S):
             try:
                 self._turn()

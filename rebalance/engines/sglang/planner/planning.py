@@ -25,7 +25,7 @@ from eplb.dispatch_rules.rules import DispatchRule, effective_shares
 from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan, plan
-from rebalance.engines.sglang.replica_weights import (
+from rebalance.engines.sglang.planner.replica_weights import (
     IntArray,
     evened,
     list_weights,
