@@ -75,6 +75,7 @@ class Hooks:
                 deployment=self._settings.deployment,
                 every=self._settings.window_steps,
                 links=self._links,
+                is_checked=self._settings.engine.check,
             )
             set_part("sglang", "plugin", is_on=True)
         except Exception as exc:

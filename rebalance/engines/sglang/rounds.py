@@ -27,6 +27,7 @@ from eplb.core.placement import Placement
 from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang import engine
+from rebalance.engines.sglang.placement_check import SlotChecks
 from rebalance.engines.sglang.planner.checks import check_target
 from rebalance.engines.sglang.planner.link import PlannerLink, Question
 from rebalance.engines.sglang.planner.planning import Planned, answer_of
@@ -49,6 +50,7 @@ class Rounds:
         number: of this start; generations count on from it.
         every: passes from one round to the next.
         links: makes the background threads once the model is known.
+        is_checked: whether live slots are compared with the experts of the map.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Rounds:
         deployment: str,
         every: int,
         links: Links,
+        is_checked: bool,
     ) -> None:
         self._manager, self._tap, self._group, self._every = manager, tap, group, every
         self._deployment, self._number, self._links = deployment, number, links
@@ -73,6 +76,8 @@ class Rounds:
         self._store: StoreLink | None = None
         self._planner: PlannerLink | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
+        self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
+        self.checks: SlotChecks | None = None
         self.generation = number
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
@@ -88,8 +93,12 @@ class Rounds:
             except Exception as exc:  # of a collective: another rank is gone, or stopped
                 log.debug("round", exc_info=True)
                 self._stop(_reason(exc))
-        if self._chunks and not self.stopped:
+        if self.stopped:
+            return
+        if self._chunks:
             self._move_next()
+        elif self.checks is not None:
+            self.checks.visit(is_idle=self._tap.mode == "IDLE")
 
     def close(self) -> None:
         """End the background threads."""
@@ -114,6 +123,7 @@ class Rounds:
         is_moving = bool(self._chunks)
         if not is_moving:  # else counted under two maps
             dist.all_reduce(taken[0])
+            self._check_map()
         record = self._distributed(ready, size) if size else b""
         with self._told():
             if not is_moving:
@@ -129,6 +139,18 @@ class Rounds:
         except Exception as exc:
             log.debug("told in the next round", exc_info=True)
             self.broken = self.broken or _reason(exc)
+
+    def _check_map(self) -> None:
+        """Collective, once for each map."""
+        assert self._shape is not None, "the model is known"
+        if not self._is_checked or self._checked == self.generation:
+            return
+        if self.checks is None:
+            self.checks = SlotChecks(self._group, self._store, self._shape.run)
+            self.checks.begin(self._manager._get_model(), self._rank, self._shape.num_ranks)
+        else:
+            self.checks.after_map()
+        self._checked = self.generation
 
     def _ready(self) -> tuple[bytes, Question] | None:
         is_off = self._manager._rebalance_disabled_reason is not None

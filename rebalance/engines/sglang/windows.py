@@ -37,6 +37,7 @@ class LoadTap:
 
     counts: torch.Tensor | None = None  # [L, S] int64
     modes: Counter[str] = field(default_factory=Counter)  # forward modes of the passes
+    mode: str = ""  # of the last pass
 
     def add(self, global_physical_count: torch.Tensor) -> None:
         """Add the counts [L, S] of one pass."""
@@ -48,7 +49,8 @@ class LoadTap:
 
     def see(self, forward_batch: Any) -> None:
         """Note the forward mode of the pass that begins."""
-        self.modes[forward_batch.forward_mode.name] += 1
+        self.mode = forward_batch.forward_mode.name
+        self.modes[self.mode] += 1
 
     def take(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
         """Return the counts and begin anew; zeros before the first pass was recorded."""

@@ -52,20 +52,44 @@ def config_text(store: str, **engine: Any) -> str:
     )
 
 
-class Model(torch.nn.Module):
-    """Expert weights of one rank: every expert has other bytes in each tensor."""
+class Experts(torch.nn.Module):
+    """Expert weights and scales of one layer and rank: every expert has other bytes in each."""
 
-    def __init__(self, rank: int, held: torch.Tensor) -> None:
+    def __init__(self, layer: int, held: list[int], factor: float) -> None:
         super().__init__()
+        wide, scale = (
+            torch.stack([weights_of(layer, expert)[one] for expert in held]) for one in range(2)
+        )
+        self.weight = torch.nn.Parameter(wide, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.factor = torch.tensor(factor)
+
+
+class Model(torch.nn.Module):
+    """Layers of one rank, and what of them the engine moves.
+
+    Args:
+        forgets: whether scales are left out of what is moved.
+        factor: that this rank derived from its weights.
+    """
+
+    def __init__(
+        self, rank: int, held: torch.Tensor, *, forgets: bool = False, factor: float = 1.0
+    ) -> None:
+        super().__init__()
+        self._rank, self._forgets, self._factor = rank, forgets, factor
+        self.load(held)
+
+    def load(self, held: torch.Tensor) -> None:
+        """Load the weights as a map [L, S] says, as a loader does at the start."""
         each = NUM_SLOTS // NUM_RANKS
-        own = held[:, rank * each : (rank + 1) * each].tolist()
+        own = held[:, self._rank * each : (self._rank + 1) * each].tolist()
+        moe = [layer for layer in range(NUM_LAYERS) if layer not in DENSE]
+        experts = [Experts(layer, own[layer], self._factor) for layer in moe]
+        self.layers = torch.nn.ModuleList(experts)
         self.routed_experts_weights_of_layer = {
-            layer: [
-                torch.stack([weights_of(layer, expert)[one] for expert in own[layer]])
-                for one in range(2)
-            ]
-            for layer in range(NUM_LAYERS)
-            if layer not in DENSE
+            layer: [one.weight.data] if self._forgets else [one.weight.data, one.scale]
+            for layer, one in zip(moe, self.layers, strict=True)
         }
 
 
@@ -130,7 +154,14 @@ def popularity_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(0, 1.0, NUM_EXPERTS)
 
 
-def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **flags: Any) -> Rank:
+def make_rank(
+    rank: int,
+    *,
+    config: Path | None,
+    chunk: int | None = None,
+    model: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Rank:
     """Start the engine's balancer in this process, with the plug-in if a file is given."""
     if config is not None:
         os.environ["EPLB_CONFIG"] = str(config)
@@ -158,15 +189,18 @@ def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **fla
     expert_location.set_global_expert_location_metadata(live)
     recorder = expert_distribution.ExpertDistributionRecorder.init_new(live, rank)
     expert_distribution.set_global_expert_distribution_recorder(recorder)
-    model, updater = Model(rank, live.physical_to_logical_map), ExpertLocationUpdater()
+    made, updater = (
+        Model(rank, live.physical_to_logical_map, **model or {}),
+        ExpertLocationUpdater(),
+    )
     manager = eplb_manager.EPLBManager(
         model_config=None,
-        get_model=lambda: model,
+        get_model=lambda: made,
         get_expert_location_updater=lambda: updater,
         get_expert_backup_client=lambda: None,
         get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
     )
-    return Rank(rank, model, manager, rounds_of(), torch.Generator().manual_seed(rank))
+    return Rank(rank, made, manager, rounds_of(), torch.Generator().manual_seed(rank))
 
 
 def rounds_of() -> Any:
