@@ -7,9 +7,9 @@ process. A plan sees 8 windows and is judged on the next one, which it has not s
 that each source rank uses. The first plan starts from the engine's trivial map, re-plans from the
 first one after a drift of each expert's popularity (lognormal 0.2). *engine's draws* is a fresh
 plan made for the draws of SGLang's own ``static`` rule, as `eplb plan` makes it for a file;
-*engine* the published algorithm under that rule. 256 experts, 288 slots, 32 ranks on 4 nodes, lognormal(1.0),
-1,000,000 token choices in a layer and window, tokens starting alike on all ranks; three dense rows
-before the layers, as DeepSeek-V3 has them.
+*engine* the published algorithm under that rule. 256 experts, 288 slots, 32 ranks on 4 nodes,
+lognormal(1.0), 1,000,000 token choices in a layer and window, tokens starting alike on all ranks;
+three dense rows before the layers, as DeepSeek-V3 has them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,19 @@ def by_sources(planned: Planned, tokens: NDArray[np.int64]) -> NDArray[np.float6
     return (loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9))[DENSE:]
 
 
-def near(planned_slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> str:
+def near(slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
     """Part of the tokens whose slot is on their own node, from slots [L, E, R]."""
-    node = planned_slots // (SLOTS // NODES)
+    node = slots // (SLOTS // NODES)
     own = node == np.arange(RANKS) // (RANKS // NODES)
-    return f"{(own.mean(axis=2) * tokens).sum() / tokens.sum():.1%}"
+    return float((own.mean(axis=2) * tokens).sum() / tokens.sum())
+
+
+def nearest(held: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
+    """The same where each source uses a slot of its own node whenever there is one."""
+    is_on = np.zeros((*tokens.shape, NODES), dtype=np.bool_)
+    rows, node = np.arange(len(held))[:, None], np.arange(SLOTS) // (SLOTS // NODES)
+    is_on[rows, held, node] = True
+    return float((is_on.mean(axis=2) * tokens).sum() / tokens.sum())
 
 
 def cells(values: Iterable[NDArray[np.float64]]) -> str:
@@ -91,7 +99,7 @@ def main() -> None:
     found: dict[str, list[NDArray[np.float64]]] = {}
     moved: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
-    local = ""
+    local: list[tuple[float, float]] = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         random = np.random.default_rng(seed)
         popularity = random.lognormal(0, 1.0, (rows, EXPERTS))
@@ -127,7 +135,8 @@ def main() -> None:
         first = answer_of(answer(request_record(Observed(seen, trivial, zeros, movable), TERMS)))
         part = float((first.slot_to_expert != trivial)[DENSE:].mean())
         note("first plan", by_sources(first, unseen), part, begin)
-        local = near(first.sources[DENSE:], unseen[DENSE:])
+        rest = unseen[DENSE:]
+        local.append((near(first.sources[DENSE:], rest), nearest(aware[DENSE:], rest)))
         seen, unseen = loads[1][:-1], loads[1][-1]
         note("after drift 0.2", by_sources(first, unseen), 0.0, time.process_time())
         replanned = {}
@@ -143,7 +152,8 @@ def main() -> None:
     for name, values in found.items():
         figures = f"{np.mean(moved[name]):.1%} | {np.median(seconds[name]):.2f}"
         print(f"| {name} | {cells(values)} | {figures} |")
-    print(f"own node, first plan of the last seed: {local}")
+    ours, engines = np.mean(local, axis=0)
+    print(f"tokens to their own node: first plan {ours:.1%}, engine's draws {engines:.1%}")
 
 
 if __name__ == "__main__":

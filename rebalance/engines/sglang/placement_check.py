@@ -90,16 +90,16 @@ class SlotChecks:
         return found
 
     def _note(self, faults: list[Fault]) -> None:
+        if faults:
+            set_part("sglang", "placement", is_on=False)
         for fault in faults:
             if fault in self.faults or len(self.faults) >= MOST_KEPT:
                 continue
             self.faults[fault] = None
             log.error("placement fault: %s", fault)
             self._write(FAULT, text=str(fault), **vars(fault))
-        if faults:
-            set_part("sglang", "placement", is_on=False)
 
-    def _write(self, kind: str, **detail: Any) -> None:
+    def _write(self, event: str, /, **detail: Any) -> None:
         if self._store is not None:
             about = {"run": self._run, "rank": dist.get_rank(self._group)}
-            self._store.events.append((kind, about | detail))
+            self._store.events.append((event, about | detail))
