@@ -61,7 +61,7 @@ class Rank:
         """Return what the layer is computed with."""
         layer = self.layers[row]
         moved = [layer.w13, layer.w2, layer.w13_scale, layer.w2_scale]
-        return tensors_of(moved, owners_of(layer, moved), self.rank, RANKS)
+        return tensors_of(moved, layer, owners_of(layer, moved), self.rank, RANKS)
 
     def held(self, row: int) -> NDArray[np.int64]:
         """Return experts by slot."""
@@ -142,7 +142,7 @@ class BigRank:
 
     def tensors(self, row: int) -> LayerTensors:
         """Return what the layer is computed with."""
-        return tensors_of(self._moved, [self._layer], 0, 1)
+        return tensors_of(self._moved, self._layer, [""], 0, 1)
 
     def held(self, row: int) -> NDArray[np.int64]:
         """Return experts by slot."""

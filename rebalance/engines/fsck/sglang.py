@@ -45,7 +45,7 @@ class SglangView:
     def tensors(self, row: int) -> LayerTensors:
         """Return the tensors of a layer."""
         moved = self._model.routed_experts_weights_of_layer[row]
-        return tensors_of(moved, self._owners[row], self.rank, self.num_ranks)
+        return tensors_of(moved, self._model, self._owners[row], self.rank, self.num_ranks)
 
     def held(self, row: int) -> NDArray[np.int64]:
         """Return [S] experts by slot."""

@@ -67,23 +67,32 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(found, (0, rest)) if rest else found
 
 
-def owners_of(model: torch.nn.Module, moved: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
-    """Modules that hold one of these tensors, or a view of it."""
+def owners_of(model: torch.nn.Module, moved: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the modules that hold one of these tensors, or a view of it."""
     known = {tensor.untyped_storage().data_ptr() for tensor in moved}
     return [
-        module
-        for module in model.modules()
+        name
+        for name, module in model.named_modules()
         if any(tensor.untyped_storage().data_ptr() in known for _, tensor in _direct(module))
     ]
 
 
 def tensors_of(
-    moved: Sequence[torch.Tensor], owners: Iterable[torch.nn.Module], rank: int, num_ranks: int
+    moved: Sequence[torch.Tensor],
+    model: torch.nn.Module,
+    owners: Iterable[str],
+    rank: int,
+    num_ranks: int,
 ) -> LayerTensors:
-    """The tensors that an engine moves, and further ones of the modules that own them."""
+    """The tensors that an engine moves, and further ones of the modules that own them.
+
+    Modules are looked up by name, since a reload may make new ones.
+    """
     each = moved[0].shape[0]
     named = {
-        _place(tensor): (name, tensor) for module in owners for name, tensor in _direct(module)
+        _place(tensor): (name, tensor)
+        for owner in owners
+        for name, tensor in _direct(model.get_submodule(owner))
     }
     slots = [
         SlotTensor(named.pop(_place(tensor), (f"weight {number}",))[0], tensor, 0)

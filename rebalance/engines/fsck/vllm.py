@@ -36,7 +36,8 @@ class VllmView:
 
     def tensors(self, row: int) -> LayerTensors:
         """Return the tensors of a layer."""
-        return tensors_of(self._moved[row], self._owners[row], self.rank, self.num_ranks)
+        layer = self._state.model.moe_layers[row]
+        return tensors_of(self._moved[row], layer, self._owners[row], self.rank, self.num_ranks)
 
     def held(self, row: int) -> NDArray[np.int64]:
         """Return [S] experts by slot."""

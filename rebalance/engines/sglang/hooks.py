@@ -20,9 +20,9 @@ from rebalance.engines.sglang.windows import LoadTap, Shape
 log = logging.getLogger(__name__)
 
 EPLB = "sglang.srt.eplb"
-ROUND_DEADLINE_S = (
-    60.0  # for the slowest rank to come to a round; the engine's own waits are longer
-)
+# For the slowest rank to come to a round. A rank that is gone holds the engine's own reductions up
+# for longer; one that is slow must not end the plug-in.
+ROUND_DEADLINE_S = 300.0
 
 
 class Hooks:

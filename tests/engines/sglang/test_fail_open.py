@@ -91,6 +91,7 @@ def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]
         while not on_all(rank == 0 and is_idle()):
             if rank == 0:  # the others wait for it in a reduction, and leave it the processor
                 wait_until("the planner has answered, the store is on", has_answered)
+            on_all(True)
             steps(made, WINDOW)
             assert time.monotonic() < deadline, "planner and store are idle and on"
         if server is not None:
@@ -110,12 +111,14 @@ def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]
             wait_until("the gauge has the planner", lambda: value_of("sglang", "planner") == 0.0)
             wait_until("the gauge has the store", lambda: value_of("sglang", "store") == 0.0)
             server = start_redis(socket)
+        on_all(True)
     generation = rounds.generation
     deadline = time.monotonic() + DEADLINE_S
     while rounds.generation == generation:
         steps(made, INTERVAL)
         if rank == 0:
             wait_until("the planner has answered", has_answered)
+        on_all(True)
         assert time.monotonic() < deadline, "a plan after the last outage"
     found = {
         "map": made.map.physical_to_logical_map.tolist(),

@@ -59,7 +59,7 @@ class Rank:
     def tensors(self, row: int) -> LayerTensors:
         layer = self.layers[row]
         moved = [layer.weight.data.view(EACH, -1), layer.scale]  # a view, as vLLM moves it
-        return tensors_of(moved, owners_of(layer, moved), self.rank, RANKS)
+        return tensors_of(moved, layer, owners_of(layer, moved), self.rank, RANKS)
 
     def held(self, row: int) -> np.ndarray:
         return self.maps[row]

@@ -33,6 +33,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from rebalance.engines.sglang import hooks
+
 NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 4, 16, 24
 DENSE = (0,)  # layers without routed experts
 ROWS, TOP_K = 128, 2  # of one pass on one rank
@@ -180,6 +182,7 @@ def make_rank(
         **{"eplb_rebalance_num_iterations": INTERVAL} | flags,
     ).install()
     get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+    hooks.ROUND_DEADLINE_S = DEADLINE_S  # a busy machine is no fault of the plug-in
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     expert_distribution.get_device = lambda: "cpu"
     shape = ModelConfigForExpertLocation(NUM_LAYERS, NUM_EXPERTS, None)
