@@ -44,7 +44,6 @@ class EngineView(Protocol):
 
     rank: int
     num_ranks: int
-    num_experts: int
 
     @property
     def rows(self) -> Sequence[int]:

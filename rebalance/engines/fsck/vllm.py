@@ -22,7 +22,6 @@ class VllmView:
 
     def __init__(self, model_state: Any, rank: int, num_ranks: int) -> None:
         self._state, self.rank, self.num_ranks = model_state, rank, num_ranks
-        self.num_experts = int(model_state.model.num_logical_experts)
         self._moved = [list(tensors) for tensors in model_state.model.expert_weights]
         self._owners = [
             owners_of(layer, tensors)
