@@ -61,6 +61,9 @@ RULES = {
         "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter",
         "numpy torch vllm prometheus_client",
     ),
+    "rebalance/engines/fsck": rule(
+        "eplb runtime rebalance.types telemetry.store", "numpy torch sglang"
+    ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
     ),

@@ -1,4 +1,4 @@
-"""``eplb check``: validate the configuration and this host before anything starts."""
+"""``eplb check``: configuration and host before a start; ``eplb fsck``: live slots after it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from typing import Annotated
 import typer
 
 from api.cli.deploy import BAD_INPUT, Config, Host, Setting, deployment_of, refused, say
+from api.cli.store_place import (
+    ConfiguredDeployment,
+    ConfiguredStore,
+    configured_store,
+    open_existing,
+)
 from api.deploy.hosts import host_here
 from api.terminal.printable import printable
 from eplb.errors import EplbError
+from rebalance.engines.fsck.report import report_of
+
+FAULTY = 1
 
 Accept = Annotated[
     bool,
@@ -49,4 +58,23 @@ def check(
     except EplbError as exc:
         raise refused(exc) from exc
     if not is_ok:
+        raise typer.Exit(BAD_INPUT)
+
+
+def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None) -> None:
+    """Print what the ranks of an engine have found in their live slots: the placement check.
+
+    Exit status 0: no fault; 1: faults; 2: no rank checks, or the store cannot be read.
+    """
+    try:
+        url, name = configured_store(store, deployment)
+        with closing(open_existing(url, name)) as opened:
+            report = report_of(opened)
+    except EplbError as exc:
+        raise refused(exc) from exc
+    for line in report.lines:
+        say(printable(line))
+    if report.faults:
+        raise typer.Exit(FAULTY)
+    if "" not in report.ranks.values():
         raise typer.Exit(BAD_INPUT)
