@@ -31,7 +31,7 @@ def policy() -> Any:
     """The policy of one process, as after the ranks have joined."""
     process = PluginProcess(settings_for("memory:"))
     process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
-    process.num_experts, process.list_width = EXPERTS, 1024
+    process.num_experts = EXPERTS
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
     return policy_class(process, DefaultEplbPolicy)
