@@ -14,8 +14,18 @@ _loaded: list[object] = []  # the plug-in of this process, once it is loaded
 
 
 def register() -> None:
-    """Load the plug-in if ``EPLB_CONFIG`` names a deployment. Never raises."""
+    """Load the plug-in if ``EPLB_CONFIG`` names a deployment, and a trace to replay. Never raises.
+
+    Without its trace vLLM refuses the strategy ``eplb_trace``, which it does not know then.
+    """
     load(os.environ)
+    if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") == "eplb_trace":
+        from rebalance.engines.vllm.tools.replay import register_replay
+
+        try:
+            register_replay(os.environ)
+        except Exception as exc:
+            log.error("no trace is replayed: %s", exc)
 
 
 def load(environ: Mapping[str, str]) -> bool:
