@@ -5,12 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
 
+if TYPE_CHECKING:
+    from rebalance.engines.vllm.process import PluginProcess
+
 log = logging.getLogger(__name__)
 
-_loaded: list[object] = []  # the plug-in of this process, once it is loaded
+_loaded: list[PluginProcess] = []  # the plug-in of this process, once it is loaded
+
+
+def loaded() -> PluginProcess | None:
+    """Return the plug-in of this process; None where it is not loaded."""
+    return _loaded[0] if _loaded else None
 
 
 def register() -> None:

@@ -59,6 +59,7 @@ class PluginProcess:
         self.recorder: Recorder | None = None
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
+        self.is_paused = False  # rank 0 keeps the map that serves
         self._tap: LoadTap | None = None
         self._served: list[Served] = []  # of the target model first
         self._generation = 0
@@ -70,6 +71,19 @@ class PluginProcess:
     def is_on(self, part: str) -> bool:
         """Whether a part works. All but the tap are on on every rank of the group, or on none."""
         return self._on[part]
+
+    def status(self) -> dict[str, Any]:
+        """What an operator asks for, as JSON has it."""
+        recorder = self.recorder
+        return {
+            "deployment": self.settings.deployment,
+            "parts": dict(self._on),
+            "refused": self.refused,
+            "is_paused": self.is_paused,
+            "generation": self._generation,
+            "samples_dropped": 0 if recorder is None else recorder.num_dropped,
+            "store_failures": 0 if recorder is None else recorder.num_failures,
+        }
 
     @property
     def generation(self) -> int:
