@@ -60,7 +60,7 @@ RULES = {
     "rebalance/engines/vllm": rule(
         "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
         "telemetry.formats",
-        "numpy torch vllm prometheus_client fastapi starlette",
+        "numpy torch vllm prometheus_client starlette",
     ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
