@@ -29,9 +29,9 @@ def register() -> None:
     """
     load(os.environ)
     if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") == "eplb_trace":
-        from rebalance.engines.vllm.tools.replay import register_replay
-
         try:
+            from rebalance.engines.vllm.tools.replay import register_replay
+
             register_replay(os.environ)
         except Exception as exc:
             log.error("no trace is replayed: %s", exc)
