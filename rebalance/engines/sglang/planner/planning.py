@@ -160,7 +160,7 @@ def make_plan(observed: Observed, terms: Terms) -> Planned:
             wanted,
             weights,
             made.problem.scaled.mean(axis=1),
-            topology.node_of_rank[topology.rank_of_slot] * (terms.num_groups > 1),
+            topology.node_of_slot.astype(np.int64) * (terms.num_groups > 1),
             each=each,
             goal=GOAL if terms.max_moved >= 1 else terms.target_imbalance,
             most_swaps=_moves_left(made) // 2,

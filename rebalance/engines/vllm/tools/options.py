@@ -149,6 +149,9 @@ def remarks(options: Options, model: Mapping[str, Any] | None) -> Iterator[Remar
     yield from _of_plugin(options)
 
 
+INTERVALS = ("window_size", "step_interval", "log_balancedness_interval")
+
+
 def _of_balancer(options: Options) -> Iterator[Remark]:
     found = options.balancer
     for name, value in found.items():
@@ -158,7 +161,7 @@ def _of_balancer(options: Options) -> Iterator[Remark]:
             yield Remark(subject, "a setting that vLLM refuses", f"one of {', '.join(BALANCER)}")
         elif type(value) is not kind and not (name == "communicator" and value is None):
             yield Remark(subject, repr(value), f"a value of type {kind.__name__}")
-        elif name in ("window_size", "step_interval", "log_balancedness_interval") and value < 1:
+        elif name in INTERVALS and isinstance(value, int) and value < 1:
             yield Remark(subject, str(value), "1 or more")
     redundant = found.get("num_redundant_experts", 0)
     if isinstance(redundant, int) and not 0 <= redundant <= MOST_REDUNDANT:
