@@ -97,6 +97,15 @@ def planned(random: np.random.Generator) -> tuple[Placement, Floats]:
     return plan(load[None], TOPOLOGY).target, load / load.sum()
 
 
+def with_drawn_shares(placement: Placement, random: np.random.Generator) -> Placement:
+    """The same placement with uneven shares for every expert that has replicas."""
+    held, share = placement.slot_to_expert, np.ones((1, SLOTS))
+    for expert in np.flatnonzero(np.bincount(held[0]) > 1):
+        slots = np.flatnonzero(held[0] == expert)
+        share[0, slots] = random.dirichlet(np.full(len(slots), 3.0))
+    return Placement(held, EXPERTS, placement.generation, share)
+
+
 def rows_of(random: np.random.Generator, chance: Floats, num_rows: int) -> Ints:
     """[N, K] distinct experts of each row, drawn in proportion to their load."""
     keys = np.log(chance) + random.gumbel(size=(num_rows, EXPERTS))
@@ -279,6 +288,10 @@ def main() -> None:
     random = np.random.default_rng(SEED)
     placement, chance = planned(random)
     rows: list[Row] = []
+    if given.vllm is not None:
+        rows.append(("shares drawn, Dirichlet(3):", "", "-"))
+        rows += vllm_rows(given.vllm, with_drawn_shares(placement, random), chance, random)
+        rows.append(("shares of the planner:", "", "-"))
     for path, measure in (
         (given.vllm, vllm_rows),
         (given.sglang, sglang_static_rows),
