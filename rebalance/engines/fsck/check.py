@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from rebalance.engines.fsck.faults import Fault
-from rebalance.engines.fsck.references import References, agreed, digests_of
+from rebalance.engines.fsck.references import (
+    References,
+    agreed,
+    digests_of,
+    from_message,
+    to_message,
+)
 from rebalance.engines.fsck.tensors import EngineView, as_bytes
 from rebalance.types import Digest
 from runtime.memory.digests import PendingDigests, RecordDigests
 from runtime.memory.shared import digest
 
-# All ranks' values of an object, in order of ranks: a collective.
+# All ranks' values, which JSON can express, in order of ranks: a collective.
 Gather = Callable[[Any], list[Any]]
 
 PART = 0.001  # of the time that the check may take
@@ -35,14 +41,14 @@ def begin_check(
     view, own, reason = None, None, ""
     try:
         view = make_view()
-        own = digests_of(view)
+        own = to_message(digests_of(view))
     except Exception as exc:
         reason = f"{type(exc).__name__}: {exc}"
     by_rank = gather((own, reason))
     refused = [f"rank {rank}: {why}" for rank, (found, why) in enumerate(by_rank) if found is None]
     if refused or view is None:
         return None, [], refused[0]
-    references, faults = agreed(view, [found for found, _ in by_rank])
+    references, faults = agreed(view, [from_message(found) for found, _ in by_rank])
     return PlacementCheck(view, references, clock, PART), faults, ""
 
 

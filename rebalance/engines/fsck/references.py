@@ -38,6 +38,27 @@ class References:
 Own = dict[int, tuple[dict[str, list[Digest]], dict[str, Digest]]]
 
 
+def to_message(own: Own) -> list[Any]:
+    """Digests as lists, for JSON."""
+    return [[row, slots, factors] for row, (slots, factors) in own.items()]
+
+
+def from_message(message: list[Any]) -> Own:
+    """Digests of another rank, from its message."""
+    return {
+        int(row): (
+            {name: [_digest(found) for found in digests] for name, digests in slots.items()},
+            {name: _digest(found) for name, found in factors.items()},
+        )
+        for row, slots, factors in message
+    }
+
+
+def _digest(found: list[int]) -> Digest:
+    plain, weighted = found
+    return int(plain), int(weighted)
+
+
 def digests_of(view: EngineView) -> Own:
     """Digest all slots of this rank."""
     own: Own = {}

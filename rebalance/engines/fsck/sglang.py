@@ -79,7 +79,11 @@ class SglangView:
         except Exception as exc:
             experts, own = np.zeros((0, 1), dtype=np.int64), {}
             log.warning("choices of replicas cannot be checked: %s: %s", type(exc).__name__, exc)
-        by_rank = gather(own)
+        message = [[row, slots.tolist()] for row, slots in own.items()]
+        by_rank = [
+            {int(row): np.array(slots, dtype=np.int64) for row, slots in found}
+            for found in gather(message)
+        ]
         is_shared = get_exec().moe.moe_a2a_backend == "none"
         rows = [row for row in self.rows if all(row in found for found in by_rank)]
         return [

@@ -18,6 +18,7 @@ from rebalance.engines.fsck.report import BEGUN, FAULT, ROUND
 from rebalance.engines.fsck.sglang import SglangView
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang.store_link import StoreLink
+from runtime.group.agreement import gathered_large
 
 log = logging.getLogger(__name__)
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
@@ -85,9 +86,7 @@ class SlotChecks:
         return found
 
     def _gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        return gathered_large(value, self._group)
 
     def _note(self, faults: list[Fault]) -> None:
         if faults:

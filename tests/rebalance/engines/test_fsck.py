@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from rebalance.engines.fsck.check import PART, PlacementCheck, begin_check
 from rebalance.engines.fsck.choices import check_choices
 from rebalance.engines.fsck.faults import Fault
-from rebalance.engines.fsck.references import agreed, digests_of
+from rebalance.engines.fsck.references import agreed, digests_of, from_message, to_message
 from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
 
 ROWS, RANKS, EACH, EXPERTS = 58, 2, 9, 12
@@ -246,11 +247,17 @@ def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:
     def fails() -> Rank:
         raise RuntimeError("no tensors")
 
-    others = (digests_of(ranks[0]), "")
+    others = (to_message(digests_of(ranks[0])), "")
     check, faults, reason = begin_check(fails, lambda own: [others, own], lambda: 0.0)
 
     assert (check, faults) == (None, [])
     assert reason == "rank 1: RuntimeError: no tensors"
+
+
+def test_digests_of_a_rank_arrive_as_they_were_sent() -> None:
+    own = digests_of(ranks_with(17, rows=2)[0])
+
+    assert from_message(json.loads(json.dumps(to_message(own)))) == own
 
 
 def test_different_choices_are_a_fault_where_ranks_share_tokens() -> None:
