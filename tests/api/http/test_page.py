@@ -122,7 +122,10 @@ def test_page_begins_with_health_and_what_balancing_gains(page: Any, store: Memo
 
 
 def test_events_are_sentences_with_a_time_zone(page: Any, store: MemoryStore) -> None:
-    store.add_event("publish", {"plan_id": 3, "moves": 1, "transactions": 2, "generation": 5})
+    store.add_event(
+        "publish",
+        {"plan_id": 3, "moves": 1, "transactions": 2, "base_generation": 4, "generation": 5},
+    )
     store.add_event("starting", {"holder": "gpu7:1:9f31c2aa-8-5be012", "work": "compiling"})
     store.add_event("of a plug-in", {"a_b": [1, {"c": None}], "d": 0.5})
     page.locator("#events .entry", has_text="of a plug-in").wait_for()

@@ -297,16 +297,18 @@ def test_restarted_host_cache_receives_the_weights_version(host: Host) -> None:
 
 
 def test_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
-    waiting = host.read_in_a_process(lambda reader: wait_for_a_stopped_host_cache(reader, host))
+    go, told = FORK.Pipe()
+    waiting = host.read_in_a_process(lambda reader: ask_when_told(reader, told))
 
-    os.waitid(os.P_PID, host.process.pid or 0, os.WSTOPPED)
+    host.stop()
+    go.send("the preload process stands still")
     host.process.kill()
 
     assert answer(waiting) == f"the preload process of host {host.address.name} disconnected"
 
 
-def wait_for_a_stopped_host_cache(reader: HostCacheClient, host: Host) -> str:
-    host.signal(signal.SIGSTOP)
+def ask_when_told(reader: HostCacheClient, told: Connection) -> str:
+    told.recv()
     with pytest.raises(MigrationError) as refused:
         reader.load([(0, 1)], deadline_s=DEADLINE_S)
     return str(refused.value)
