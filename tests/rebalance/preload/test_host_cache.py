@@ -302,15 +302,20 @@ def test_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
 
     host.stop()
     go.send("the preload process stands still")
+    assert go.poll(DEADLINE_S), "the rank has not asked"
     host.process.kill()
 
     assert answer(waiting) == f"the preload process of host {host.address.name} disconnected"
 
 
 def ask_when_told(reader: HostCacheClient, told: Connection) -> str:
+    def is_wanted() -> bool:
+        told.send("asked, and waits for the answer")
+        return True
+
     told.recv()
     with pytest.raises(MigrationError) as refused:
-        reader.load([(0, 1)], deadline_s=DEADLINE_S)
+        reader.load([(0, 1)], deadline_s=DEADLINE_S, is_wanted=is_wanted)
     return str(refused.value)
 
 
