@@ -300,9 +300,10 @@ def test_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
     go, told = FORK.Pipe()
     waiting = host.read_in_a_process(lambda reader: ask_when_told(reader, told))
 
+    assert answer(go) == "connected"
     host.stop()
     go.send("the preload process stands still")
-    assert go.poll(DEADLINE_S), "the rank has not asked"
+    assert answer(go) == "asked, and waits for the answer"
     host.process.kill()
 
     assert answer(waiting) == f"the preload process of host {host.address.name} disconnected"
@@ -313,6 +314,7 @@ def ask_when_told(reader: HostCacheClient, told: Connection) -> str:
         told.send("asked, and waits for the answer")
         return True
 
+    told.send("connected")
     told.recv()
     with pytest.raises(MigrationError) as refused:
         reader.load([(0, 1)], deadline_s=DEADLINE_S, is_wanted=is_wanted)
