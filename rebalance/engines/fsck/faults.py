@@ -10,7 +10,7 @@ Kind = Literal["slot", "replicas", "factor", "tensors", "choice"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, in words for an operator."""
+    """One fault of a slot, a tensor or a choice of replicas; its text names where and what."""
 
     kind: Kind
     row: int  # layer, by the engine's numbers

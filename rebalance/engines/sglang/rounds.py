@@ -107,7 +107,7 @@ class Rounds:
                 link.close()
 
     def _round(self) -> None:
-        """Collectives are the same on all ranks; a failure between them is told in the next one."""
+        """Collectives are the same on all ranks: a rank reports a failure in the next one."""
         taken, ready = None, None
         if not self.broken:
             with self._told():
