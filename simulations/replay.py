@@ -23,13 +23,12 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel, Decision
-from eplb.decision.promises import ENOUGH, Promise, Record
 from eplb.errors import ConfigError, HistoryError
 from eplb.measure.balance import imbalance_of, rank_load
 from eplb.measure.noise import sampling_noise
-from eplb.planner import Plan, plan
+from eplb.planner import plan
 from eplb.policies.table import policy_named
-from telemetry.drift.detector import planning_history
+from simulations.course import Course, Terms
 
 
 @dataclass(frozen=True)
@@ -138,29 +137,30 @@ def replay_all(scenario: Scenario, policies: Sequence[str]) -> list[Replay]:
 def replay(scenario: Scenario, policy: str) -> Replay:
     """Replay one policy."""
     history, topology = scenario.history, scenario.topology
-    first = _plan(scenario, history.latest(1), None, "contiguous").base
-    current = first
+    alone = plan(history.latest(1), topology, model=scenario.model, policy="contiguous")
+    first = alone.base
+    terms = Terms(
+        topology,
+        scenario.model,
+        scenario.budget,
+        scenario.cost,
+        scenario.seed,
+        scenario.past_windows,
+        scenario.cut_at_change,
+    )
+    course = Course(terms, policy, first)
     judged: list[NDArray[np.float64]] = []
     taken: list[Rebalance] = []
     num_kept = 0
     plan_ms: list[float] = []
-    record, promise, since = Record(), None, -1
     for window in range(history.num_windows):
         if window:
-            load = rank_load(history.tokens[window], current, topology)
+            load = rank_load(history.tokens[window], course.serving, topology)
             judged.append(imbalance_of(load, topology))
         if window % scenario.plan_every or window == history.num_windows - 1:
             continue  # a plan after the last window would serve none
-        if promise is not None and window - since >= ENOUGH:
-            came = history.tokens[since + 1 : window + 1]
-            record = record.with_plan(promise.gain, promise.given(came, topology))
-            promise = None
-        past = _planned_on(scenario, history.first(window + 1))
-        unseen = window - since
-        if past.num_windows < scenario.past_windows:
-            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
         begin = perf_counter()
-        found = _plan(scenario, past, current, policy, unseen, record)
+        found = course.plan_after(window, history.first(window + 1))
         plan_ms.append((perf_counter() - begin) * 1000)
         if found.decision is Decision.KEEP:
             num_kept += 1
@@ -168,10 +168,6 @@ def replay(scenario: Scenario, policy: str) -> Replay:
         taken.append(
             Rebalance(window, found.num_moves, found.bytes_by_link, found.reason, found.target)
         )
-        if found.decision is Decision.MOVE:
-            promise = Promise(found.base, found.target, found.before - found.after)
-            since = window
-        current = found.target
     last = history.tokens[-1]
     return Replay(
         policy=policy,
@@ -180,35 +176,7 @@ def replay(scenario: Scenario, policy: str) -> Replay:
         num_kept=num_kept,
         plan_ms=np.array(plan_ms),
         first_load=rank_load(last, first, topology),
-        last_load=rank_load(last, current, topology),
+        last_load=rank_load(last, course.serving, topology),
         first_placement=first,
-        last_placement=current,
+        last_placement=course.serving,
     )
-
-
-def _plan(
-    scenario: Scenario,
-    past: LoadHistory,
-    current: Placement | None,
-    policy: str,
-    unseen: int | None = None,
-    record: Record | None = None,
-) -> Plan:
-    return plan(
-        past,
-        scenario.topology,
-        model=scenario.model,
-        current=current,
-        budget=scenario.budget,
-        policy=policy,
-        cost=scenario.cost,
-        seed=scenario.seed,
-        unseen=unseen,
-        record=record,
-    )
-
-
-def _planned_on(scenario: Scenario, seen: LoadHistory) -> LoadHistory:
-    if not scenario.cut_at_change:
-        return seen.latest(scenario.past_windows)
-    return planning_history(seen, last=scenario.past_windows)

@@ -91,7 +91,7 @@ def plan(
     """Plan a placement for a dump of load, judge it under the engine's rule, and write its file."""
     try:
         shape = preset(model) if model else None
-        options = _options(
+        options = read_options(
             shape,
             layer_ids,
             first_moe_layer,
@@ -148,7 +148,7 @@ def convert(
     """Convert a placement, or load, to another format; what is repaired or lost is printed."""
     try:
         shape = preset(model) if model else None
-        options = _options(
+        options = read_options(
             shape,
             layer_ids,
             first_moe_layer,
@@ -198,7 +198,7 @@ def validate(
     """
     try:
         shape = preset(model) if model else None
-        options = _options(
+        options = read_options(
             shape if layer_ids is None and first_moe_layer is None else None,
             layer_ids,
             first_moe_layer,
@@ -222,9 +222,10 @@ def validate(
     typer.echo(f"{target.value} accepts it")
 
 
-def _options(
+def read_options(
     shape: ModelShape | None, layer_ids: str | None, first: int | None, **others: object
 ) -> ReadOptions:
+    """What the flags of a command state about a file; a model states its MoE layers."""
     ids = parse_layer_ids(layer_ids) if layer_ids is not None else None
     if ids is None and first is None and shape is not None:
         ids = shape.layer_ids

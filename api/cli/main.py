@@ -16,6 +16,7 @@ from api.cli.config import named_settings
 from api.cli.deploy import compile_kernels, controller, host_cache, launch, serve
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
+from api.cli.shadow import shadow
 from api.cli.simulate import simulate
 from api.cli.status import status
 from api.cli.store_commands import app as store_commands
@@ -49,7 +50,9 @@ app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
 app.command("compile")(compile_kernels)
-for one in (serve, controller, host_cache, launch, check, fsck, status, plan, convert, validate):
+for one in (serve, controller, host_cache, launch, check, fsck, status):
+    app.command()(one)
+for one in (plan, convert, validate, shadow):
     app.command()(one)
 app.add_typer(store_commands, name="store")
 

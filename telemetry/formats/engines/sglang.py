@@ -51,7 +51,7 @@ CIRCULAR = "steps stand in a circular buffer: which window is the newest is not 
 def read_dump(path: Path, options: ReadOptions) -> LoadFile:
     """Read a recorder's ``.pt`` file, or the folder of a dump of one file a rank."""
     if path.is_dir():
-        return _read_rank_files(_rank_files(path), options)
+        return read_rank_files(_rank_files(path), options)
     return of_dump(load_torch(path), path, options)
 
 
@@ -61,7 +61,7 @@ def of_dump(found: Any, path: Path, options: ReadOptions) -> LoadFile:
         return _stat(found[COUNT], options, (CIRCULAR,))
     if isinstance(found, dict) and "records" in found:
         note = f"of one rank alone, {path.name}: the folder of all ranks' files gives their sum"
-        return _read_rank_files([path], options, {path: found}, (note,))
+        return read_rank_files([path], options, {path: found}, (note,))
     raise HistoryError(f"no {COUNT} and no records, expected a dump of SGLang's recorder")
 
 
@@ -135,12 +135,13 @@ def _rank_files(folder: Path) -> list[Path]:
     return [by_rank[rank][0] for rank in sorted(by_rank)]
 
 
-def _read_rank_files(
+def read_rank_files(
     paths: list[Path],
     options: ReadOptions,
     loaded: dict[Path, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> LoadFile:
+    """Read the files of all ranks of one dump, by rank, and sum their passes."""
     held: NDArray[np.int64] | None = None
     sums: dict[int, NDArray[np.int64]] = {}  # by pass
     seen: dict[int, int] = {}

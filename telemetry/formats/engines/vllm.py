@@ -59,46 +59,76 @@ class _Meta:
     model: str = ""
 
 
-def read_load(path: Path, options: ReadOptions) -> LoadFile:
-    """Read load lines."""
-    meta = _Meta(num_redundant=options.num_redundant)
-    sums = StepSums(options.max_windows)
-    held: NDArray[np.int64] | None = None
-    num_experts, markers = options.num_experts, 0
-    for number, record in _records(path):
-        where = f"line {number}"
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One line of load."""
+
+    number: int
+    tokens: NDArray[np.int64]  # [L, E]
+    held: NDArray[np.int64]  # [L, P] the map that they were counted under; -1: an empty slot
+
+
+class StepLines:
+    """Takes the lines of a load file one after another, and keeps what the first of them tell."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.meta = _Meta(num_redundant=options.num_redundant)
+        self.num_experts = options.num_experts
+        self.num_markers = 0
+        self._num_rows: int | None = None
+
+    def take(self, record: Any, where: str) -> Step | None:
+        """The load of a line; None: it holds none.
+
+        Raises:
+            HistoryError: the line is damaged, or does not fit those before it.
+        """
         kind = member(record, "record_type", str, where)
         if kind in MARKERS:
-            markers += 1
-            continue
+            self.num_markers += 1
+            return None
         if kind not in (META, STATS):
             raise HistoryError(f"{where} is {kind[:40]!r}, expected {META} or {STATS}")
         whole_number(record.get("version"), f"{where} version", VERSION, VERSION)
         if kind == META:
-            _take_meta(meta, record, where)
-            continue
+            _take_meta(self.meta, record, where)
+            return None
         loads = int_array(member(record, "expert_load", list, where), 2, f"{where} expert_load")
         table = int_array(member(record, "p2l_map", list, where), 2, f"{where} p2l_map")
-        if meta.num_layers not in (None, len(table)):
-            raise HistoryError(f"{where} has {len(table)} layers, expected {meta.num_layers}")
-        if held is not None and len(held) != len(table):
-            raise HistoryError(f"{where} has {len(table)} layers, the lines before {len(held)}")
-        if num_experts is None:
-            num_experts = _num_experts(table, meta.num_redundant, where)
-        step = whole_number(record.get("step"), f"{where} step", 0, 2**62)
+        if self.meta.num_layers not in (None, len(table)):
+            raise HistoryError(f"{where} has {len(table)} layers, expected {self.meta.num_layers}")
+        if self._num_rows not in (None, len(table)):
+            raise HistoryError(
+                f"{where} has {len(table)} layers, the lines before {self._num_rows}"
+            )
+        if self.num_experts is None:
+            self.num_experts = _num_experts(table, self.meta.num_redundant, where)
+        number = whole_number(record.get("step"), f"{where} step", 0, 2**62)
         if loads.max() > 2**48:
             raise HistoryError(f"{where}: {loads.max()} tokens in a slot, expected fewer")
-        sums.add(step, to_logical(loads, table, num_experts, where))
-        meta.num_ranks = meta.num_ranks or record.get("num_ranks")
-        held = table
-    if held is None or num_experts is None:
+        tokens = to_logical(loads, table, self.num_experts, where)
+        self.meta.num_ranks = self.meta.num_ranks or record.get("num_ranks")
+        self._num_rows = len(table)
+        return Step(number, tokens, table)
+
+
+def read_load(path: Path, options: ReadOptions) -> LoadFile:
+    """Read load lines."""
+    lines, sums = StepLines(options), StepSums(options.max_windows)
+    held: NDArray[np.int64] | None = None
+    for number, record in _records(path):
+        if (step := lines.take(record, f"line {number}")) is not None:
+            sums.add(step.number, step.tokens)
+            held = step.held
+    meta = lines.meta
+    if held is None or lines.num_experts is None:
         raise HistoryError(f"no line {STATS}, expected load")
     _check_count(meta.num_ranks, "num_ranks")
     rows, layers, notes = resolve(rows_in_order(len(held)), options)
-    if markers:
-        notes = (*notes, f"{markers} lines of a benchmark's markers are ignored")
+    if lines.num_markers:
+        notes = (*notes, f"{lines.num_markers} lines of a benchmark's markers are ignored")
     history = sums.history()
-    current, said = _current(held[rows], num_experts)
+    current, said = current_of(held[rows], lines.num_experts)
     file = None
     if current is not None:
         file = PlacementFile(current, layers, meta.num_ranks)
@@ -107,7 +137,10 @@ def read_load(path: Path, options: ReadOptions) -> LoadFile:
     )
 
 
-def _current(held: NDArray[np.int64], num_experts: int) -> tuple[Placement | None, tuple[str, ...]]:
+def current_of(
+    held: NDArray[np.int64], num_experts: int
+) -> tuple[Placement | None, tuple[str, ...]]:
+    """The placement of a map [L, P], or why it is none."""
     complete = all(np.isin(np.arange(num_experts), row).all() for row in held)
     if not complete:  # elastic expert parallelism between two sizes
         return None, ("the last map lacks experts, and is not taken as the current placement",)

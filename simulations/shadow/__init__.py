@@ -1,0 +1,1 @@
+"""Shadow mode: decisions of this planner beside those of an engine, priced on the same windows."""
