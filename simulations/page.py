@@ -92,6 +92,7 @@ def _table(result: dict[str, Any]) -> str:
             f"{figures['experts_moved']:,}",
         )
         for policy, figures in result["policies"].items()
+        if "imbalance_mean" in figures
     ]
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
@@ -126,7 +127,8 @@ def _over_time(go: Any, result: dict[str, Any], replays: Sequence[Replay]) -> An
 
 def _moves_against_balance(go: Any, result: dict[str, Any]) -> Any:
     figure = go.Figure()
-    for number, (policy, figures) in enumerate(result["policies"].items()):
+    judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
+    for number, (policy, figures) in enumerate(judged.items()):
         figure.add_scatter(
             x=[figures["experts_moved"]],
             y=[figures["imbalance_mean"]],
@@ -149,7 +151,9 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> Any:
         for name, value in zip(("contiguous", replay.policy), worst, strict=True)
     ]
     figure = make_subplots(cols=2, shared_yaxes=True, subplot_titles=titles)
-    ratios = [load / np.maximum(load.mean(axis=1, keepdims=True), 1e-12) for load in loads]
+    serving = scenario.topology.serving
+    means = [load[:, serving].mean(axis=1, keepdims=True) for load in loads]
+    ratios = [load / np.maximum(mean, 1e-12) for load, mean in zip(loads, means, strict=True)]
     for column, ratio in enumerate(ratios, start=1):
         figure.add_heatmap(z=ratio, coloraxis="coloraxis", row=1, col=column)
         figure.update_xaxes(title_text="rank", row=1, col=column)
@@ -159,7 +163,8 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> Any:
         template="plotly_white",
         height=460,
         margin={"t": 40},
-        coloraxis={"colorscale": "RdBu_r", "cmid": 1.0, "cmin": 0.0, "cmax": top},
+        # As far below 1 as above: plotly ignores a middle once both ends are given.
+        coloraxis={"colorscale": "RdBu_r", "cmin": 2.0 - top, "cmax": top},
     )
     return figure
 

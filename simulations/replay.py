@@ -1,10 +1,10 @@
-"""Replays windows of load and lets a policy plan between them, as the controller would.
+"""Replays windows of load one after another: each is served under what was planned before it.
 
-Each window is judged under the placement planned before it; then the policy plans on the windows
-seen so far. The planner and its gate are the live ones, ``eplb.plan``, so what is simulated is
-what would run. At the start the experts stand contiguously.
+Every compared scheme sees the same windows in one pass, so that a day of them needs no more memory
+than the windows that a plan looks back on. Time is linear in windows. The planner, its gate and
+its record of promises are the live ones, so what is simulated is what would run.
 
-Shapes:  T windows, L MoE layers, R ranks.
+Shapes:  T windows, L MoE layers, S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -22,25 +23,33 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel, Decision
-from eplb.errors import ConfigError, HistoryError
-from eplb.measure.balance import imbalance_of, rank_load
+from eplb.decision.gate import CostModel
+from eplb.dispatch_rules.rules import DispatchRule
+from eplb.errors import ConfigError, EplbError, HistoryError
+from eplb.measure.balance import imbalance_of
 from eplb.measure.noise import sampling_noise
-from eplb.planner import plan
-from eplb.policies.table import policy_named
-from simulations.course import Course, Terms
+from simulations.cost.migration import MigrationCost
+from simulations.cost.moved import Moved, moved_between
+from simulations.cost.step_time import StepModel
+from simulations.course import Terms
+from simulations.scheme_table import check_names, scheme_named
+from simulations.schemes import Scheme, SlotLoad, by_rank
+from simulations.windows import Past, Tokens, Windows, of_history
 
 
 @dataclass(frozen=True)
 class Scenario:
     """What all compared policies share.
 
+    Args:
+        load: windows, or a history of them.
+
     Raises:
         HistoryError: fewer than two windows.
         ConfigError: counts that no replay can use.
     """
 
-    history: LoadHistory
+    load: Windows | LoadHistory
     topology: Topology
     model: ModelShape | None = None
     budget: Budget = field(default_factory=Budget)
@@ -49,22 +58,42 @@ class Scenario:
     past_windows: int = 16  # the planner looks back this far
     plan_every: int = 1  # windows from one plan to the next
     cut_at_change: bool = True  # plans forget the load before a sudden change, as the live ones do
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
+    keep_placements: bool = False  # of every change: memory grows with changes
+    step_model: StepModel | None = None  # None: imbalance alone, no times
+    migration: MigrationCost | None = None  # None: what moves takes no time
 
     def __post_init__(self) -> None:
-        if self.history.num_windows < 2:
-            raise HistoryError(
-                f"{self.history.num_windows} windows, expected at least 2: one to plan on, "
-                "one to judge"
-            )
         for name in ("past_windows", "plan_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        num_windows = self.windows.num_windows
+        if num_windows is not None and num_windows < 2:
+            raise too_few(num_windows)
 
-    @property
-    def noise_floor(self) -> float:
-        """Imbalance that chance alone makes of a window under a perfect placement."""
-        tokens = float(self.history.tokens.sum(axis=2).mean())
-        return 1.0 + sampling_noise(tokens, int(self.topology.alive.sum()))
+    @cached_property
+    def windows(self) -> Windows:
+        """The load as a source of windows."""
+        return of_history(self.load) if isinstance(self.load, LoadHistory) else self.load
+
+    @cached_property
+    def terms(self) -> Terms:
+        """What plans are made with."""
+        return Terms(
+            self.topology,
+            self.model,
+            self.budget,
+            self.cost,
+            self.seed,
+            self.past_windows,
+            self.cut_at_change,
+            self.dispatch,
+        )
+
+
+def too_few(num_windows: int) -> HistoryError:
+    """The error of a load that cannot be judged."""
+    return HistoryError(f"{num_windows} windows, expected at least 2: one to plan on, one to judge")
 
 
 @dataclass(frozen=True)
@@ -73,9 +102,10 @@ class Rebalance:
 
     window: int  # planned after this window, serving from the next
     moves: int
-    bytes_by_link: dict[str, int]
+    bytes_by_link: dict[str, int]  # empty without a model, which knows the size of an expert
     reason: str
-    target: Placement
+    target: Placement | None  # None: the scenario keeps no placements
+    lost_s: float = 0.0  # serving time that it took
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +113,24 @@ class Replay:
     """How one policy did, window by window; the first window is only planned on."""
 
     policy: str
+    is_oracle: bool  # it looks at the window that it serves
     imbalance: NDArray[np.float64]  # [T - 1, L] of windows 1, 2, ...
     rebalances: tuple[Rebalance, ...]
     num_kept: int  # plans that were not worth moving to
     plan_ms: NDArray[np.float64]  # wall time of each plan
     first_load: NDArray[np.float64]  # [L, R] of the last window under the first placement
-    last_load: NDArray[np.float64]  # [L, R] of the last window under the last placement
+    last_load: NDArray[np.float64]  # [L, R] of the last window as it was served
     first_placement: Placement
     last_placement: Placement
+    tokens: NDArray[np.float64]  # [T - 1] routed tokens of each window, mean over layers
+    step_us: NDArray[np.float64]  # [T - 1] of one step of each window; empty without a step model
+    failed: str = ""  # why it ended before the last window
+
+    @property
+    def idle(self) -> NDArray[np.bool_]:
+        """[T - 1] windows without any token, which count in no mean."""
+        idle: NDArray[np.bool_] = self.tokens == 0
+        return idle
 
     @property
     def per_window(self) -> NDArray[np.float64]:
@@ -99,10 +139,22 @@ class Replay:
         return mean
 
     @property
+    def mean(self) -> float:
+        """Over the windows that have tokens."""
+        busy = self.per_window[~self.idle]
+        return float(busy.mean()) if busy.size else 1.0
+
+    @property
     def placements(self) -> list[Placement]:
-        """The placement under which each window 1, 2, ... was judged."""
+        """The placement under which each window 1, 2, ... was judged.
+
+        Raises:
+            ConfigError: the scenario keeps no placements.
+        """
         serving = [self.first_placement] * (len(self.imbalance) + 1)
         for rebalance in self.rebalances:
+            if rebalance.target is None:
+                raise ConfigError("the placements were not kept, expected keep_placements")
             later = len(serving) - rebalance.window - 1
             serving[rebalance.window + 1 :] = [rebalance.target] * later
         return serving[1:]
@@ -121,62 +173,126 @@ class Replay:
         return total
 
 
+class Runner:
+    """One scheme, and what it did so far."""
+
+    def __init__(self, scenario: Scenario, name: str, first: Tokens) -> None:
+        self.scenario, self.name = scenario, name
+        self.scheme: Scheme = scheme_named(name, scenario.terms, first, scenario.plan_every)
+        self.first_placement, self.failed = self.scheme.serving, ""
+        self._imbalance: list[NDArray[np.float64]] = []
+        self._taken: list[Rebalance] = []
+        self._plan_ms: list[float] = []
+        self._served: SlotLoad | None = None
+        self._step_us: list[float] = []
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> None:
+        """Let the scheme plan after a window; an error ends this scheme and no other."""
+        if self.failed:
+            return
+        begin = perf_counter()
+        kept = self.scheme.num_kept
+        try:
+            taken = self.scheme.plan(window, tokens, past)
+        except EplbError as exc:
+            self.failed = f"planning after window {window}: {exc}"
+            return
+        if taken is not None or self.scheme.num_kept > kept:
+            self._plan_ms.append((perf_counter() - begin) * 1000)
+        if taken is None:
+            return
+        moved = moved_between(taken.base, taken.target, self.scenario.topology)
+        target = taken.target if self.scenario.keep_placements else None
+        self._taken.append(Rebalance(window, moved.total, self._bytes(moved), taken.reason, target))
+
+    def _bytes(self, moved: Moved) -> dict[str, int]:
+        model = self.scenario.model
+        if model is None:
+            return {}
+        return {link: count * model.expert_bytes for link, count in moved.by_link.items()}
+
+    def serve(self, window: int, tokens: Tokens) -> None:
+        """Serve a window, and judge it."""
+        if self.failed:
+            return
+        try:
+            self._served = self.scheme.serve(tokens)
+        except EplbError as exc:
+            self.failed = f"serving window {window}: {exc}"
+            return
+        topology = self.scenario.topology
+        self._imbalance.append(imbalance_of(by_rank(self._served, topology), topology))
+        if self.scenario.step_model is not None:
+            rows = self._served / self.scenario.windows.steps
+            self._step_us.append(self.scenario.step_model.of(rows).us)
+
+    def result(self, last: Tokens, routed: NDArray[np.float64]) -> Replay:
+        """Everything together."""
+        scenario, topology = self.scenario, self.scenario.topology
+        first = scheme_named("contiguous", scenario.terms, last, 1)
+        served = self._served if self._served is not None else first.serve(last)
+        return Replay(
+            policy=self.name,
+            is_oracle=self.scheme.is_oracle,
+            imbalance=np.array(self._imbalance).reshape(-1, len(last)),
+            rebalances=tuple(self._taken),
+            num_kept=self.scheme.num_kept,
+            plan_ms=np.array(self._plan_ms),
+            first_load=by_rank(first.serve(last), topology),
+            last_load=by_rank(served, topology),
+            first_placement=self.first_placement,
+            last_placement=self.scheme.serving,
+            tokens=routed[: len(self._imbalance)],
+            step_us=np.array(self._step_us),
+            failed=self.failed,
+        )
+
+
 def replay_all(scenario: Scenario, policies: Sequence[str]) -> list[Replay]:
-    """Replay every policy on the same windows.
+    """Replay every policy on the same windows, in one pass.
 
     Raises:
         ConfigError: no policy, one named twice, or an unknown one.
+        HistoryError: fewer than two windows, or windows of different shapes.
     """
-    if not policies or len(set(policies)) != len(policies):
-        raise ConfigError(f"policies are {list(policies)}, expected distinct names")
-    for name in policies:
-        policy_named(name)  # before anything is replayed
-    return [replay(scenario, name) for name in policies]
+    names = tuple(policies)
+    check_names(names)
+    past = Past(scenario.past_windows, scenario.windows)
+    runners: list[Runner] = []
+    routed: list[float] = []
+    before: Tokens | None = None
+    for window, tokens in enumerate(scenario.windows):
+        if before is None:
+            runners = [Runner(scenario, name, tokens) for name in names]
+        else:
+            # Planned only now, because a plan after the last window would serve none.
+            for runner in runners:
+                runner.plan(window - 1, before, past)
+                runner.serve(window, tokens)
+            routed.append(float(tokens.sum()) / len(tokens))
+        past.add(tokens)
+        before = tokens
+    if before is None or not routed:
+        raise too_few(0 if before is None else 1)
+    return [runner.result(before, np.array(routed)) for runner in runners]
 
 
 def replay(scenario: Scenario, policy: str) -> Replay:
-    """Replay one policy."""
-    history, topology = scenario.history, scenario.topology
-    alone = plan(history.latest(1), topology, model=scenario.model, policy="contiguous")
-    first = alone.base
-    terms = Terms(
-        topology,
-        scenario.model,
-        scenario.budget,
-        scenario.cost,
-        scenario.seed,
-        scenario.past_windows,
-        scenario.cut_at_change,
-    )
-    course = Course(terms, policy, first)
-    judged: list[NDArray[np.float64]] = []
-    taken: list[Rebalance] = []
-    num_kept = 0
-    plan_ms: list[float] = []
-    for window in range(history.num_windows):
-        if window:
-            load = rank_load(history.tokens[window], course.serving, topology)
-            judged.append(imbalance_of(load, topology))
-        if window % scenario.plan_every or window == history.num_windows - 1:
-            continue  # a plan after the last window would serve none
-        begin = perf_counter()
-        found = course.plan_after(window, history.first(window + 1))
-        plan_ms.append((perf_counter() - begin) * 1000)
-        if found.decision is Decision.KEEP:
-            num_kept += 1
-            continue
-        taken.append(
-            Rebalance(window, found.num_moves, found.bytes_by_link, found.reason, found.target)
-        )
-    last = history.tokens[-1]
-    return Replay(
-        policy=policy,
-        imbalance=np.array(judged),
-        rebalances=tuple(taken),
-        num_kept=num_kept,
-        plan_ms=np.array(plan_ms),
-        first_load=rank_load(last, first, topology),
-        last_load=rank_load(last, course.serving, topology),
-        first_placement=first,
-        last_placement=course.serving,
-    )
+    """Replay one policy.
+
+    Raises:
+        EplbError: as ``replay_all``; and what the policy itself raises.
+    """
+    (found,) = replay_all(scenario, [policy])
+    if found.failed:
+        raise ConfigError(f"policy {policy!r}: {found.failed}")
+    return found
+
+
+def noise_floor(scenario: Scenario, tokens_per_window: float) -> float:
+    """Imbalance that chance alone makes of a window under a perfect placement.
+
+    Args:
+        tokens_per_window: routed tokens of a layer, mean over layers and windows.
+    """
+    return 1.0 + sampling_noise(tokens_per_window, int(scenario.topology.serving.sum()))

@@ -13,37 +13,52 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eplb.errors import ConfigError
-from simulations.replay import Replay, Scenario
+from simulations.replay import Replay, Scenario, noise_floor
 
 
 def summary(name: str, scenario: Scenario, replays: Sequence[Replay]) -> dict[str, Any]:
     """Give the result JSON-ready; all but the times repeat for the same input and seed."""
-    history, topology = scenario.history, scenario.topology
+    windows, topology = scenario.windows, scenario.topology
+    longest = max(replays, key=lambda replay: len(replay.tokens))
+    routed = float(longest.tokens.mean()) if len(longest.tokens) else 0.0
     return {
         "trace": name,
-        "windows": history.num_windows,
-        "layers": history.num_layers,
-        "experts": history.num_experts,
+        "windows": len(longest.tokens) + 1,
+        "windows_skipped": windows.skipped,
+        "windows_idle": int(longest.idle.sum()),
+        "layers": windows.num_layers,
+        "experts": windows.num_experts,
         "ranks": topology.num_ranks,
         "nodes": topology.num_nodes,
         "slots": topology.num_slots,
-        "routed_tokens_per_window": float(history.tokens.sum(axis=2).mean()),
-        "noise_floor": scenario.noise_floor,
+        "routed_tokens_per_window": routed,
+        "noise_floor": noise_floor(scenario, routed),
         "past_windows": scenario.past_windows,
         "plan_every": scenario.plan_every,
+        "dispatch": scenario.dispatch.value,
         "seed": scenario.seed,
+        "steps_per_window": windows.steps,
+        "experts_measured": (
+            None if scenario.step_model is None else scenario.step_model.experts.source
+        ),
         "policies": {replay.policy: _figures(scenario, replay) for replay in replays},
     }
 
 
 def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
-    series = replay.per_window
-    all_slots = scenario.history.num_layers * scenario.topology.num_slots
+    if not len(replay.imbalance):
+        return {"oracle": replay.is_oracle, "failed": replay.failed}
+    series = replay.per_window[~replay.idle]
+    series = series if series.size else np.ones(1)
+    all_slots = scenario.windows.num_layers * scenario.topology.num_slots
     return {
+        "oracle": replay.is_oracle,
+        "failed": replay.failed,
         "imbalance_mean": float(series.mean()),
         "imbalance_p95": float(np.percentile(series, 95)),
+        "imbalance_p99": float(np.percentile(series, 99)),
         "imbalance_max_layer": float(replay.imbalance.max()),
-        "imbalance_series": [round(value, 6) for value in series.tolist()],
+        "imbalance_series": [round(value, 6) for value in replay.per_window.tolist()],
         "rebalances": len(replay.rebalances),
         "kept": replay.num_kept,
         "experts_moved": replay.moves,
@@ -52,8 +67,53 @@ def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
         ),
         "bytes_by_link": dict(replay.bytes_by_link),
         "rebalance_windows": [rebalance.window for rebalance in replay.rebalances],
-        "plan_ms_p50": float(np.median(replay.plan_ms)),
+        "plan_ms_p50": float(np.median(replay.plan_ms)) if replay.plan_ms.size else 0.0,
+        **_times(scenario, replay),
     }
+
+
+def _times(scenario: Scenario, replay: Replay) -> dict[str, float]:
+    """What windows and moves take; nothing without a step model."""
+    if scenario.step_model is None:
+        return {}
+    steps, tokens = scenario.windows.steps, replay.tokens / scenario.step_model.model.top_k
+    lost_s = float(sum(rebalance.lost_s for rebalance in replay.rebalances))
+    seconds = float(replay.step_us[~replay.idle].sum()) * steps / 1e6 + lost_s
+    num_ranks = int(scenario.topology.serving.sum())
+    return {
+        "step_us_mean": float(replay.step_us[~replay.idle].mean()) if tokens.any() else 0.0,
+        "lost_s": lost_s,
+        "lost_part": lost_s / seconds if seconds else 0.0,
+        "tokens_per_s_per_rank": float(tokens.sum()) / seconds / num_ranks if seconds else 0.0,
+    }
+
+
+def conclusions(result: dict[str, Any]) -> list[str]:
+    """What a summary says, in sentences with numbers: each policy against the first one."""
+    judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
+    if not judged:
+        return []
+    base_name, base = next(iter(judged.items()))
+    return [
+        _against(name, one, base_name, base) for name, one in judged.items() if name != base_name
+    ]
+
+
+def _against(name: str, one: dict[str, Any], base_name: str, base: dict[str, Any]) -> str:
+    balance = f"imbalance {base['imbalance_mean']:.3f} -> {one['imbalance_mean']:.3f}"
+    moved = f"{one['experts_moved']:,} experts moved in {one['rebalances']} plans"
+    text = f"{name} against {base_name}: {balance}, {moved}"
+    if "tokens_per_s_per_rank" in one:
+        gain = one["tokens_per_s_per_rank"] / max(base["tokens_per_s_per_rank"], 1e-12) - 1
+        text += (
+            f", {gain:+.1%} tokens/s, of which moves took {one['lost_part']:.2%}"
+            f" ({one['lost_s']:.1f} s)"
+        )
+    if one["oracle"]:
+        text += "; an oracle, no planner gets there"
+    if one["failed"]:
+        text += f"; ended early: {one['failed']}"
+    return text
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -65,7 +125,9 @@ def table(result: dict[str, Any]) -> Table:
     )
     caption = (
         "mean, p95: imbalance over windows; worst: one layer in one window; moved, kept: plans; "
-        "experts: moved in all; slots: changed by a plan that moved; ms: median time of a plan"
+        "experts: moved in all; slots: changed by a plan that moved; ms: median time of a plan; "
+        "tok/s: of a rank. "
+        "An oracle looks at the window that it serves: a limit, not a competitor"
     )
     grid = Table(
         title=title,
@@ -76,10 +138,15 @@ def table(result: dict[str, Any]) -> Table:
         padding=0,
     )
     grid.add_column("policy", no_wrap=True)
-    headings = ("mean", "p95", "worst", "moved", "kept", "experts", "slots", "GB", "ms")
+    is_timed = any("step_us_mean" in one for one in result["policies"].values())
+    headings = ["mean", "p95", "worst", "moved", "kept", "experts", "slots", "GB", "ms"]
+    headings += ["step us", "tok/s"] if is_timed else []
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
     for policy, figures in result["policies"].items():
+        if "imbalance_mean" not in figures:
+            grid.add_row(policy, "failed")
+            continue
         moved_bytes = sum(figures["bytes_by_link"].values())
         grid.add_row(
             policy,
@@ -92,6 +159,11 @@ def table(result: dict[str, Any]) -> Table:
             f"{figures['slots_moved_per_rebalance']:.1%}",
             f"{moved_bytes / 1e9:.1f}" if moved_bytes else "-",
             f"{figures['plan_ms_p50']:.1f}",
+            *(
+                [f"{figures['step_us_mean']:.0f}", f"{figures['tokens_per_s_per_rank']:.0f}"]
+                if is_timed
+                else []
+            ),
         )
     return grid
 

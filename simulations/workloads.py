@@ -6,21 +6,26 @@ draws its own profile around that of its domain. The result has skew, drift, and
 planner can remove.
 
 Real profiles are nearest to a gamma distribution with shape 0.7 to 5; Zipf with exponent 1 or more,
-common in demonstrations, is far too steep, and is here for comparison.
+common in demonstrations, is far too steep, and is here for comparison. ``simulations/traffic.py``
+has days of calibrated traffic.
 
 Shapes:  T windows, L MoE layers, E experts, D domains, Q requests of a window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
+from simulations.traffic import PRESETS as TRAFFIC
+from simulations.traffic import Traffic, traffic_windows
+from simulations.windows import Tokens, Windows
 
 PREFIX = "generated:"
 
@@ -48,7 +53,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise ConfigError(
-                f"unknown workload {self.profile!r}, expected one of: {', '.join(sorted(PROFILES))}"
+                f"unknown workload {self.profile!r}, expected one of: "
+                f"{', '.join(sorted({*PROFILES, *TRAFFIC}))}"
             )
         for name, least in (("windows", 2), ("domain_spread", 0), ("drift", 0), ("dispersion", 1)):
             if not getattr(self, name) >= least:
@@ -69,8 +75,16 @@ def workload_named(text: str) -> Workload:
         ConfigError: an unknown name or key, or a value that is not a number.
     """
     name, _, settings = text.removeprefix(PREFIX).partition(":")
-    kinds = {field.name: float if "." in str(field.default) else int for field in fields(Workload)}
-    del kinds["profile"]
+    return Workload(name, **_read(settings, Workload))  # type: ignore[arg-type]
+
+
+def _read(settings: str, kind: type[Workload] | type[Traffic]) -> dict[str, int | float]:
+    """Numbers of ``key=value,...``, by the types of the fields' defaults."""
+    kinds = {
+        field.name: float if "." in str(field.default) else int
+        for field in fields(kind)
+        if isinstance(field.default, int | float)
+    }
     chosen: dict[str, int | float] = {}
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
@@ -84,11 +98,39 @@ def workload_named(text: str) -> Workload:
             raise ConfigError(
                 f"workload: {key} is {value!r}, expected a number ({kinds[key].__name__})"
             ) from exc
-    return Workload(name, **chosen)  # type: ignore[arg-type]
+    return chosen
+
+
+def windows_named(text: str, seed: int, model: ModelShape | None = None) -> Windows:
+    """A source of generated windows: ``generated:NAME`` or ``generated:NAME:key=value,...``.
+
+    Args:
+        model: gives layers, experts and top-k where the text does not.
+
+    Raises:
+        ConfigError: as ``workload_named``.
+    """
+    name, _, settings = text.removeprefix(PREFIX).partition(":")
+    shape = {}
+    if model is not None:
+        shape = {"layers": model.num_layers, "experts": model.num_experts, "top_k": model.top_k}
+    if name in TRAFFIC:
+        chosen = TRAFFIC[name] | shape | _read(settings, Traffic)
+        return traffic_windows(Traffic(**chosen), seed)  # type: ignore[arg-type]
+    chosen = shape | _read(settings, Workload)
+    workload = Workload(name, **chosen)  # type: ignore[arg-type]
+    return Windows(
+        workload.layers, workload.experts, lambda: stream(workload, seed), workload.windows
+    )
 
 
 def generate(workload: Workload, seed: int) -> LoadHistory:
     """Draw the windows; the same seed draws the same ones."""
+    return LoadHistory(np.stack(list(stream(workload, seed))))
+
+
+def stream(workload: Workload, seed: int) -> Iterator[Tokens]:
+    """Draw one window after another."""
     rng = np.random.default_rng(seed)
     shape = (workload.layers, workload.experts)
     base = PROFILES[workload.profile](rng, shape)
@@ -99,8 +141,8 @@ def generate(workload: Workload, seed: int) -> LoadHistory:
     per_domain = np.minimum(per_domain, 1.0 / workload.top_k)
     per_domain /= per_domain.sum(axis=2, keepdims=True)
     mixes = _walk(rng, workload)
-    tokens = np.stack([_window(rng, workload, per_domain, mix) for mix in mixes])
-    return LoadHistory(tokens)
+    for mix in mixes:
+        yield _window(rng, workload, per_domain, mix)
 
 
 def _walk(rng: np.random.Generator, workload: Workload) -> NDArray[np.float64]:

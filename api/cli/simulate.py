@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 
 from api.terminal.printable import print_error
-from eplb.core.load import LoadHistory
-from eplb.core.model import ModelShape, preset
+from eplb.core.model import preset
 from eplb.core.problem import Budget
-from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import EplbError
+from simulations.cost.migration import MigrationCost
+from simulations.inputs import model_of, step_model_of, topology_of, windows_of
+from simulations.limits import limit_of
 from simulations.page import write_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
-from simulations.report import summary, table, write_json
-from simulations.workloads import PREFIX, generate, workload_named
-from telemetry.formats.routing import Layout, load_trace
-from telemetry.formats.table import read_load
+from simulations.report import conclusions, summary, table, write_json
+from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
-BAD_INPUT = 2  # exit code
+BAD_INPUT, LIMIT_BROKEN = 2, 1  # exit codes
 MAX_WINDOWS = 4096
 
 
@@ -33,7 +32,8 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace or dump, see docs/engines.md, or generated:NAME (gamma, lognormal, zipf)."
+            help="A trace, dump or store, see docs/engines.md, or generated:NAME, see "
+            "docs/simulator.md."
         ),
     ],
     ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
@@ -75,74 +75,86 @@ def simulate(
         float,
         typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
     ] = CostModel.pay_back_s,
+    steps: Annotated[
+        int | None,
+        typer.Option(max=1_000_000_000, help="Forward passes of a window, if the load has none."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
+    ] = None,
+    expert_times: Annotated[
+        Path | None, typer.Option(help="Measured times of experts, in place of the data sheet.")
+    ] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
+    ] = False,
+    other_us: Annotated[
+        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
+    ] = 0.0,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Two batches overlap communication.")
+    ] = False,
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help="End with exit code 1 where this holds, for example 'imbalance>1.1'."),
+    ] = None,
 ) -> None:
-    """Plan on past windows, judge on the next one, and count what moved."""
+    """Plan on past windows, judge on the next one, and count what moved and what it took."""
     try:
         register_peers()
+        limits = [limit_of(text) for text in fail_if or ()]
         shape = preset(model) if model is not None else None
-        history = _history(trace, window, experts, layout, seed)
+        options = ReadOptions(num_experts=experts, window_tokens=window, max_windows=MAX_WINDOWS)
+        load = windows_of(trace, options, seed, shape, layout)
+        if steps is not None:
+            load = replace(load, steps=steps)
+        topology = topology_of(ranks, nodes, slots, load.num_experts)
+        fitted = model_of(shape, load)
+        step_model = None
+        if hardware is not None or expert_times is not None:
+            step_model = step_model_of(
+                fitted,
+                topology,
+                hardware or "h200",
+                expert_times,
+                is_prefill=prefill,
+                other_us=other_us,
+                is_overlapped=overlap,
+            )
         scenario = Scenario(
-            history,
-            _topology(ranks, nodes, slots, history.num_experts),
-            _fitted(shape, history),
+            load,
+            topology,
+            fitted,
             Budget(max_moves=max_moves, target_imbalance=target),
             CostModel(pay_back_s=pay_back),
             seed,
             past,
             every,
+            step_model=step_model,
+            migration=step_model and MigrationCost(step_model.model, step_model.hardware),
         )
         replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
         result = summary(Path(trace).name, scenario, replays)
-        Console().print(table(result))
+        console = Console()
+        console.print(table(result))
+        for sentence in conclusions(result):
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if json_file is not None:
             write_json(json_file, result)
         if html is not None:
             write_page(html, result, scenario, replays)
+        broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-
-
-def _history(
-    trace: str, window: int | None, experts: int | None, layout: Layout | None, seed: int
-) -> LoadHistory:
-    if not trace.startswith(PREFIX):
-        if Path(trace).suffix == ".npz":
-            return load_trace(Path(trace), window_tokens=window, num_experts=experts, layout=layout)
-        options = ReadOptions(num_experts=experts, window_tokens=window, max_windows=MAX_WINDOWS)
-        return read_load(trace, options).history
-    if (window, experts, layout) != (None, None, None):
-        raise ConfigError(
-            f"--window, --experts and --layout are for trace files, expected {PREFIX}NAME:key=value"
-        )
-    return generate(workload_named(trace), seed)
-
-
-def _topology(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:
-    """Spread slots over ranks and ranks over nodes as evenly as they go."""
-    if not 1 <= nodes <= ranks:
-        raise ConfigError(f"{ranks} ranks on {nodes} nodes, expected 1 <= nodes <= ranks")
-    if slots is None:
-        slots = -(-num_experts * 5 // (4 * ranks)) * ranks
-    slots_of_rank = np.full(ranks, slots // ranks, dtype=np.int32)
-    slots_of_rank[: slots % ranks] += 1
-    node_of_rank = np.arange(ranks, dtype=np.int32) * nodes // ranks
-    return Topology(node_of_rank, slots_of_rank)
-
-
-def _fitted(shape: ModelShape | None, history: LoadHistory) -> ModelShape | None:
-    if shape is None:
-        return None
-    found = (history.num_layers, history.num_experts)
-    if found != (shape.num_layers, shape.num_experts):
-        raise ConfigError(
-            f"the trace has {found[0]} layers x {found[1]} experts, "
-            f"the model {shape.num_layers} x {shape.num_experts}"
-        )
-    return shape
+    for sentence in broken:
+        typer.echo(sentence, err=True)
+    if broken:
+        raise typer.Exit(LIMIT_BROKEN)
 
 
 if __name__ == "__main__":

@@ -42,18 +42,16 @@ def net_seconds(found: Replay, num_ranks: int) -> float:
     return float(served + moving + COST.seconds_per_rebalance * len(found.rebalances))
 
 
-def net_seconds_by_curve(found: Replay, scenario: Scenario) -> float:
+def net_seconds_by_curve(found: Replay, history: LoadHistory, topology: Topology) -> float:
     """The same, where the curve says what imbalance makes of a step."""
     ratio = np.array(
         [
-            measured(
-                Problem(window, scenario.topology, cost=COST, objective="time"), placement
-            ).mean()
-            for window, placement in zip(_judged(scenario.history), found.placements, strict=True)
+            measured(Problem(window, topology, cost=COST, objective="time"), placement).mean()
+            for window, placement in zip(_judged(history), found.placements, strict=True)
         ]
     )
     served = WINDOW_S * (1 + COST.expert_part * (ratio - 1)).sum()
-    moving = found.moves / scenario.topology.num_ranks * COST.move_seconds(0)
+    moving = found.moves / topology.num_ranks * COST.move_seconds(0)
     return float(served + moving + COST.seconds_per_rebalance * len(found.rebalances))
 
 
@@ -89,9 +87,10 @@ def dead_zones(num_windows: int, seed: int) -> None:
             history = in_steps(generate(workload, seed))
             cells = []
             for is_on in (False, True):
-                scenario = Scenario(history, topology, cost=replace(COST, dead_zone=is_on))
+                cost = replace(COST, dead_zone=is_on)
+                scenario = Scenario(history, topology, cost=cost, keep_placements=True)
                 found = replay(scenario, "auto")
-                net = net_seconds_by_curve(found, scenario)
+                net = net_seconds_by_curve(found, history, topology)
                 cells.append(f"{net:.2f} ({found.per_window.mean():.3f}, {found.moves})")
             print(f"| {ranks} x {slots} | {batch} | " + " | ".join(cells) + " |", flush=True)
 

@@ -263,7 +263,7 @@ def test_command_prints_a_table_and_writes_a_summary(tmp_path: Path) -> None:
         (("generated:gamma", "--policy", "best"), "unknown policy 'best'"),
         (("generated:gamma", "--slots", "60"), "60 slots on live ranks for 64 experts"),
         (("generated:gamma", "--ranks", "2", "--nodes", "4"), "2 ranks on 4 nodes"),
-        (("generated:gamma", "--model", "mixtral-8x7b"), "the model 32 x 8"),
+        (("generated:gamma:layers=3", "--model", "mixtral-8x7b"), "the model 32 x 8"),
         (("generated:gamma", "--window", "7"), "are for trace files"),
         (("generated:gamma:layers=1,windows=2", "--json", "/nowhere/x.json"), "cannot be written"),
     ],
@@ -304,7 +304,7 @@ def test_replay_placements_judge_each_window_as_reported() -> None:
     history = generate(Workload("gamma", layers=2, experts=16, windows=12, drift=0.6), seed=1)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=5)
 
-    found = replay(Scenario(history, topology), "greedy")
+    found = replay(Scenario(history, topology, keep_placements=True), "greedy")
 
     assert len(found.rebalances) > 1
     assert len(found.placements) == history.num_windows - 1

@@ -1,0 +1,1 @@
+"""What balance is worth in time: experts by rows, dispatch and combine, migration, memory."""

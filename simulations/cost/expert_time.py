@@ -1,0 +1,173 @@
+"""Time of a rank's experts by the rows of its slots: g(n), measured or from data sheets.
+
+A measured curve is a file that ``benchmarks/expert_curve.py`` writes; docs/simulator.md has its
+format. Its even rows give the time of one slot. How uneven slots add up is one of two rules, and
+the file's uneven rows choose the one that was nearer:
+
+    sum of maxima   every slot takes the longer of reading its weights and its products
+    max of sums     one kernel for all slots overlaps them: the longer of the two sums
+
+Shapes:  L MoE layers, S slots, R ranks, P points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from simulations.cost.hardware import Hardware
+from telemetry.formats.bounded import read_json, reading
+
+FORMAT, VERSION = "eplb-expert-time", 1
+Rule = Literal["sum of maxima", "max of sums"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+TILE = 128  # rows that a tile of a large product has
+Rows = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTime:
+    """Microseconds of one slot by its rows.
+
+    Raises:
+        ConfigError: points that are no curve.
+    """
+
+    rows: NDArray[np.float64]  # [P] rising
+    us: NDArray[np.float64]  # [P]
+    rule: Rule
+    source: str  # what was measured, or which data sheet
+
+    def __post_init__(self) -> None:
+        points = list(zip(self.rows.tolist(), self.us.tolist(), strict=True))
+        if len(points) < 2 or any(one[0] >= two[0] for one, two in pairwise(points)):
+            raise ConfigError(
+                f"{self.source}: rows {self.rows.tolist()}, expected two or more, rising"
+            )
+        for rows, us in points:
+            if not (rows > 0 and 0 < us < np.inf):
+                raise ConfigError(f"{self.source}: {us} us for {rows} rows, expected above 0")
+
+    @property
+    def reading_us(self) -> float:
+        """Of one slot, while reading weights decides."""
+        return float(self.us.min())
+
+    @property
+    def row_us(self) -> float:
+        """Of one row, while products decide."""
+        return float((self.us / self.rows).min())
+
+    def of_slots(self, rows: Rows) -> Rows:
+        """Time of each slot alone; rows are means of steps, so that 0.3 is three steps of ten."""
+        last = self.rows[-1]
+        within = np.interp(np.clip(rows, 1.0, last), self.rows, self.us)
+        time: Rows = active(rows) * within * np.maximum(rows / last, 1.0)
+        return time
+
+    def of_ranks(self, rows: Rows, topology: Topology) -> Rows:
+        """[L, R] time of each rank for rows [L, S], at nominal speed."""
+        members = np.eye(topology.num_ranks)[topology.rank_of_slot]
+        if self.rule == "sum of maxima":
+            summed: Rows = self.of_slots(rows) @ members
+            return summed
+        reads = self.reading_us * (active(rows) @ members)
+        longest: Rows = np.maximum(reads, self.row_us * (rows @ members))
+        return longest
+
+
+def active(rows: Rows) -> Rows:
+    """Part of the steps in which a slot has a row, if they come independently."""
+    part: Rows = -np.expm1(-rows)
+    return part
+
+
+def from_data_sheet(hardware: Hardware, model: ModelShape, dtype: str = "fp8") -> ExpertTime:
+    """The roofline of a card: whichever is longer, reading an expert or its products."""
+    flops = {"fp8": hardware.fp8_flops, "bf16": hardware.bf16_flops}.get(dtype)
+    if flops is None:
+        raise ConfigError(f"unknown precision {dtype!r}, expected one of: bf16, fp8")
+    weights = 3.0 * model.hidden * model.intermediate
+    reading_us = weights * (1 if dtype == "fp8" else 2) / hardware.reads * 1e6
+    rows = np.array([1.0, *(TILE * 2.0**power for power in range(8))])
+    us = np.maximum(reading_us, 2 * weights * np.maximum(rows, TILE) / flops * 1e6)
+    return ExpertTime(rows, us, "max of sums", f"data sheet of {hardware.name}, {dtype}")
+
+
+def read_expert_time(path: Path, slots_per_rank: float) -> ExpertTime:
+    """A measured curve: the points of the nearest number of slots.
+
+    Raises:
+        ConfigError: not such a file.
+    """
+    with reading(path, "a file of expert times"):
+        record = read_json(path)
+    where = str(path)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ConfigError(f"{where} is no file of expert times, expected format {FORMAT!r}")
+    if record.get("version") != VERSION:
+        raise ConfigError(f"{where} has version {record.get('version')!r}, expected {VERSION}")
+    try:
+        return _curve(record, slots_per_rank, where)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError(f"{where}: a point lacks or has a wrong {exc}") from exc
+
+
+def check_fits(path: Path, model: ModelShape) -> None:
+    """Refuse a curve that was measured for experts of another size.
+
+    Raises:
+        ConfigError: hidden or intermediate size differs.
+    """
+    record = read_json(path)
+    found = record.get("hidden"), record.get("intermediate")
+    if found != (model.hidden, model.intermediate):
+        raise ConfigError(
+            f"{path} was measured for experts of {found[0]} x {found[1]}, "
+            f"the model has {model.hidden} x {model.intermediate}"
+        )
+
+
+def _curve(record: dict[str, Any], slots_per_rank: float, where: str) -> ExpertTime:
+    points = record["even"]
+    counts = sorted({int(point["slots"]) for point in points})
+    if not counts:
+        raise ConfigError(f"{where} has no even rows, expected some")
+    wanted = np.log(max(slots_per_rank, 1e-9))
+    slots = min(counts, key=lambda count: abs(float(np.log(count)) - wanted))
+    chosen = sorted(
+        (float(p["rows"]), float(p["us"]) / slots) for p in points if p["slots"] == slots
+    )
+    rows, us = (np.array(column) for column in zip(*chosen, strict=True))
+    source = f"{record['model']} {record['dtype']} on {record['device']}, {record['date']}"
+    curve = ExpertTime(rows, us, "sum of maxima", f"{source}, {slots} slots")
+    errors = {rule: error_of(replace(curve, rule=rule), record.get("uneven", ())) for rule in RULES}
+    return replace(curve, rule=min(RULES, key=lambda rule: errors[rule]))
+
+
+def error_of(curve: ExpertTime, uneven: Sequence[dict[str, Any]]) -> float:
+    """Mean error of a curve on measured uneven rows, relative; tiles as serving chooses them."""
+    errors = [
+        abs(predicted_us(curve, point["counts"]) / float(point["us"]) - 1)
+        for point in uneven
+        if point["tiles_for"] == "mean"
+    ]
+    return float(np.mean(errors)) if errors else 0.0
+
+
+def predicted_us(curve: ExpertTime, counts: Sequence[int]) -> float:
+    """Microseconds of one rank whose slots have so many rows in every step."""
+    rows = np.array(counts, dtype=np.float64)
+    rows = rows[rows > 0]
+    if curve.rule == "max of sums":
+        return max(curve.reading_us * len(rows), curve.row_us * float(rows.sum()))
+    return float((curve.of_slots(rows) / active(rows)).sum())

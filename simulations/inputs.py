@@ -1,0 +1,115 @@
+"""What commands name: windows by a file or a generator, ranks by counts, times by hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
+from simulations.cost.hardware import hardware_named
+from simulations.cost.step_time import StepModel
+from simulations.windows import Windows, of_history
+from simulations.workloads import PREFIX, windows_named
+from telemetry.formats.routing import Layout, load_trace
+from telemetry.formats.table import read_load
+from telemetry.formats.types import ReadOptions
+
+
+def windows_of(
+    trace: str,
+    options: ReadOptions,
+    seed: int,
+    model: ModelShape | None = None,
+    layout: Layout | None = None,
+) -> Windows:
+    """The windows of a trace, a dump or a store, or generated ones.
+
+    Args:
+        trace: see docs/engines.md, or ``generated:NAME:key=value,...``.
+        model: gives the shape of generated windows where ``trace`` does not.
+
+    Raises:
+        ConfigError: options that the source does not take.
+        HistoryError: a file that cannot be read.
+    """
+    if trace.startswith(PREFIX):
+        if (options.window_tokens, options.num_experts, layout) != (None, None, None):
+            raise ConfigError(
+                "--window, --experts and --layout are for trace files, "
+                f"expected {PREFIX}NAME:key=value"
+            )
+        return windows_named(trace, seed, model)
+    if Path(trace).suffix == ".npz":
+        return of_history(
+            load_trace(
+                Path(trace),
+                window_tokens=options.window_tokens,
+                num_experts=options.num_experts,
+                layout=layout,
+            )
+        )
+    return of_history(read_load(trace, options).history)
+
+
+def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:
+    """Spread slots over ranks and ranks over nodes as evenly as they go.
+
+    Args:
+        slots: of a layer, all ranks together; None: a quarter more than experts.
+
+    Raises:
+        ConfigError: more nodes than ranks.
+    """
+    if not 1 <= nodes <= ranks:
+        raise ConfigError(f"{ranks} ranks on {nodes} nodes, expected 1 <= nodes <= ranks")
+    if slots is None:
+        slots = -(-num_experts * 5 // (4 * ranks)) * ranks
+    slots_of_rank = np.full(ranks, slots // ranks, dtype=np.int32)
+    slots_of_rank[: slots % ranks] += 1
+    node_of_rank = np.arange(ranks, dtype=np.int32) * nodes // ranks
+    return Topology(node_of_rank, slots_of_rank)
+
+
+def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
+    """The model, if the windows are of its shape.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    found = (windows.num_layers, windows.num_experts)
+    if model is not None and found != (model.num_layers, model.num_experts):
+        raise ConfigError(
+            f"the trace has {found[0]} layers x {found[1]} experts, "
+            f"the model {model.num_layers} x {model.num_experts}"
+        )
+    return model
+
+
+def step_model_of(
+    model: ModelShape | None,
+    topology: Topology,
+    hardware: str,
+    expert_times: Path | None = None,
+    *,
+    is_prefill: bool = False,
+    other_us: float = 0.0,
+    is_overlapped: bool = False,
+) -> StepModel:
+    """Times of steps from a data sheet, or from a measured file.
+
+    Raises:
+        ConfigError: no model, unknown hardware, or a file of other experts.
+    """
+    if model is None:
+        raise ConfigError("times of steps need the sizes of experts, expected --model")
+    card = hardware_named(hardware)
+    if expert_times is None:
+        experts = from_data_sheet(card, model)
+    else:
+        experts = read_expert_time(expert_times, float(topology.slots_of_rank.mean()))
+        check_fits(expert_times, model)
+    return StepModel(model, topology, card, experts, is_prefill, other_us, is_overlapped)

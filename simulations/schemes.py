@@ -1,0 +1,176 @@
+"""What serves a window, and what is planned after it: one object for each compared way.
+
+Ours plans with the live planner and passes its gate. A policy of ``simulations.peers`` plans at
+each interval and is always taken, as engines do. Engines follow their own triggers
+(``simulations/peers/engines.py``), and oracles look at the window that they serve
+(``simulations/oracles``).
+
+Shapes:  L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.placement import EMPTY, Placement, changed_slots
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.decision.gate import Decision
+from eplb.measure.balance import live_shares
+from eplb.policies.table import Policy, Proposal
+from simulations.course import Course, Terms, as_served
+from simulations.windows import Past, Tokens
+
+SlotLoad = NDArray[np.float64]  # [L, S]
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A placement that serves from the next window on."""
+
+    base: Placement
+    target: Placement
+    reason: str
+
+
+class Scheme(Protocol):
+    """One compared way to serve."""
+
+    num_kept: int  # plans that were not worth moving to
+    is_oracle: bool  # looks at the window that it serves: a limit, not a competitor
+    is_async: bool  # weights move while steps go on; else serving waits for them
+
+    @property
+    def serving(self) -> Placement:
+        """What serves now."""
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] tokens of each slot in a window."""
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+        """Look at a window that came, the latest of ``past``; None: nothing changes."""
+
+
+def by_rank(load: SlotLoad, topology: Topology) -> NDArray[np.float64]:
+    """[L, R] tokens of each rank; the ranks of a replay never change, so a product is enough."""
+    found: NDArray[np.float64] = load @ _members(topology)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _members(topology: Topology) -> NDArray[np.float64]:
+    """[S, R] 1 where a slot is on a rank."""
+    members: NDArray[np.float64] = np.eye(topology.num_ranks)[topology.rank_of_slot]
+    return members
+
+
+class Split:
+    """Tokens of slots under a placement, by the shares that the dispatch rule gives."""
+
+    def __init__(self, placement: Placement, terms: Terms) -> None:
+        share, _ = live_shares(as_served(placement, terms), terms.topology)
+        held = placement.slot_to_expert
+        rows = np.arange(placement.num_layers)[:, None] * placement.num_experts
+        self._share = np.where(held == EMPTY, 0.0, share)
+        self._index = rows + np.maximum(held, 0)
+        self.placement = placement
+
+    def of(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] tokens of each slot."""
+        load: SlotLoad = tokens.ravel()[self._index] * self._share
+        return load
+
+
+class Planned:
+    """Shared by schemes that serve a placement: the split is made once for each placement."""
+
+    is_oracle = False
+    is_async = False
+
+    def __init__(self, terms: Terms, first: Placement) -> None:
+        self.terms, self.num_kept = terms, 0
+        self._split = Split(first, terms)
+
+    @property
+    def serving(self) -> Placement:
+        """What serves now."""
+        return self._split.placement
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] tokens of each slot in a window."""
+        return self._split.of(tokens)
+
+    def take(self, target: Placement, reason: str) -> Taken | None:
+        """Serve another placement from now on; None where experts and shares stay the same."""
+        base = self.serving
+        if not changed_slots(base, target).any() and np.array_equal(
+            base.slot_share, target.slot_share
+        ):
+            self.num_kept += 1
+            return None
+        self._split = Split(target, self.terms)
+        return Taken(base, target, reason)
+
+
+class Fixed(Planned):
+    """The placement at the start, for ever."""
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+        """Nothing changes."""
+        return None
+
+
+class Ours(Planned):
+    """A policy with the live planner, gate and record of promises.
+
+    Args:
+        every: windows from one plan to the next.
+    """
+
+    is_async = True
+
+    def __init__(self, terms: Terms, first: Placement, policy: str, every: int) -> None:
+        super().__init__(terms, first)
+        self._course, self._every = Course(terms, policy, first), every
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+        """Plan at each interval, from the first window on, and take what the gate lets through."""
+        if window % self._every:
+            return None
+        found = self._course.plan_after(window, past.history)
+        if found.decision is Decision.KEEP:
+            self.num_kept += 1
+            return None
+        return self.take(found.target, found.reason)
+
+
+class AlwaysTaken(Planned):
+    """A policy whose plan is taken at each interval, without a gate."""
+
+    def __init__(self, terms: Terms, first: Placement, policy: Policy, every: int) -> None:
+        super().__init__(terms, first)
+        self._policy, self._every = policy, every
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+        """Plan on the latest windows."""
+        if window % self._every:
+            return None
+        terms = self.terms
+        problem = Problem(
+            past.history.latest(terms.past_windows),
+            terms.topology,
+            terms.model,
+            self.serving,
+            terms.budget,
+            terms.cost,
+            terms.seed,
+            dispatch=terms.dispatch,
+        )
+        found = self._policy(problem)
+        target = found.placement if isinstance(found, Proposal) else found
+        return self.take(target, "at each interval")

@@ -1,0 +1,96 @@
+"""Windows of load as the replay takes them: one after another, never all at once.
+
+Shapes:  T windows, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.load import LoadHistory, Phase
+from eplb.errors import HistoryError
+from telemetry.drift.detector import LOOK_BACK
+
+Tokens = NDArray[np.int64]  # [L, E] of one window
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A source of windows that can be read from the start again and again.
+
+    Args:
+        read: begins a new reading.
+        num_windows: None where only reading tells.
+        steps: forward passes of a window.
+        phase: of all of them.
+        skipped: windows of the source that are left out, because ranks are missing in them.
+    """
+
+    num_layers: int
+    num_experts: int
+    read: Callable[[], Iterator[Tokens]]
+    num_windows: int | None = None
+    steps: int = 1
+    phase: Phase = "mixed"
+    skipped: int = 0
+
+    def __iter__(self) -> Iterator[Tokens]:
+        """Every window, checked.
+
+        Raises:
+            HistoryError: a window of another shape, or with negative counts.
+        """
+        for number, tokens in enumerate(self.read()):
+            if tokens.shape != (self.num_layers, self.num_experts):
+                raise HistoryError(
+                    f"window {number} has shape {tokens.shape}, "
+                    f"expected ({self.num_layers}, {self.num_experts})"
+                )
+            if tokens.min() < 0:
+                raise HistoryError(
+                    f"window {number} has {tokens.min()} tokens of an expert, expected 0 or more"
+                )
+            yield tokens
+
+
+def of_history(history: LoadHistory) -> Windows:
+    """The windows of a history that every rank reported."""
+    complete = [not missing for missing in history.missing_ranks]
+    kept = int(np.count_nonzero(complete))
+    return Windows(
+        history.num_layers,
+        history.num_experts,
+        lambda: (one for one, whole in zip(history.tokens, complete, strict=True) if whole),
+        kept,
+        max(1, round(float(np.median(history.steps_per_window)))),
+        history.phase,
+        len(complete) - kept,
+    )
+
+
+class Past:
+    """The latest windows, as many as any plan looks at."""
+
+    def __init__(self, most: int, source: Windows) -> None:
+        self._steps, self._phase = source.steps, source.phase
+        self._windows: deque[Tokens] = deque(maxlen=max(most, LOOK_BACK))
+        self._history: LoadHistory | None = None
+
+    def add(self, tokens: Tokens) -> None:
+        """Take one more window; the oldest one leaves."""
+        self._windows.append(tokens)
+        self._history = None
+
+    @property
+    def history(self) -> LoadHistory:
+        """The windows, oldest first; built once for all that plan after the same window."""
+        if self._history is None:
+            first = np.arange(len(self._windows)) * self._steps
+            last = first + self._steps - 1
+            self._history = LoadHistory(np.stack(self._windows), first, last, self._phase)
+        return self._history

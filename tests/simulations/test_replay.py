@@ -1,0 +1,274 @@
+"""The replay over time: one pass, each scheme by its own rules, and input that cannot be replayed."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from eplb import ModelShape, Placement, Topology, imbalance
+from eplb.core.load import LoadHistory
+from eplb.core.problem import Problem
+from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.policies.table import POLICIES, greedy_policy, register_policy
+from simulations.cost.moved import moved_between
+from simulations.peers.deepseek import deepseek_slots
+from simulations.replay import Scenario, noise_floor, replay, replay_all
+from simulations.windows import Tokens, Windows
+from simulations.workloads import windows_named
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+FOUR_RANKS = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+HOT = np.array([[60, 20, 20, 20, 20, 20, 20, 20]])
+
+
+def repeated(window: Tokens, num_windows: int) -> Windows:
+    return Windows(*window.shape, lambda: (window.copy() for _ in range(num_windows)))
+
+
+def test_windows_are_read_once_for_all_policies() -> None:
+    readings = 0
+
+    def read() -> Iterator[Tokens]:
+        nonlocal readings
+        readings += 1
+        yield from (HOT.copy() for _ in range(4))
+
+    found = replay_all(Scenario(Windows(1, 8, read), FOUR_RANKS), ["none", "auto", "deepseek"])
+
+    assert readings == 1
+    assert [len(one.imbalance) for one in found] == [3, 3, 3]
+
+
+def test_memory_of_a_replay_does_not_grow_with_windows() -> None:
+    def peak(num_windows: int) -> int:
+        windows = windows_named(f"generated:steady:layers=2,experts=64,windows={num_windows}", 0)
+        scenario = Scenario(windows, Topology.uniform(1, 8, 9), plan_every=10_000)
+        tracemalloc.start()
+        try:
+            replay(scenario, "none")
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(40)  # what is compiled and cached
+    # 160 windows more are 164 kB of counts; what stays of each is its imbalance.
+    assert peak(200) - peak(40) < 60_000
+
+
+def test_policies_are_judged_as_if_replayed_alone() -> None:
+    windows = windows_named("generated:gamma:layers=2,experts=16,windows=8,drift=0.5", 1)
+    scenario = Scenario(windows, Topology.uniform(1, 4, 5))
+
+    together = replay_all(scenario, ["greedy", "none", "vllm"])
+
+    for one in together:
+        assert np.array_equal(replay(scenario, one.policy).imbalance, one.imbalance)
+
+
+def test_contiguous_replay_equals_the_metric() -> None:
+    windows = windows_named("generated:gamma:layers=2,experts=16,windows=5", 0)
+    found = replay(Scenario(windows, Topology.uniform(1, 4, 5)), "none")
+
+    load = np.stack(list(windows))[1:]
+    assert np.allclose(
+        found.imbalance, imbalance(load, found.last_placement, Topology.uniform(1, 4, 5))
+    )
+
+
+def test_ranks_without_slots_count_in_no_mean() -> None:
+    topology = Topology(np.zeros(3), np.array([4, 4, 0]))
+    found = replay(Scenario(repeated(HOT, 3), topology), "none")
+
+    assert found.per_window.tolist() == [1.2, 1.2]  # 120 of 200 tokens on one of two ranks
+    assert noise_floor(Scenario(repeated(HOT, 2), topology), 200.0) < 1.2
+
+
+@pytest.mark.parametrize(
+    ("policy", "planned_after"),
+    [("deepseek", [3, 7, 11]), ("vllm", [0, 4, 8]), ("sglang", [3])],
+)
+def test_engines_plan_by_their_own_triggers(policy: str, planned_after: list[int]) -> None:
+    # Hot in another place in every window, so that each plan changes something; SGLang's first plan
+    # uses ranks better than 0.8, and so is its last one.
+    def read() -> Iterator[Tokens]:
+        for number in range(13):
+            yield np.roll(HOT, number if policy != "sglang" else 0, axis=1)
+
+    found = replay(Scenario(Windows(1, 8, read), FOUR_RANKS, plan_every=4), policy)
+
+    assert [one.window for one in found.rebalances] == planned_after
+
+
+def test_engine_plans_on_all_load_since_its_latest_plan() -> None:
+    first, second = np.array([[90, 10, 10, 10]]), np.array([[10, 90, 10, 10]])
+    windows = Windows(1, 4, lambda: iter([first, second, second, first]))
+    topology = Topology.uniform(1, 2, 3)
+
+    found = replay(Scenario(windows, topology, plan_every=2, keep_placements=True), "deepseek")
+
+    # Of windows 0 and 1 together experts 0 and 1 are hot alike, and both get a replica.
+    target = found.rebalances[0].target
+    assert target is not None
+    assert target.replica_count[0].tolist() == [2, 2, 1, 1]
+
+
+def deepseek_slowly(tokens: list[int], num_ranks: int, num_slots: int) -> list[int]:
+    """One layer, without groups, step by step as its description has it."""
+    copies = [1] * len(tokens)
+    replicas = list(range(len(tokens)))
+    while len(replicas) < num_slots:
+        heaviest = max(range(len(tokens)), key=lambda e: (tokens[e] / copies[e], -e))
+        replicas.append(heaviest)
+        copies[heaviest] += 1
+    order = sorted(range(num_slots), key=lambda r: (-tokens[replicas[r]] / copies[replicas[r]], r))
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for replica in order:
+        free = [rank for rank in range(num_ranks) if len(ranks[rank]) < num_slots // num_ranks]
+        load = [sum(tokens[replicas[r]] / copies[replicas[r]] for r in ranks[k]) for k in free]
+        ranks[free[load.index(min(load))]].append(replica)
+    return [replicas[replica] for rank in ranks for replica in sorted(rank)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_deepseek_peer_places_as_its_description_says(seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(1, 10_000, size=(3, 16))
+
+    held = deepseek_slots(tokens, Topology.uniform(1, 4, 6))
+
+    assert held.tolist() == [deepseek_slowly(layer.tolist(), 4, 24) for layer in tokens]
+
+
+def test_deepseek_peer_keeps_groups_on_nodes() -> None:
+    tokens = np.random.default_rng(0).integers(1, 1000, size=(2, 16))
+
+    held = deepseek_slots(tokens, Topology.uniform(2, 2, 6), num_groups=4)
+
+    for layer in held.reshape(2, 2, 12):
+        nodes = [{int(expert) // 4 for expert in node} for node in layer]
+        assert not nodes[0] & nodes[1]
+        assert len(nodes[0] | nodes[1]) == 4
+
+
+def test_deepseek_peer_refuses_uneven_ranks() -> None:
+    with pytest.raises(PlacementError, match="expected live ranks of one size"):
+        deepseek_slots(HOT, Topology(np.zeros(2), np.array([4, 5])))
+
+
+def test_oracles_bound_what_planners_reach() -> None:
+    windows = windows_named("generated:gamma:layers=2,experts=16,windows=10,drift=0.6", 3)
+    scenario = Scenario(windows, Topology.uniform(1, 4, 6))
+    names = ["auto", "oracle:shares", "oracle:re-plan", "oracle:force-balanced"]
+
+    ours, shares, fresh, forced = replay_all(scenario, names)
+
+    assert [one.is_oracle for one in (ours, shares, fresh, forced)] == [False, True, True, True]
+    assert np.allclose(forced.imbalance, 1.0)
+    assert 1.0 <= fresh.mean < shares.mean < ours.mean
+    assert ours.moves == shares.moves  # the same plans; only the split looks ahead
+
+
+def test_failing_policy_keeps_what_it_did_and_stops_no_other() -> None:
+    def fails_later(problem: Problem) -> Placement:
+        if problem.history.num_windows > 2:
+            raise PlacementError("no place left")
+        return greedy_policy(problem)
+
+    register_policy("fails_later", fails_later)
+    try:
+        found = replay_all(Scenario(repeated(HOT, 5), FOUR_RANKS), ["fails_later", "none"])
+    finally:
+        del POLICIES["fails_later"]
+
+    assert len(found[0].imbalance) == 2
+    assert "planning after window 2: no place left" in found[0].failed
+    assert (len(found[1].imbalance), found[1].failed) == (4, "")
+
+
+def test_window_of_another_shape_is_refused_by_number() -> None:
+    other = np.ones((1, 4), dtype=np.int64)
+    windows = Windows(1, 8, lambda: iter([HOT, HOT, other]))
+
+    with pytest.raises(HistoryError, match=r"window 2 has shape \(1, 4\), expected \(1, 8\)"):
+        replay(Scenario(windows, FOUR_RANKS), "none")
+
+
+def test_window_with_negative_counts_is_refused() -> None:
+    windows = Windows(1, 8, lambda: iter([HOT, -HOT]))
+
+    with pytest.raises(HistoryError, match="window 1 has -60 tokens of an expert"):
+        replay(Scenario(windows, FOUR_RANKS), "none")
+
+
+def test_stream_of_one_window_is_refused() -> None:
+    with pytest.raises(HistoryError, match="1 windows, expected at least 2"):
+        replay(Scenario(repeated(HOT, 1), FOUR_RANKS), "none")
+
+
+def test_idle_windows_count_in_no_mean() -> None:
+    windows = Windows(1, 8, lambda: iter([HOT, HOT, 0 * HOT, HOT]))
+
+    ours, engine, forced = replay_all(
+        Scenario(windows, TWO_RANKS_OF_FOUR), ["none", "deepseek", "oracle:re-plan"]
+    )
+
+    assert ours.idle.tolist() == [False, True, False]
+    assert ours.mean == pytest.approx(1.2)
+    assert not engine.failed
+    assert not forced.failed
+
+
+TWO_RANKS_OF_FOUR = Topology.uniform(1, 2, 4)
+
+
+def test_incomplete_windows_are_skipped_and_counted() -> None:
+    gap = (frozenset[int](), frozenset({1}), frozenset[int]())
+    history = LoadHistory(np.stack([HOT, 0 * HOT, HOT]), missing_ranks=gap)
+    scenario = Scenario(history, TWO_RANKS_OF_FOUR)
+
+    assert replay(scenario, "none").per_window.tolist() == [pytest.approx(1.2)]
+    assert scenario.windows.skipped == 1
+
+
+def test_steps_of_windows_reach_the_planner() -> None:
+    history = LoadHistory(np.stack([HOT] * 3), np.arange(3) * 50, np.arange(3) * 50 + 49)
+    seen: list[int] = []
+
+    def watches(problem: Problem) -> Placement:
+        seen.extend(problem.history.steps_per_window.tolist())
+        return greedy_policy(problem)
+
+    register_policy("watches", watches)
+    try:
+        replay(Scenario(history, FOUR_RANKS), "watches")
+    finally:
+        del POLICIES["watches"]
+
+    assert set(seen) == {50}
+
+
+def test_unknown_policy_is_refused_with_all_names() -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'best', expected one of: .*vllm"):
+        replay(Scenario(repeated(HOT, 2), FOUR_RANKS), "best")
+
+
+def test_moves_are_counted_by_link() -> None:
+    base = Placement(np.array([[0, 1, 2, 3]]), 4)
+    topology = Topology.uniform(2, 1, 2)
+
+    moved = moved_between(base, Placement(np.array([[1, 0, 3, 0]]), 4), topology)
+
+    # Slots 0 and 1 change places on rank 0; rank 1 has expert 3 itself, and 0 is on another node.
+    assert moved.by_link == {"same_rank": 3, "node": 0, "network": 1}
+    assert moved.received.tolist() == [[2, 1], [0, 0], [0, 1]]
+
+
+def test_bytes_need_a_model() -> None:
+    model = ModelShape((0,), 8, 2, 64, 32)
+    without = replay(Scenario(repeated(HOT, 3), FOUR_RANKS), "deepseek")
+    with_model = replay(Scenario(repeated(HOT, 3), FOUR_RANKS, model), "deepseek")
+
+    assert without.bytes_by_link == {}
+    assert sum(with_model.bytes_by_link.values()) == with_model.moves * model.expert_bytes
