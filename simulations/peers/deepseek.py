@@ -60,15 +60,14 @@ def _slots(
     held = np.empty((num_layers, num_slots), dtype=np.int32)
     for layer in range(num_layers):
         of_group = tokens[layer].copy().reshape(num_groups, group_size).sum(axis=1)
-        node_of_group = _packed(of_group, num_nodes, groups)
+        node_of_group, place_of_group = _packed(of_group, num_nodes, groups)
         for node in range(num_nodes):
             mine = np.empty(experts_of_node, dtype=np.int64)
-            count = 0
             for group in range(num_groups):
                 if node_of_group[group] == node:
-                    for expert in range(group * group_size, (group + 1) * group_size):
-                        mine[count] = expert
-                        count += 1
+                    for number in range(group_size):
+                        place = place_of_group[group] * group_size + number
+                        mine[place] = group * group_size + number
             copies = np.ones(experts_of_node, dtype=np.int64)
             expert_of = np.empty(per_node, dtype=np.int64)
             expert_of[:experts_of_node] = np.arange(experts_of_node)
@@ -77,27 +76,28 @@ def _slots(
                 expert_of[spare] = heaviest
                 copies[heaviest] += 1
             load = (tokens[layer][mine] / copies)[expert_of]
-            rank_of = _packed(load, ranks, per_node // ranks)
-            used = np.zeros(ranks, dtype=np.int64)
+            rank_of, place_of = _packed(load, ranks, per_node // ranks)
             for replica in range(per_node):
-                rank = rank_of[replica]
-                place = node * per_node + rank * (per_node // ranks) + used[rank]
-                held[layer, place] = mine[expert_of[replica]]
-                used[rank] += 1
+                place = rank_of[replica] * (per_node // ranks) + place_of[replica]
+                held[layer, node * per_node + place] = mine[expert_of[replica]]
     return held
 
 
 @jit
-def _packed(weight: NDArray[np.float64], num_packs: int, size: int) -> NDArray[np.int64]:
-    """The pack of each item: heaviest first, to the lightest pack with room."""
-    pack_of = np.empty(len(weight), dtype=np.int64)
+def _packed(
+    weight: NDArray[np.float64], num_packs: int, size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The pack of each item and its place there: heaviest first, to the lightest with room."""
+    pack_of, place_of = np.arange(len(weight)), np.zeros(len(weight), dtype=np.int64)
+    if size == 1:
+        return pack_of, place_of
     load, used = np.zeros(num_packs), np.zeros(num_packs, dtype=np.int64)
     for item in np.argsort(-weight, kind="mergesort"):
         best = -1
         for pack in range(num_packs):
             if used[pack] < size and (best < 0 or load[pack] < load[best]):
                 best = pack
-        pack_of[item] = best
+        pack_of[item], place_of[item] = best, used[best]
         load[best] += weight[item]
         used[best] += 1
-    return pack_of
+    return pack_of, place_of

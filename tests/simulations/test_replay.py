@@ -1,4 +1,4 @@
-"""The replay over time: one pass, each scheme by its own rules, and input that cannot be replayed."""
+"""The replay over time: one pass, each scheme by its own rules, input that is refused."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def deepseek_slowly(tokens: list[int], num_ranks: int, num_slots: int) -> list[i
         free = [rank for rank in range(num_ranks) if len(ranks[rank]) < num_slots // num_ranks]
         load = [sum(tokens[replicas[r]] / copies[replicas[r]] for r in ranks[k]) for k in free]
         ranks[free[load.index(min(load))]].append(replica)
-    return [replicas[replica] for rank in ranks for replica in sorted(rank)]
+    return [replicas[replica] for rank in ranks for replica in rank]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -255,14 +255,14 @@ def test_unknown_policy_is_refused_with_all_names() -> None:
 
 
 def test_moves_are_counted_by_link() -> None:
-    base = Placement(np.array([[0, 1, 2, 3]]), 4)
-    topology = Topology.uniform(2, 1, 2)
+    base = Placement(np.array([[0, 1, 0, 2, 3, 2]]), 4)
+    target = Placement(np.array([[1, 0, 0, 3, 2, 0]]), 4)
 
-    moved = moved_between(base, Placement(np.array([[1, 0, 3, 0]]), 4), topology)
+    moved = moved_between(base, target, Topology.uniform(2, 1, 3))
 
-    # Slots 0 and 1 change places on rank 0; rank 1 has expert 3 itself, and 0 is on another node.
-    assert moved.by_link == {"same_rank": 3, "node": 0, "network": 1}
-    assert moved.received.tolist() == [[2, 1], [0, 0], [0, 1]]
+    # Experts change places on both ranks; expert 0 comes to rank 1 from another node.
+    assert moved.by_link == {"same_rank": 4, "node": 0, "network": 1}
+    assert moved.received.tolist() == [[2, 2], [0, 0], [0, 1]]
 
 
 def test_bytes_need_a_model() -> None:

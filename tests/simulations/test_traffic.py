@@ -21,13 +21,13 @@ def load_of(name: str, num_windows: int = 4) -> NDArray[np.float64]:
 
 # Mean over layers of one recorded load: expert max / mean, coefficient of variation, and rank
 # imbalance of consecutive experts on eight ranks. gpt-oss and V2-Lite: lowest and highest of their
-# domains. GLM-5.2: its first layers.
+# domains. GLM-5.2: its first layers, 3.41 at 0.46; a Gamma profile peaks within a quarter of that.
 @pytest.mark.parametrize(
     ("name", "peak", "spread", "eight_ranks"),
     [
         ("gpt-oss", (2.45, 4.75), (0.70, 1.19), (1.45, 1.90)),
         ("v2-lite", (3.5, 5.7), (0.61, 1.17), (1.35, 1.75)),
-        ("glm", (3.0, 4.0), (0.42, 0.55), (1.08, 1.20)),
+        ("glm", (2.55, 4.3), (0.42, 0.55), (1.08, 1.20)),
     ],
 )
 def test_profiles_are_as_skewed_as_recorded_ones(
@@ -46,11 +46,14 @@ def test_profiles_are_as_skewed_as_recorded_ones(
 
 
 def test_few_layers_have_a_super_hot_expert() -> None:
-    traffic = Traffic(layers=1000, domains=1)
-    share = profiles_of(traffic, np.random.default_rng(0)).max(axis=2)[0] * traffic.top_k
+    def shares(hot_layers: float) -> NDArray[np.float64]:
+        """[L] part of the tokens that go to the hottest expert."""
+        traffic = Traffic(layers=1000, domains=1, hot_layers=hot_layers)
+        hottest: NDArray[np.float64] = profiles_of(traffic, np.random.default_rng(0)).max(axis=2)[0]
+        return hottest * traffic.top_k
 
-    assert 0.005 <= np.mean(share > 0.3) <= 0.03
-    assert share.max() <= 1.0
+    assert 5 <= (shares(0.03) > 0.3).sum() - (shares(0.0) > 0.3).sum() <= 30
+    assert shares(0.03).max() <= 1.0
 
 
 @pytest.mark.parametrize(("spread", "low", "high"), [(0.15, 0.95, 1.0), (0.8, 0.4, 0.75)])
