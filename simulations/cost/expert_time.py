@@ -30,7 +30,7 @@ from telemetry.formats.bounded import read_json, reading
 FORMAT, VERSION = "eplb-expert-time", 1
 Rule = Literal["sum of maxima", "max of sums"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-TILE = 128  # rows that a tile of a large product has
+TILE = 16  # rows that the smallest tile of tensor cores takes
 Rows = NDArray[np.float64]
 
 

@@ -1,0 +1,243 @@
+"""Times of experts, steps and moves, and memory: figures that can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb import ModelShape, Placement, Topology, preset
+from eplb.errors import ConfigError
+from simulations.cost.expert_time import (
+    RULES,
+    ExpertTime,
+    check_fits,
+    error_of,
+    from_data_sheet,
+    predicted_us,
+    read_expert_time,
+)
+from simulations.cost.hardware import HARDWARE, hardware_named
+from simulations.cost.memory import MemoryModel
+from simulations.cost.migration import MigrationCost
+from simulations.cost.moved import moved_between
+from simulations.cost.step_time import COMBINE_US, DISPATCH_US, StepModel
+from simulations.replay import Scenario, replay_all
+from simulations.report import conclusions, summary
+from simulations.workloads import windows_named
+
+TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+# Ten microseconds while weights are read, then a tenth of one for each row.
+CURVE = ExpertTime(
+    np.array([1.0, 100.0, 200.0]), np.array([10.0, 10.0, 20.0]), "sum of maxima", "by hand"
+)
+SMALL = ModelShape((0,), 4, 2, 128, 64, expert_bytes=20_000_000)
+H200 = hardware_named("h200")
+
+
+def test_slot_time_is_flat_then_proportional() -> None:
+    rows = np.array([0.0, 50.0, 150.0, 400.0])
+
+    assert CURVE.of_slots(rows).tolist() == [0.0, 10.0, 15.0, 40.0]
+
+
+def test_slot_with_a_row_in_few_steps_costs_little() -> None:
+    assert CURVE.of_slots(np.array([0.01])) == pytest.approx(10.0 * 0.00995, rel=1e-3)
+
+
+def test_rules_differ_where_slow_and_busy_slots_share_a_rank() -> None:
+    # 10 us of reading beside 20 us of products: one after another, or one hidden in the other.
+    counts = [50, 200]
+    by_slots, together = (
+        predicted_us(ExpertTime(CURVE.rows, CURVE.us, rule, ""), counts)
+        for rule in ("sum of maxima", "max of sums")
+    )
+
+    assert by_slots == pytest.approx(30.0)
+    assert together == pytest.approx(25.0)  # 250 rows of a tenth of a microsecond
+
+
+def test_rank_time_sums_its_own_slots() -> None:
+    rows = np.array([[50.0, 150.0, 0.0, 400.0]])
+
+    assert CURVE.of_ranks(rows, TWO_RANKS).tolist() == [[25.0, 40.0]]
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    even = [
+        {"slots": slots, "rows": rows, "us": us * slots}
+        for slots in (2, 9)
+        for rows, us in ((1, 10.0), (100, 10.0), (200, 20.0 + slots))
+    ]
+    record = {
+        "format": "eplb-expert-time",
+        "version": 1,
+        "device": "card",
+        "date": "2026-11-22",
+        "model": "small",
+        "dtype": "fp8",
+        "hidden": 128,
+        "intermediate": 64,
+        "even": even,
+        "uneven": [],
+    }
+    return record | changes
+
+
+def written(folder: Path, record: Any) -> Path:
+    path = folder / "times.json"
+    path.write_text(json.dumps(record))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("slots", "longest"), [(1.0, 22.0), (3.0, 22.0), (8.0, 29.0), (40.0, 29.0)]
+)
+def test_measured_curve_is_of_the_nearest_number_of_slots(
+    tmp_path: Path, slots: float, longest: float
+) -> None:
+    assert read_expert_time(written(tmp_path, measured()), slots).us[-1] == longest
+
+
+@pytest.mark.parametrize(
+    ("us", "rule"), [(10.0 * 8 + 22.0, "sum of maxima"), (208 * 0.1, "max of sums")]
+)
+def test_uneven_rows_choose_the_rule(tmp_path: Path, us: float, rule: str) -> None:
+    uneven = [{"tiles_for": "mean", "counts": [1] * 8 + [200], "us": us}]
+
+    curve = read_expert_time(written(tmp_path, measured(uneven=uneven)), 2)
+
+    assert curve.rule == rule
+    others = [error_of(replace(curve, rule=other), uneven) for other in RULES]
+    assert error_of(curve, uneven) == min(others)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([], "is no file of expert times"),
+        ({"format": "other"}, "is no file of expert times"),
+        (measured(version=2), "has version 2, expected 1"),
+        (measured(even=[]), "has no even rows"),
+        (measured(even=[{"slots": 2, "rows": 1}]), "lacks or has a wrong 'us'"),
+        (measured(even=[{"slots": 2, "rows": 1, "us": 1}]), "expected two or more, rising"),
+        (
+            measured(even=[{"slots": 2, "rows": rows, "us": us} for rows, us in ((1, 1), (2, 0))]),
+            "0.0 us for 2.0 rows, expected above 0",
+        ),
+    ],
+)
+def test_wrong_file_of_expert_times_is_refused(tmp_path: Path, record: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_expert_time(written(tmp_path, record), 2)
+
+
+def test_times_of_other_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experts of 128 x 64, the model has 7168 x 2048"):
+        check_fits(written(tmp_path, measured()), preset("deepseek-v3"))
+
+
+@pytest.mark.parametrize(("card", "low", "high"), [("h200", 180, 300), ("h20", 30, 60)])
+def test_data_sheet_turns_from_reading_to_products(card: str, low: int, high: int) -> None:
+    # In rows a slot. Measured on H200 in BF16: near 256.
+    curve = from_data_sheet(HARDWARE[card], preset("deepseek-v3"), "bf16")
+
+    assert low <= curve.reading_us / curve.row_us <= high
+
+
+def test_layer_waits_for_its_busiest_rank() -> None:
+    step = StepModel(SMALL, TWO_RANKS, H200, CURVE)
+    even, uneven = np.array([[150.0, 150.0, 150.0, 150.0]]), np.array([[300.0, 150.0, 150.0, 0.0]])
+
+    assert step.of(even).experts.tolist() == [30.0]
+    assert step.of(uneven).experts.tolist() == [45.0]
+    assert step.of(uneven).us > step.of(even).us
+
+
+def test_slow_rank_takes_longer() -> None:
+    slow = Topology(np.zeros(2), np.array([2, 2]), rank_speed=np.array([1.0, 0.5]))
+
+    found = StepModel(SMALL, slow, H200, CURVE).of(np.full((1, 4), 150.0))
+
+    assert found.experts.tolist() == [60.0]
+
+
+def test_decode_sends_every_copy_and_prefill_one_for_each_node() -> None:
+    # Two nodes of one rank, top-2: half of all copies cross in decode. In prefill a token crosses
+    # with the chance that one of its two experts is on the other node, 3/4, once.
+    topology = Topology.uniform(2, 1, 2)
+    rows = np.full((1, 4), 1e6)
+    times = [
+        StepModel(SMALL, topology, H200, CURVE, is_prefill=is_prefill).of(rows)
+        for is_prefill in (False, True)
+    ]
+
+    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
+    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
+    assert times[0].combine[0] == pytest.approx(decode_us)
+    assert times[1].combine[0] == pytest.approx(prefill_us)
+
+
+def test_overlapped_layer_takes_the_longer_part() -> None:
+    rows = np.full((1, 4), 150.0)
+    alone = StepModel(SMALL, TWO_RANKS, H200, CURVE, other_us=500.0).of(rows)
+    overlapped = StepModel(SMALL, TWO_RANKS, H200, CURVE, other_us=500.0, is_overlapped=True)
+
+    assert alone.us == pytest.approx(overlapped.of(rows).us + alone.dispatch[0] + alone.combine[0])
+
+
+def test_idle_layer_takes_no_communication() -> None:
+    found = StepModel(SMALL, TWO_RANKS, H200, CURVE).of(np.zeros((1, 4)))
+
+    assert found.us == 0.0
+    assert min(DISPATCH_US, COMBINE_US) > 0
+
+
+def test_move_over_the_network_takes_its_bytes_by_the_rate() -> None:
+    base = Placement(np.array([[0, 1, 2, 3]]), 4)
+    target = Placement(np.array([[2, 1, 0, 3]]), 4)
+    moved = moved_between(base, target, Topology.uniform(2, 1, 2))
+    price = MigrationCost(SMALL, H200, host_s=0.25)
+
+    transfer = 20_000_000 / H200.network_bytes_s  # both ranks receive one at the same time
+    assert price.lost_s(moved, is_async=False) == pytest.approx(0.25 + transfer)
+    assert price.lost_s(moved, is_async=True) == pytest.approx(price.stretch * 20_000_000 / 20e9)
+    assert price.lost_s(moved_between(base, base, TWO_RANKS), is_async=False) == 0.0
+
+
+def test_redundant_slots_take_their_weights_from_the_cache() -> None:
+    memory = MemoryModel(H200, preset("deepseek-v3"), dense_bytes=20e9)
+
+    one_slot = memory.kv_bytes(8) - memory.kv_bytes(9)
+    assert one_slot == pytest.approx(2.55e9, rel=0.01)  # vLLM's documentation says 2.4 GB
+    assert memory.sequences(9, 4096) < memory.sequences(8, 4096)
+    assert memory.sequences(300, 4096) == 0
+
+
+def test_replay_counts_time_of_steps_and_of_moves() -> None:
+    model = ModelShape((0, 1), 16, 4, 1024, 512)
+    topology = Topology.uniform(1, 4, 5)
+    curve = from_data_sheet(H200, model)
+    scenario = Scenario(
+        windows_named("generated:gamma:layers=2,experts=16,top_k=4,windows=6,tokens=400000", 0),
+        topology,
+        model,
+        step_model=StepModel(model, topology, H200, curve),
+        migration=MigrationCost(model, H200),
+    )
+
+    found = replay_all(scenario, ["none", "deepseek", "oracle:force-balanced"])
+    result = summary("x", scenario, found)["policies"]
+
+    none, engine, forced = (result[one.policy] for one in found)
+    assert none["lost_s"] == 0.0
+    assert engine["lost_s"] == pytest.approx(sum(one.lost_s for one in found[1].rebalances))
+    assert engine["step_us_mean"] < none["step_us_mean"]
+    assert forced["tokens_per_s_per_rank"] > none["tokens_per_s_per_rank"]
+    sentences = conclusions(summary("x", scenario, found))
+    assert "oracle" in sentences[1]
+    assert "tokens/s" in sentences[0]
