@@ -1,10 +1,13 @@
 """SGLang's record endpoints: starts recording and asks for a dump, which the engine writes itself.
 
-The answer names no file: the folder that the engine writes into is watched. A dump empties the
-recorder, and the engine's own balancer counts with the same one: an engine with ``--enable-eplb``
-is therefore refused, before anything is asked of it.
+The answer names no file: the folder that the engine writes into is watched. Two kinds of engines
+are refused before anything is asked of them. A dump empties the recorder, and the balancer of an
+engine with ``--enable-eplb`` counts with the same one. An engine without the flag
+``--expert-distribution-recorder-mode`` has no recorder, and its scheduler does not catch the
+exception that a request then raises.
 
-Source: sglang 0.5.23, ``python/sglang/srt/entrypoints/http_server.py``. Not run against an engine.
+Source: the wheel of sglang 0.5.23: ``srt/entrypoints/http_server.py``, ``srt/server_args.py``,
+``srt/managers/scheduler.py`` and ``srt/eplb/expert_distribution.py``. Not run against an engine.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from eplb.errors import ConfigError
 TIMEOUT_S = 30.0
 MOST_BYTES = 4 * 2**20
 INFO = ("/server_info", "/get_server_info")  # newer releases, older ones
+BALANCER, MODE = "enable_eplb", "expert_distribution_recorder_mode"
 
 
 class EngineRecorder:
@@ -49,12 +53,19 @@ class EngineRecorder:
         """Start recording.
 
         Raises:
-            ConfigError: the engine does not answer, or its own balancer uses the recorder.
+            ConfigError: the engine does not answer, it has no recorder, or its own balancer uses
+                the recorder.
         """
-        if self._own_balancer():
+        balancer, mode = self._flags()
+        if balancer:
             raise ConfigError(
                 f"{self._url} serves with --enable-eplb, and a dump would empty the counters that "
                 "it plans on: expected an engine without it, or its store (docs/engines.md)"
+            )
+        if not mode:
+            raise ConfigError(
+                f"{self._url} serves without --expert-distribution-recorder-mode, and a request to "
+                "record would end its scheduler: expected the mode stat"
             )
         self._ask("POST", "/start_expert_distribution_record")
 
@@ -74,7 +85,8 @@ class EngineRecorder:
         """
         self._ask("POST", "/stop_expert_distribution_record")
 
-    def _own_balancer(self) -> bool:
+    def _flags(self) -> tuple[bool, str]:
+        """Whether its own balancer is on, and the mode of its recorder; "": it has none."""
         errors = []
         for path in INFO:
             try:
@@ -82,10 +94,10 @@ class EngineRecorder:
             except (ConfigError, ValueError) as exc:
                 errors.append(str(exc))
                 continue
-            if isinstance(found, dict) and "enable_eplb" in found:
-                return bool(found["enable_eplb"])
-            errors.append(f"{path} has no enable_eplb")
-        raise ConfigError(f"{self._url} does not tell whether its own balancer is on: {errors[0]}")
+            if isinstance(found, dict) and found.keys() >= {BALANCER, MODE}:
+                return bool(found[BALANCER]), str(found[MODE] or "")
+            errors.append(f"{path} lacks {BALANCER} or {MODE}")
+        raise ConfigError(f"{self._url} does not tell how it records: {errors[0]}")
 
     def _ask(self, method: str, path: str) -> bytes:
         kind: Any = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection

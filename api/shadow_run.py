@@ -16,6 +16,8 @@ from simulations.shadow.comparison import Comparison
 from simulations.shadow.report import Prices, report
 from simulations.shadow.windows import Source
 
+LOOK_EVERY_S = 0.2  # for a stop, while waiting for the next poll
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -25,6 +27,8 @@ class Watch:
     most_s: float | None = None  # None: until interrupted
     recorder: EngineRecorder | None = None
     record_every_s: float = 60.0
+    # Asked between polls: an exception amid a window would leave it judged on one side alone.
+    is_stopped: Callable[[], bool] = lambda: False
 
 
 def run(
@@ -69,25 +73,27 @@ def _watch(
     source: Source,
     said: Callable[[str], None],
 ) -> None:
-    """Poll until the time is over or the user interrupts; both end with a report."""
+    """Poll until the time is over or the user stops it; both end with a report."""
     begun = asked = time.monotonic()
+    end = float("inf") if watch.most_s is None else begun + watch.most_s
     if watch.recorder is not None:
         watch.recorder.start()
     try:
-        while watch.most_s is None or time.monotonic() - begun < watch.most_s:
+        while not watch.is_stopped() and time.monotonic() < end:
             if watch.recorder is not None and time.monotonic() - asked >= watch.record_every_s:
                 asked = time.monotonic()
                 _ask(watch.recorder.dump, source)
             if (found := poll()) is not None:
                 said(_line(found))
-            left = float("inf") if watch.most_s is None else watch.most_s
-            left -= time.monotonic() - begun
-            time.sleep(max(0.0, min(watch.poll_s, left)))
-    except KeyboardInterrupt:
-        said("interrupted: what is left is read, and reported")
+            due = min(time.monotonic() + watch.poll_s, end)
+            while not watch.is_stopped() and (left := due - time.monotonic()) > 0:
+                time.sleep(min(left, LOOK_EVERY_S))
     finally:
         if watch.recorder is not None:
+            _ask(watch.recorder.dump, source)
             _ask(watch.recorder.stop, source)
+    if watch.is_stopped():
+        said("stopped: what is left is read, and reported")
 
 
 def _ask(call: Callable[[], None], source: Source) -> None:
@@ -105,5 +111,5 @@ def _line(found: dict[str, Any]) -> str:
     return (
         f"{found['windows']['judged']} windows judged: imbalance of the engine "
         f"{found['engine']['imbalance_mean']:.3f}, ours {ours['imbalance_mean']:.3f}; "
-        f"{ours['gain']['sentence']}; last decision {ours['last_decision']}"
+        f"{ours['gain']['imbalance']['sentence']}; last decision {ours['last_decision']}"
     )

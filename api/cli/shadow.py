@@ -26,7 +26,7 @@ from api.cli.engine_files import (
 )
 from api.engine_plan import RULES
 from api.engine_recorder import EngineRecorder
-from api.interrupts import interrupt_on_signals
+from api.interrupts import StopSignals
 from api.shadow_run import Watch, run
 from eplb.core.model import ModelShape, preset
 from eplb.core.topology import Topology
@@ -121,10 +121,10 @@ def shadow(
     """
     try:
         policy_named(policy)
-        shape = _with_bytes(preset(model) if model else None, expert_bytes)
+        shape = preset(model) if model else None
         options = SourceOptions(
             read_options(
-                shape if model else None,
+                shape,
                 layer_ids,
                 first_moe_layer,
                 max_windows=windows_per_file,
@@ -144,20 +144,18 @@ def shadow(
                 "--record-url asks for dumps while watching, expected --watch or --for"
             )
         source = open_source(places, options)
-        num_ranks, num_nodes = _group_of(source, ranks, nodes)
+        topology, told = _system_of(source, ranks, nodes)
         rule = DispatchRule(dispatch.value) if dispatch else RULES[engine.value]
         group = Group(
-            num_ranks,
-            num_nodes,
-            redundant,
             Terms(
-                Topology.uniform(1, 1, 1),
-                shape if model else None,
+                topology,
+                _with_bytes(shape or told, expert_bytes),
                 cost=CostModel(pay_back_s=pay_back),
                 seed=seed,
                 past_windows=past,
                 dispatch=rule,
             ),
+            redundant,
             policy,
             engine_plans.value,
             engine_every,
@@ -166,21 +164,24 @@ def shadow(
             expert_bytes,
             read_placement(current, options.read).placement if current else None,
         )
-        interrupt_on_signals()
-        is_watched = watch or watch_seconds is not None
-        console = Console()
+        watching = None
+        if watch or watch_seconds is not None:
+            signals = StopSignals()
+            watching = Watch(
+                poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)
+            )
         found = run(
             source,
             Comparison(group, source.skips),
             Prices(window_seconds, kv_token_bytes),
-            watch=Watch(poll, watch_seconds, recorder, record_every) if is_watched else None,
+            watch=watching,
             json_file=json_file,
             said=typer.echo,
         )
     except EplbError as exc:
         raise refused(exc) from exc
     if "engine" in found:
-        console.print(table(found))
+        Console().print(table(found))
     for line in text_below(found):
         typer.echo(line)
     if "engine" not in found:
@@ -201,12 +202,24 @@ def _recorder(url: str | None, key_file: Path | None) -> EngineRecorder | None:
     return EngineRecorder(url, key)
 
 
-def _group_of(source: Source, ranks: int | None, nodes: int | None) -> tuple[int, int]:
-    told = source.group()
-    if ranks is None and told is None:
+def _system_of(
+    source: Source, ranks: int | None, nodes: int | None
+) -> tuple[Topology, ModelShape | None]:
+    """The engine's ranks and model: as the source tells them, else as the user does."""
+    told = source.system()
+    if told is not None:
+        stated = (told.topology.num_ranks, told.topology.num_nodes)
+        if (ranks or stated[0], nodes or stated[1]) != stated:
+            raise ConfigError(
+                f"--ranks {ranks} --nodes {nodes}, the source has {stated[0]} ranks on "
+                f"{stated[1]} nodes"
+            )
+        return told.topology, told.model
+    if ranks is None:
         raise ConfigError("the source does not tell the ranks, expected --ranks")
-    found_ranks, found_nodes = told or (0, 1)
-    return ranks or found_ranks, nodes or found_nodes
+    if ranks % (nodes or 1):
+        raise ConfigError(f"{ranks} ranks on {nodes} nodes, expected as many on each")
+    return Topology.uniform(nodes or 1, ranks // (nodes or 1), 1), None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

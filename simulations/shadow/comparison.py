@@ -21,31 +21,24 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
 from eplb.decision.gate import Decision
 from eplb.deepseek import rebalance_experts
 from eplb.errors import ConfigError, EplbError
 from simulations.course import Course, Terms, as_served
 from simulations.shadow.accounts import Account
+from simulations.shadow.fitting import Fit
 from simulations.shadow.windows import Observed, Skips
 from telemetry.drift.detector import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
-WORDS = {
-    "maps": "its own maps",
-    "deepseek": "its algorithm replayed (DeepSeek's EPLB): the source has no maps",
-    "none": "its first map, never rebalanced",
-}
 
 
 @dataclass(frozen=True)
 class Group:
     """What is compared on."""
 
-    num_ranks: int
-    num_nodes: int
-    num_redundant: int | None  # None: as many as the first map has, else none
-    terms: Terms  # its topology is that of the engine, and is set with the first window
+    terms: Terms  # of its topology, the slots count only where they are those of the first window
+    num_redundant: int | None = None  # None: as many as the first map has, else none
     policy: str = "auto"
     engine_plans: EnginePlans = "auto"
     engine_every: int = 1  # windows from one replayed plan of the engine to the next
@@ -64,7 +57,35 @@ class Ours:
     account: Account
     kept: int = 0
     resplits: int = 0
+    failed: int = 0  # windows for which there is no plan
     last_reason: str = ""
+
+
+@dataclass
+class Engine:
+    """The engine's side."""
+
+    account: Account
+    plans: EnginePlans  # as decided with the first window
+    serving: Placement
+    has_map: bool  # of the first window
+    redundant: int
+    failed: int = 0  # replayed plans
+    _since_plan: list[NDArray[np.int64]] = field(default_factory=list)
+
+    def replay(self, tokens: NDArray[np.int64], every: int) -> None:
+        """Plan as its algorithm does, after every so many windows, on the load since."""
+        self._since_plan.append(tokens)
+        if len(self._since_plan) < every:
+            return
+        load = np.sum(self._since_plan, axis=0)
+        self._since_plan.clear()
+        topology, model = self.account.terms.topology, self.account.terms.model
+        groups = 1 if model is None else model.num_expert_groups
+        held, _, _ = rebalance_experts(
+            load, topology.num_slots, groups, topology.num_nodes, topology.num_ranks
+        )
+        self.serving = Placement(held.astype(np.int32), load.shape[1])
 
 
 @dataclass
@@ -73,15 +94,11 @@ class Comparison:
 
     group: Group
     skips: Skips
-    engine: Account | None = None
+    engine: Engine | None = None
     ours: list[Ours] = field(default_factory=list)
-    plans: EnginePlans = "auto"  # of the engine, as decided with the first window
     num_windows: int = 0
-    layers: tuple[int, ...] = ()
-    _model: ModelShape | None = None  # of the bytes alone
-    _serving: Placement | None = None  # of the engine
+    _fit: Fit | None = None  # what windows after the first must be
     _seen: list[NDArray[np.int64]] = field(default_factory=list)
-    _since_plan: NDArray[np.int64] | None = None
     _tokens: float = 0.0  # routed in a layer, all windows
 
     def add(self, window: Observed) -> bool:
@@ -90,162 +107,124 @@ class Comparison:
         Raises:
             ConfigError: the first window does not fit the ranks, the model or the rule.
         """
-        if not self._is_fit(window):
-            return False
         tokens = window.tokens
-        if self.engine is None:
+        if not tokens.any():
+            why = "all loads are zero, as in profiling"
+            self.skips.add(window.where, "no tokens", why)
+            return False
+        if self._fit is None:
             self._begin(window)
-        assert self.engine is not None, "begun"
-        assert self._serving is not None, "begun"
-        if self.plans == "maps" and window.held is not None:
-            self.engine.change(self._serving, window.held)
-            self._serving = window.held
+        elif refused := self._fit.refusal(window):
+            self.skips.add(window.where, *refused)
+            return False
+        engine = self.engine
+        assert engine is not None, "begun"
+        if engine.plans == "maps" and window.held is not None:
+            engine.serving = window.held
         if self.num_windows:
-            self.engine.judge(tokens, self._serving)
+            engine.account.judge(tokens, engine.serving)
             for one in self.ours:
                 one.account.judge(tokens, one.course.serving)
-        self._seen = [*self._seen[1 - self._most_seen :], tokens]
+        most = max(self.group.terms.past_windows, LOOK_BACK)
+        self._seen = [*self._seen[1 - most :], tokens]
         self._tokens += float(tokens.sum(axis=1).mean())
-        self._plan(self.num_windows)
+        self._plan(engine, tokens)
         self.num_windows += 1
         return True
 
     @property
     def shape(self) -> tuple[int, int]:
         """L and E."""
-        return len(self.layers), self._seen[-1].shape[1]
+        num_layers, num_experts = self._seen[-1].shape
+        return num_layers, num_experts
 
     @property
     def tokens_per_window(self) -> float:
         """Tokens times experts per token that a layer routes in a window."""
         return self._tokens / max(self.num_windows, 1)
 
-    @property
-    def _most_seen(self) -> int:
-        return max(self.group.terms.past_windows, LOOK_BACK)
-
-    def _is_fit(self, window: Observed) -> bool:
-        """Whether a window is of the model and the group of those before it."""
-        if not window.tokens.any():
-            self.skips.add(window.where, "no tokens", "all loads are zero, as in profiling")
-            return False
-        if self.engine is None:
-            return True
-        shape, expected = window.tokens.shape, self._seen[-1].shape
-        if (shape, window.layers.ids) != (expected, self.layers):
-            self.skips.add(
-                window.where,
-                "another model",
-                f"{shape[0]} layers ({window.layers.ids[0]}..{window.layers.ids[-1]}) x {shape[1]} "
-                f"experts, expected {expected[0]} ({self.layers[0]}..{self.layers[-1]}) x "
-                f"{expected[1]} as in the first window",
-            )
-            return False
-        slots = self.engine.terms.topology.num_slots
-        if window.held is not None and window.held.num_slots != slots:
-            self.skips.add(
-                window.where,
-                "a map of another width",
-                f"the map has {window.held.num_slots} slots, expected {slots}",
-            )
-            return False
-        return window.held is None or self._can_serve(window, window.held)
-
-    def _can_serve(self, window: Observed, held: Placement) -> bool:
-        """Whether the engine's rule can serve its map."""
-        assert self.engine is not None, "asked after the first window"
-        try:
-            as_served(held, self.engine.terms)
-        except EplbError as exc:
-            self.skips.add(window.where, "a map that the rule cannot serve", str(exc))
-            return False
-        return True
-
     def _begin(self, window: Observed) -> None:
-        group, (_, num_experts) = self.group, window.tokens.shape
+        group, num_experts = self.group, window.tokens.shape[1]
         held, redundant = window.held or group.current, group.num_redundant
-        model = group.terms.model
-        if model is not None and (model.num_layers, model.num_experts) != window.tokens.shape:
+        if redundant is None:  # a topology that a store tells has its slots, else one a rank
+            slots = group.terms.topology.num_slots if held is None else held.num_slots
+            redundant = max(slots - num_experts, 0)
+        terms = self._terms(window, redundant)
+        first = held or _in_order(window, redundant)
+        if (first.num_layers, first.num_experts) != window.tokens.shape:
             raise ConfigError(
-                f"{window.where} has {window.tokens.shape[0]} layers x {num_experts} experts, the "
-                f"model {model.num_layers} x {model.num_experts}"
-            )
-        if held is not None and (held.num_layers, held.num_experts) != window.tokens.shape:
-            raise ConfigError(
-                f"the map has {held.num_layers} layers x {held.num_experts} experts, "
+                f"the map has {first.num_layers} layers x {first.num_experts} experts, "
                 f"{window.where} {window.tokens.shape[0]} x {num_experts}"
             )
-        if held is not None and redundant is None:
-            redundant = held.num_slots - num_experts
-        redundant = redundant or 0
-        if held is not None and held.num_slots != num_experts + redundant:
+        if first.num_slots != terms.topology.num_slots:
             raise ConfigError(
-                f"{window.where}: the map has {held.num_slots} slots, expected "
+                f"{window.where}: the map has {first.num_slots} slots, expected "
                 f"{num_experts + redundant}: {num_experts} experts and {redundant} redundant ones"
             )
-        if model is None and group.expert_bytes:
-            each = group.expert_bytes
-            self._model = ModelShape(window.layers.ids, num_experts, 1, 0, 0, expert_bytes=each)
-        terms = self._terms(num_experts, redundant)
-        first = held or _in_order(window, redundant)
-        plans = group.engine_plans
+        has_map, plans = window.held is not None, group.engine_plans
         if plans == "auto":
-            plans = "deepseek" if window.held is None else "maps"
-        if plans == "maps" and window.held is None:
+            plans = "maps" if has_map else "deepseek"
+        if plans == "maps" and not has_map:
             raise ConfigError(
                 f"{window.where} has no map, expected --engine-plans deepseek or none"
             )
-        self.plans = plans
-        self.engine, self._serving, self.layers = Account(terms), first, window.layers.ids
+        self.engine = Engine(Account(terms, first), plans, first, has_map, redundant)
+        self._fit = Fit(window, terms, needs_map=plans == "maps")
         for number in dict.fromkeys((redundant, *group.also_redundant)):
-            own = self._terms(num_experts, number)
+            own = self._terms(window, number)
             start = first if number == redundant else _in_order(window, number)
-            self.ours.append(Ours(number, Course(own, group.policy, start), Account(own)))
+            as_served(start, own)  # refuses a map that the rule cannot serve
+            course = Course(own, group.policy, start)
+            self.ours.append(Ours(number, course, Account(own, start)))
 
-    def _terms(self, num_experts: int, redundant: int) -> Terms:
-        group = self.group
-        if group.num_ranks % group.num_nodes or (num_experts + redundant) % group.num_ranks:
+    def _terms(self, window: Observed, redundant: int) -> Terms:
+        """What plans in so many slots are made with."""
+        (num_layers, num_experts), group = window.tokens.shape, self.group
+        topology, model = group.terms.topology, group.terms.model
+        if model is None and group.expert_bytes:
+            each = group.expert_bytes
+            model = ModelShape(window.layers.ids, num_experts, 1, 0, 0, expert_bytes=each)
+        if model is not None and (model.num_layers, model.num_experts) != window.tokens.shape:
             raise ConfigError(
-                f"{num_experts} experts and {redundant} redundant ones on {group.num_ranks} ranks "
-                f"of {group.num_nodes} nodes, expected equally many slots on each rank and ranks "
-                "on each node"
+                f"{window.where} has {num_layers} layers x {num_experts} experts, the model "
+                f"{model.num_layers} x {model.num_experts}"
             )
-        topology = Topology.uniform(
-            group.num_nodes,
-            group.num_ranks // group.num_nodes,
-            (num_experts + redundant) // group.num_ranks,
-        )
-        return replace(group.terms, topology=topology, model=group.terms.model or self._model)
+        if topology.num_slots != num_experts + redundant:
+            each, rest = divmod(num_experts + redundant, topology.num_ranks)
+            if rest:
+                raise ConfigError(
+                    f"{num_experts} experts and {redundant} redundant ones on "
+                    f"{topology.num_ranks} ranks, expected equally many slots on each"
+                )
+            slots = np.full(topology.num_ranks, each, dtype=np.int32)
+            topology = replace(topology, slots_of_rank=slots)
+        return replace(group.terms, topology=topology, model=model)
 
-    def _plan(self, window: int) -> None:
-        latest = self._seen[-1]
-        self._since_plan = latest if self._since_plan is None else self._since_plan + latest
-        if self.plans == "deepseek" and (window + 1) % self.group.engine_every == 0:
-            self._replay_engine(self._since_plan)
-            self._since_plan = None
+    def _plan(self, engine: Engine, tokens: NDArray[np.int64]) -> None:
+        """Plan after the latest window; a planner that fails stays at what serves."""
+        window = self.num_windows
+        if engine.plans == "deepseek":
+            try:
+                engine.replay(tokens, self.group.engine_every)
+            except EplbError:
+                if not window:
+                    raise
+                engine.failed += 1
         if window % self.group.every:
             return
         seen = LoadHistory(np.stack(self._seen))
         for one in self.ours:
-            base = one.course.serving
-            found = one.course.plan_after(window, seen)
-            one.account.change(base, one.course.serving)
+            try:
+                found = one.course.plan_after(window, seen)
+            except EplbError as exc:
+                if not window:
+                    raise
+                one.failed += 1
+                one.last_reason = f"no plan: {exc}"
+                continue
             one.kept += found.decision is Decision.KEEP
             one.resplits += found.decision is Decision.RESPLIT
             one.last_reason = f"{found.decision.value}: {found.reason}"
-
-    def _replay_engine(self, load: NDArray[np.int64]) -> None:
-        assert self.engine is not None, "begun"
-        assert self._serving is not None, "begun"
-        terms = self.engine.terms
-        groups = 1 if terms.model is None else terms.model.num_expert_groups
-        topology = terms.topology
-        held, _, _ = rebalance_experts(
-            load, topology.num_slots, groups, topology.num_nodes, topology.num_ranks
-        )
-        new = Placement(held.astype(np.int32), load.shape[1])
-        self.engine.change(self._serving, new)
-        self._serving = new
 
 
 def _in_order(window: Observed, redundant: int) -> Placement:

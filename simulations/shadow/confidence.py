@@ -1,77 +1,89 @@
-"""How sure a mean difference of windows is: an interval by a moving-block bootstrap.
+"""How sure a mean difference of windows is: an interval by a bootstrap over blocks of windows.
 
 Neighbouring windows resemble each other, so single windows must not be drawn alone: an interval
-from them would be too narrow. Blocks of about the cube root of their number are drawn instead, as
-if the windows stood in a circle.
+from them would be too narrow. Blocks of about the square root of their number are drawn instead, as
+if the windows stood in a circle. Few blocks underestimate the spread, so the interval is widened as
+Student's distribution is against the normal one, with one degree of freedom less than blocks.
+
+Shapes:  T windows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 FEWEST = 8  # judged windows, below which nothing is concluded
 DRAWS = 2000
 LEVEL = 0.95
-LEAST = 1e-4  # of imbalance: smaller differences are none
 
 Verdict = Literal["better", "worse", "no difference", "cannot tell", "too few windows"]
 
 
 @dataclass(frozen=True)
-class Gain:
-    """Mean difference over windows, with its interval."""
+class Difference:
+    """Mean difference over windows, the engine's less ours: above 0 is a gain."""
 
     mean: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None  # None: too few windows
     num_windows: int
     verdict: Verdict
 
     @property
     def sentence(self) -> str:
         """The verdict with what it stands on."""
-        found = f"{self.mean:+.4f}, {LEVEL:.0%} interval {self.low:+.4f} to {self.high:+.4f}"
-        if self.verdict == "too few windows":
+        if self.interval is None:
             return f"too few windows to tell: {self.num_windows}, expected {FEWEST} or more"
+        low, high = self.interval
+        found = f"{self.mean:+.4g}, {LEVEL:.0%} interval {low:+.4g} to {high:+.4g}"
         if self.verdict == "cannot tell":
             return f"cannot tell after {self.num_windows} windows ({found}){self._more()}"
         return f"{self.verdict} ({found}, {self.num_windows} windows)"
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        low, high = self.interval or (None, None)
+        figures = {"mean": self.mean, "low": low, "high": high, "windows": self.num_windows}
+        return figures | {"verdict": self.verdict, "sentence": self.sentence}
+
     def _more(self) -> str:
         """How many windows would tell if the mean stays, the interval narrowing as their root."""
-        half = (self.high - self.low) / 2
-        if abs(self.mean) < LEAST:
+        if self.interval is None or not self.mean:
             return ""
-        return f"; about {int(np.ceil(self.num_windows * (half / self.mean) ** 2))} would tell"
+        half = (self.interval[1] - self.interval[0]) / 2
+        needed = int(np.ceil(min(self.num_windows * (half / self.mean) ** 2, 1e9)))
+        return f"; about {max(needed, self.num_windows + 1):,} would tell"
 
 
-def gain_of(difference: NDArray[np.float64], seed: int) -> Gain:
-    """Judge differences [T] of imbalance, the engine's less ours: above 0 is a gain."""
-    count = len(difference)
-    if not count:
-        return Gain(0.0, 0.0, 0.0, 0, "too few windows")
-    mean = float(difference.mean())
-    low, high = _interval(difference, seed)
-    verdict: Verdict = "cannot tell"
+def difference_of(series: NDArray[np.float64], seed: int, *, least: float) -> Difference:
+    """Judge differences [T] of windows; smaller ones than ``least`` are none."""
+    count = len(series)
+    mean = float(series.mean()) if count else 0.0
     if count < FEWEST:
-        verdict = "too few windows"
-    elif max(abs(low), abs(high)) < LEAST:
+        return Difference(mean, None, count, "too few windows")
+    low, high = _interval(series, seed)
+    verdict: Verdict = "cannot tell"
+    if max(abs(low), abs(high)) < least:
         verdict = "no difference"
     elif low > 0 or high < 0:
         verdict = "better" if low > 0 else "worse"
-    return Gain(mean, low, high, count, verdict)
+    return Difference(mean, (low, high), count, verdict)
 
 
-def _interval(difference: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    count = len(difference)
-    length = max(1, round(count ** (1 / 3)))
-    rng = np.random.default_rng(seed)
-    begin = rng.integers(0, count, size=(DRAWS, -(-count // length)))
+def _interval(series: NDArray[np.float64], seed: int) -> tuple[float, float]:
+    count = len(series)
+    length = round(count**0.5)
+    blocks = count / length
+    begin = np.random.default_rng(seed).integers(0, count, size=(DRAWS, -(-count // length)))
     index = (begin[:, :, None] + np.arange(length)) % count
-    means = difference[index.reshape(DRAWS, -1)[:, :count]].mean(axis=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    means = series[index.reshape(DRAWS, -1)[:, :count]].mean(axis=1)
+    tail = (1 - LEVEL) / 2
+    freedom = max(blocks - 1, 1.0)
+    wider = stdtrit(freedom, 1 - tail) / ndtri(1 - tail) * np.sqrt(blocks / freedom)
+    mean = series.mean()
+    low, high = mean + wider * (np.quantile(means, [tail, 1 - tail]) - mean)
     return float(low), float(high)

@@ -33,7 +33,8 @@ class FileSource:
         self.skips, self.notes = Skips(), dict[str, None]()
         self._places, self._options = places, options
         self._stamps: dict[Path, tuple[int, int]] = {}  # as of the previous poll
-        self._done: dict[Path, tuple[int, int]] = {}  # as they were read
+        self._tried: dict[Path, tuple[int, int]] = {}  # as they were when they were read
+        self._used: set[Path] = set()
         self._lines: dict[Path, LineWindows] = {}
         self._map: Placement | None = None  # of the latest file that holds a placement alone
 
@@ -51,9 +52,8 @@ class FileSource:
                     yield from self._of_file([path])
         yield from self._of_ranks(rank_files, is_last=is_last)
 
-    def group(self) -> tuple[int, int] | None:
+    def system(self) -> None:
         """Files do not tell the nodes."""
-        return None
 
     def close(self) -> None:
         """No file stays open between polls."""
@@ -71,10 +71,15 @@ class FileSource:
                     yield path
 
     def _is_ready(self, path: Path, *, is_last: bool) -> bool:
-        """Whether a file has changed since it was read, and is not being written now."""
+        """Whether a file is to be read, and is not being written now."""
         stamp = _stamp(path)
         before, self._stamps[path] = self._stamps.get(path), stamp
-        return self._done.get(path) != stamp and (is_last or before == stamp)
+        is_new = self._tried.get(path) != stamp
+        if is_new and path in self._used:  # its windows would be counted twice
+            why = f"{path} was written again after it was read"
+            self.skips.add(str(path), "changed after it was read", why)
+            return False
+        return is_new and (is_last or before == stamp)
 
     def _of_ranks(self, paths: list[Path], *, is_last: bool) -> Iterator[Observed]:
         """Dumps of one file a rank: the n-th file of every rank is of the n-th dump."""
@@ -94,7 +99,7 @@ class FileSource:
     def _of_file(self, paths: list[Path]) -> Iterator[Observed]:
         """Windows of one file, of a folder, or of the files of all ranks."""
         for path in paths:
-            self._done[path] = _stamp(path)
+            self._tried[path] = _stamp(path)
         name = str(paths[0])
         self.skips.by_item.pop(name, None)
         try:
@@ -106,6 +111,7 @@ class FileSource:
         except EplbError as exc:
             self.skips.add(name, "not readable", str(exc))
             return
+        self._used.update(paths)
         self.notes.update(dict.fromkeys(found.notes))
         if not isinstance(found, LoadFile):
             self._map = found.placement

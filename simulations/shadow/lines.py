@@ -9,6 +9,7 @@ Shapes:  L MoE layers, E experts, P physical slots.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os import SEEK_END
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,11 @@ class LineWindows:
         """Complete lines; in the last poll what is left, too."""
         try:
             with self._path.open("rb") as file:
+                size = file.seek(0, SEEK_END)
+                if size < self._offset:
+                    why = f"{self._path} has {size} bytes, expected {self._offset} or more"
+                    self._skips.add(str(self._path), "cut off after it was read", why)
+                    return
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     if not (is_last or line.endswith(b"\n") or len(line) > MAX_LINE_BYTES):

@@ -10,12 +10,24 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from eplb.decision.gate import NOMINAL_BYTES
 from eplb.measure.noise import sampling_noise
 from simulations.shadow.accounts import Account
-from simulations.shadow.comparison import WORDS, Comparison, Ours
-from simulations.shadow.confidence import gain_of
+from simulations.shadow.comparison import Comparison, Engine, Ours
+from simulations.shadow.confidence import Difference, difference_of
 
 SCHEMA = "eplb-shadow/1"
+UNITS = {  # of differences below the one of imbalance
+    "bytes": "bytes moved less in a window",
+    "move_seconds": "seconds of moves less in a window",
+    "net_seconds": "seconds won in a window, moves paid",
+}
+LEAST_IMBALANCE, LEAST_BYTES, LEAST_SECONDS = 1e-4, 1.0, 1e-6  # smaller differences are none
+WORDS = {
+    "maps": "its own maps",
+    "deepseek": "its algorithm replayed (DeepSeek's EPLB)",
+    "none": "its first map, never rebalanced",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,8 @@ def report(comparison: Comparison, prices: Prices, notes: Iterable[str]) -> dict
     }
     if engine is None:
         return found | {"sentences": ["no window could be used: nothing was compared"]}
-    topology, terms = engine.terms.topology, engine.terms
+    terms = engine.account.terms
+    topology = terms.topology
     num_layers, num_experts = comparison.shape
     found |= {
         "layers": num_layers,
@@ -48,25 +61,27 @@ def report(comparison: Comparison, prices: Prices, notes: Iterable[str]) -> dict
         "ranks": topology.num_ranks,
         "nodes": topology.num_nodes,
         "dispatch": terms.dispatch.value,
+        "policy": group.policy,
         "seed": terms.seed,
         "routed_tokens_per_window": comparison.tokens_per_window,
         "noise_floor": 1.0 + sampling_noise(comparison.tokens_per_window, topology.num_ranks),
         "engine": {
-            "placements": WORDS[comparison.plans],
-            "plans": comparison.plans,
-            "redundant": topology.num_slots - num_experts,
-            **_figures(engine),
+            "placements": WORDS[engine.plans],
+            "plans": engine.plans,
+            "has_map": engine.has_map,
+            "redundant": engine.redundant,
+            **_figures(engine.account),
+            "failed": engine.failed,
+            "slots_bytes_per_rank": _slot_bytes(engine.account, num_layers),
         },
-        "ours": [_ours(comparison, one, prices) for one in comparison.ours],
+        "ours": [_ours(comparison, engine, one, prices) for one in comparison.ours],
     }
-    found["engine"]["slots_bytes_per_rank"] = _slot_bytes(engine, num_layers)
-    found["policy"] = group.policy
     found["sentences"] = _sentences(found, comparison)
     return found
 
 
 def _figures(account: Account) -> dict[str, Any]:
-    series = account.series
+    series, moved = account.imbalance, int(account.received.sum())
     has = bool(len(series))
     return {
         "imbalance_mean": float(series.mean()) if has else None,
@@ -74,42 +89,31 @@ def _figures(account: Account) -> dict[str, Any]:
         "imbalance_max_layer": account.worst if has else None,
         "imbalance_series": [round(value, 6) for value in series.tolist()],
         "rebalances": account.rebalances,
-        "experts_moved": account.experts_moved,
-        "bytes_moved": account.bytes_moved if account.expert_bytes else None,
-        "move_seconds": round(account.seconds, 6),
+        "experts_moved": moved,
+        "bytes_moved": moved * account.expert_bytes if account.expert_bytes else None,
+        "move_seconds": round(float(account.seconds.sum()), 6),
     }
 
 
-def _ours(comparison: Comparison, one: Ours, prices: Prices) -> dict[str, Any]:
-    engine, account = comparison.engine, one.account
-    assert engine is not None, "there are windows"
-    gain = gain_of(engine.series - account.series, engine.terms.seed)
-    less = engine.terms.topology.num_slots - account.terms.topology.num_slots
-    slot_bytes = _slot_bytes(account, comparison.shape[0])
-    freed = _slot_bytes(engine, comparison.shape[0])
-    freed = None if freed is None or slot_bytes is None else freed - slot_bytes
-    part = engine.terms.cost.expert_part
-    saved = None
-    if prices.window_seconds:
-        saved = prices.window_seconds * part * gain.mean * gain.num_windows
+def _ours(comparison: Comparison, engine: Engine, one: Ours, prices: Prices) -> dict[str, Any]:
+    theirs, account, num_layers = engine.account, one.account, comparison.shape[0]
+    differences = _differences(theirs, account, prices)
+    slots, others = (_slot_bytes(each, num_layers) for each in (account, theirs))
+    freed = others - slots if others is not None and slots is not None else None
+    net = differences.get("net_seconds")
     return {
         "redundant": one.num_redundant,
-        "slots_less_than_engine": less,
+        "slots_less_than_engine": engine.redundant - one.num_redundant,
         **_figures(account),
         "kept": one.kept,
         "resplits": one.resplits,
+        "failed": one.failed,
         "last_decision": one.last_reason,
-        "gain": {
-            "mean": gain.mean,
-            "low": gain.low,
-            "high": gain.high,
-            "windows": gain.num_windows,
-            "verdict": gain.verdict,
-            "sentence": gain.sentence,
-        },
-        "serving_seconds_saved": saved,
-        "net_seconds": None if saved is None else saved - account.seconds + engine.seconds,
-        "slots_bytes_per_rank": slot_bytes,
+        # Per window, the engine's less ours: above 0 is a gain.
+        "gain": {name: each.to_dict() for name, each in differences.items()},
+        "net_seconds": None if net is None else net.mean * net.num_windows,
+        "slots_bytes_per_rank": slots,
+        # By the numbers of slots alone: the same in every window, so there is no interval.
         "kv_bytes_freed_per_rank": freed,
         "kv_tokens_freed_per_rank": (
             freed // prices.kv_token_bytes if freed is not None and prices.kv_token_bytes else None
@@ -117,20 +121,56 @@ def _ours(comparison: Comparison, one: Ours, prices: Prices) -> dict[str, Any]:
     }
 
 
+def _differences(theirs: Account, ours: Account, prices: Prices) -> dict[str, Difference]:
+    """What is judged over windows, each with its interval; what is not known is left out."""
+    seed, cost = theirs.terms.seed, theirs.terms.cost
+    gain, seconds = theirs.imbalance - ours.imbalance, theirs.seconds - ours.seconds
+    found = {
+        "imbalance": difference_of(gain, seed, least=LEAST_IMBALANCE),
+        "move_seconds": difference_of(seconds, seed, least=LEAST_SECONDS),
+    }
+    if each := ours.expert_bytes:
+        less = (theirs.received - ours.received) * each
+        found["bytes"] = difference_of(less, seed, least=LEAST_BYTES)
+    if prices.window_seconds:
+        net = prices.window_seconds * cost.expert_part * gain + seconds
+        found["net_seconds"] = difference_of(net, seed, least=LEAST_SECONDS)
+    return found
+
+
 def _slot_bytes(account: Account, num_layers: int) -> int | None:
-    """Memory of all slots of a rank; None: the bytes of an expert are not known."""
-    topology = account.terms.topology
-    each = num_layers * topology.num_slots // topology.num_ranks
+    """Memory of all slots of the rank with most; None: the bytes of an expert are not known."""
+    each = num_layers * int(account.terms.topology.slots_of_rank.max())
     return each * account.expert_bytes if account.expert_bytes else None
 
 
 def _sentences(found: dict[str, Any], comparison: Comparison) -> list[str]:
-    lines = [f"engine: {found['engine']['placements']}"]
-    lines += [f"{_name(one, found)}: {one['gain']['sentence']}" for one in found["ours"]]
-    if comparison.plans == "deepseek":
+    engine = found["engine"]
+    lines = [f"engine: {engine['placements']}"]
+    if not engine["has_map"]:
+        start = "--current" if comparison.group.current is not None else "experts in order"
+        lines.append(f"the source has no maps: the engine begins with {start}")
+    for one in found["ours"]:
+        gains = one["gain"]
+        lines.append(f"{_name(one, found)}: {gains['imbalance']['sentence']}")
+        for name, what in UNITS.items():
+            if name in gains and gains[name]["verdict"] != "no difference":
+                lines.append(f"{_name(one, found)}, {what}: {gains[name]['sentence']}")
+        if one["failed"]:
+            lines.append(
+                f"{_name(one, found)}: no plan after {one['failed']} windows; the placement stayed"
+            )
+    if engine["failed"]:
+        lines.append(f"the engine's algorithm has no plan after {engine['failed']} windows")
+    if engine["plans"] == "deepseek":
         lines.append(
             "the replayed algorithm never puts two replicas of an expert on one rank; the "
             "engine's own may, and is then worse than shown"
+        )
+    if not comparison.ours[0].account.expert_bytes:
+        lines.append(
+            "bytes of an expert are not known (--model, --expert-bytes): seconds are those of "
+            f"{NOMINAL_BYTES / 1e6:.1f} MB"
         )
     return lines
 

@@ -1,22 +1,28 @@
-"""Windows of the store that plug-ins write samples and maps into."""
+"""Windows of a deployment's store: samples that ranks or plug-ins wrote, with the maps they served.
+
+Spare slots, which every rank keeps empty in every layer, are no place for experts: topology and
+maps are given without them, as the controller plans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from eplb.core.placement import Placement
-from eplb.errors import StoreError
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.errors import EplbError, StoreError
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
-from simulations.shadow.windows import Observed, Skips
+from eplb.migration.spares import compact, without_spares
+from simulations.shadow.windows import Observed, Skips, System
 from telemetry import file_of, open_store
 from telemetry.formats.types import Layers, ReadOptions, resolve
 from telemetry.store import RunInfo
 from telemetry.windows.folder import Window, WindowFolder
 from telemetry.windows.run_windows import folder_of
 
-KEEP = 4096  # windows that one poll may find
 PATIENCE = 2  # later complete windows, after which an incomplete one is given up
+BATCH_WINDOWS = 64  # whose samples are read at a time, if ranks write one for each
+NO_MAP = "has no map in the store"
 
 
 class StoreSource:
@@ -28,43 +34,54 @@ class StoreSource:
 
     def __init__(self, url: str, options: ReadOptions) -> None:
         self.skips, self.notes = Skips(), dict[str, None]()
-        self._url, self._options = url, options
+        self._options = options
         path = file_of(url)
-        if path is None and Path(url).suffix:
-            path = Path(url) if "://" not in url else None
         if path is not None and not path.is_file():
             raise StoreError(f"there is no store at {path}, expected the file of a deployment")
         self._store = open_store(url, options.deployment)
         self._info: RunInfo | None = None
-        self._folder: WindowFolder | None = None
-        self._cursor, self._next = 0, 0
+        self._spares = 0
         self._maps: dict[int, Placement | None] = {}
 
     def close(self) -> None:
         """Close the store."""
         self._store.close()
 
-    def group(self) -> tuple[int, int] | None:
-        """Ranks and nodes of the current run; None: no run yet."""
+    def system(self) -> System | None:
+        """Ranks and model of the current run, without spare slots; None: no run yet."""
         info = self._store.current_run()
         if info is None:
             return None
         topology = topology_from_dict(dict(info.topology))
-        return topology.num_ranks, topology.num_nodes
+        model = model_from_dict(dict(info.model))
+        committed = self._store.committed()
+        if committed is not None and committed.placement.num_slots == topology.num_slots:
+            self._spares = _spares(committed.placement, topology)
+            topology = without_spares(topology, self._spares)
+        return System(topology, model)
 
     def poll(self, *, is_last: bool) -> Iterator[Observed]:
         """Give the windows that are complete now."""
-        self._follow()
-        if self._info is None or self._folder is None:
+        folder = self._follow()
+        if folder is None or self._info is None:
             return
-        while arrived := self._store.samples(self._info.run, after=self._cursor):
-            self._folder.add_all([sample for _, sample in arrived])
+        limit = BATCH_WINDOWS * folder.num_ranks
+        while arrived := self._store.samples(self._info.run, after=self._cursor, limit=limit):
+            folder.add_all([sample for _, sample in arrived])
             self._cursor = arrived[-1][0]
-        windows = [one for one in self._folder.windows() if one.index >= self._next]
+            yield from self._complete(folder, is_last=False)
+        yield from self._complete(folder, is_last=is_last)
+
+    def _complete(self, folder: WindowFolder, *, is_last: bool) -> Iterator[Observed]:
+        windows = [one for one in folder.windows() if one.index >= self._next]
         for place, window in enumerate(windows):
             later = sum(one.is_complete for one in windows[place + 1 :])
             if not window.is_complete and later < PATIENCE and not is_last:
                 return
+            if self._next and window.index > self._next:
+                first, last = self._next, window.index - 1
+                why = f"no samples at all of windows {first}..{last}"
+                self.skips.add(f"window {first}", "missing windows", why)
             self._next = window.index + 1
             if window.is_complete:
                 yield self._observed(window)
@@ -73,30 +90,53 @@ class StoreSource:
                 why = f"no samples of every step from ranks {missing}"
                 self.skips.add(f"window {window.index}", "an incomplete window", why)
 
-    def _follow(self) -> None:
+    def _follow(self) -> WindowFolder | None:
         """Begin anew where the engine was started again."""
         info = self._store.current_run()
-        if info is None or (self._info is not None and info.run == self._info.run):
-            return
-        model = model_from_dict(dict(info.model))
-        topology = topology_from_dict(dict(info.topology))
-        if self._info is not None:
-            self.notes["the engine was started again; later windows are of its new run"] = None
-        self._info, self._cursor, self._next = info, 0, 0
-        self._folder = folder_of(info, model, topology, keep=KEEP)
-        self._stored = Layers(tuple(model.layer_ids), "model")
+        if info is not None and (self._info is None or info.run != self._info.run):
+            if self._info is not None:
+                self.notes["the engine was started again; later windows are of its new run"] = None
+            self._info, self._cursor, self._next = info, 0, 0
+            self._topology = topology_from_dict(dict(info.topology))
+            model = model_from_dict(dict(info.model))
+            self._folder = folder_of(info, model, self._topology)
+            self._stored = Layers(tuple(model.layer_ids), "model")
+        return None if self._info is None else self._folder
 
     def _observed(self, window: Window) -> Observed:
         rows, layers, notes = resolve(self._stored, self._options)
         self.notes.update(dict.fromkeys(notes))
-        generation = max(window.generations)
-        if generation not in self._maps:
-            found = self._store.placement(generation)
-            self._maps[generation] = None if found is None else found.placement
-        held = self._maps[generation]
+        held = self._map(max(window.generations))
         if held is not None:
             share = held.slot_share[rows]
-            held = Placement(held.slot_to_expert[rows], held.num_experts, generation, share)
-        else:
-            self.notes[f"generation {generation} has no map in the store"] = None
+            slots = held.slot_to_expert[rows]
+            held = Placement(slots, held.num_experts, held.generation, share)
         return Observed(window.tokens[rows], layers, held, f"window {window.index}")
+
+    def _map(self, generation: int) -> Placement | None:
+        """The map of a generation without spare slots; None and noted where there is none."""
+        if generation in self._maps:
+            return self._maps[generation]
+        found = self._store.placement(generation)
+        held = None if found is None else found.placement
+        if held is None:
+            self.notes[f"generation {generation} {NO_MAP}"] = None
+        elif self._spares and held.num_slots == self._topology.num_slots:
+            try:
+                held, _ = compact(held, self._topology, self._spares)
+            except EplbError as exc:
+                self.notes[f"the map of generation {generation} is not used: {exc}"] = None
+                held = None
+        self._maps[generation] = held
+        return held
+
+
+def _spares(placement: Placement, topology: Topology) -> int:
+    """Slots that every rank with slots keeps empty in every layer."""
+    empty = placement.slot_to_expert == EMPTY
+    on_rank = [
+        int(empty[:, topology.slots_on(rank)].sum(axis=1).min())
+        for rank in range(topology.num_ranks)
+        if topology.slots_of_rank[rank]
+    ]
+    return min(on_rank, default=0)

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from telemetry.formats.types import Layers, ReadOptions
 
 
@@ -50,6 +52,14 @@ class Skips:
         return found
 
 
+@dataclass(frozen=True)
+class System:
+    """What serves, where a source tells it."""
+
+    topology: Topology
+    model: ModelShape
+
+
 class Source(Protocol):
     """Where windows come from."""
 
@@ -59,8 +69,8 @@ class Source(Protocol):
     def poll(self, *, is_last: bool) -> Iterator[Observed]:
         """Give the windows that are new."""
 
-    def group(self) -> tuple[int, int] | None:
-        """Ranks and nodes; None: the source does not tell."""
+    def system(self) -> System | None:
+        """Ranks and model; None: the source does not tell."""
 
     def close(self) -> None:
         """Release what the source holds open."""
