@@ -62,6 +62,7 @@ class Scenario:
     keep_placements: bool = False  # of every change: memory grows with changes
     step_model: StepModel | None = None  # None: imbalance alone, no times
     migration: MigrationCost | None = None  # None: what moves takes no time
+    tokens_per_step: float | None = None  # of all ranks, in place of those of the windows
 
     def __post_init__(self) -> None:
         for name in ("past_windows", "plan_every"):
@@ -223,8 +224,17 @@ class Runner:
         topology = self.scenario.topology
         self._imbalance.append(imbalance_of(by_rank(self._served, topology), topology))
         if self.scenario.step_model is not None:
-            rows = self._served / self.scenario.windows.steps
-            self._step_us.append(self.scenario.step_model.of(rows).us)
+            self._step_us.append(self.scenario.step_model.of(self._rows(tokens)).us)
+
+    def _rows(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] rows of each slot in one step."""
+        assert self._served is not None, "served before"
+        scenario, step_model = self.scenario, self.scenario.step_model
+        if scenario.tokens_per_step is None or step_model is None:
+            return self._served / scenario.windows.steps
+        routed = np.maximum(tokens.sum(axis=1, keepdims=True), 1)
+        rows: SlotLoad = self._served * (scenario.tokens_per_step * step_model.model.top_k / routed)
+        return rows
 
     def result(self, last: Tokens, routed: NDArray[np.float64]) -> Replay:
         """Everything together."""

@@ -17,7 +17,8 @@ from api.cli.deploy import compile_kernels, controller, host_cache, launch, serv
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.shadow import shadow
-from api.cli.simulate import simulate
+from api.cli.simulator.recommend import recommend_command
+from api.cli.simulator.simulate import simulate
 from api.cli.status import status
 from api.cli.store_commands import app as store_commands
 from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, configured_store
@@ -45,6 +46,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.command()(simulate)
+app.command(name="recommend")(recommend_command)
 app.command()(journal)
 app.command(name="config")(config_command)
 app.command()(observability)

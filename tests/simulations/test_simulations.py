@@ -239,7 +239,7 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "api.cli.simulate", *arguments]
+    command = [sys.executable, "-m", "api.cli.simulator.simulate", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -279,7 +279,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def test_simulations_leave_torch_out() -> None:
-    code = "import sys, simulations, api.cli.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, simulations, api.cli.simulator.simulate; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -1,0 +1,1 @@
+"""``eplb simulate`` and ``eplb recommend``."""

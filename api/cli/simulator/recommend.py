@@ -1,0 +1,154 @@
+"""``eplb recommend``: which group, how much redundancy, and how often to plan, with reasons."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from api.cli.simulator.simulate import BAD_INPUT
+from api.terminal.printable import print_error
+from eplb.core.model import preset
+from eplb.errors import ConfigError, EplbError
+from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
+from simulations.cost.hardware import hardware_named
+from simulations.cost.memory import MemoryModel
+from simulations.inputs import model_of, windows_of
+from simulations.recommend import Answer, Question, first_windows, recommend
+from simulations.report import write_json
+from telemetry.formats.types import ReadOptions
+
+MAX_WINDOWS = 4096
+
+
+def recommend_command(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A trace, dump or store, see docs/engines.md, or generated:NAME, see "
+            "docs/simulator.md."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A known model: sizes and bytes of its experts.")],
+    hardware: Annotated[str, typer.Option(help="h20, h100, h200 or h800.")] = "h200",
+    ranks: Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")] = "32",
+    ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
+    redundant: Annotated[
+        str, typer.Option(help="Redundant slots of each rank to compare.")
+    ] = "0,1,2,4",
+    every: Annotated[str, typer.Option(help="Windows between plans to compare.")] = "1,4,16",
+    context: Annotated[
+        int, typer.Option(max=100_000_000, help="Tokens of a sequence in the KV cache.")
+    ] = 4096,
+    most_sequences: Annotated[
+        int, typer.Option(max=1_000_000, help="Most sequences of a rank.")
+    ] = 256,
+    dense_gb: Annotated[
+        float, typer.Option(max=1e6, help="GB of a rank beside routed experts and KV cache.")
+    ] = 20.0,
+    kv_token_bytes: Annotated[
+        float, typer.Option(max=1e9, help="KV cache of a token on a rank.")
+    ] = 70_272.0,
+    other_us: Annotated[
+        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
+    ] = 100.0,
+    expert_times: Annotated[
+        Path | None, typer.Option(help="Measured times of experts, in place of the data sheet.")
+    ] = None,
+    windows: Annotated[int, typer.Option(max=1_000_000, help="Windows to replay.")] = 96,
+    window_seconds: Annotated[
+        float, typer.Option(max=1e9, help="Serving time of a window.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
+) -> None:
+    """Compare groups, redundancy and intervals on a load; print the best, and why."""
+    try:
+        shape, card = preset(model), hardware_named(hardware)
+        load = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), seed, shape)
+        model_of(shape, load)
+        groups = _numbers("--ranks", ranks)
+        if expert_times is not None:
+            check_fits(expert_times, shape)
+        times = {
+            group: (
+                from_data_sheet(card, shape)
+                if expert_times is None
+                else read_expert_time(expert_times, load.num_experts / max(group, 1))
+            )
+            for group in groups
+        }
+        answer = recommend(
+            Question(
+                first_windows(load, windows),
+                MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
+                times,
+                ranks_per_node,
+                _numbers("--redundant", redundant, least=0),
+                _numbers("--every", every),
+                context,
+                most_sequences,
+                other_us,
+                window_seconds,
+                seed,
+            )
+        )
+        if json_file is not None:
+            write_json(json_file, _as_json(answer, times[groups[0]].source))
+    except EplbError as exc:
+        print_error(exc)
+        raise typer.Exit(BAD_INPUT) from exc
+    console = Console()
+    console.print(_table(answer))
+    for sentence in answer.sentences():
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"expert times: {times[groups[0]].source}; no queue and no scheduler is modelled",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _numbers(option: str, text: str, least: int = 1) -> tuple[int, ...]:
+    """Distinct whole numbers, separated by commas."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least or max(found) > 65_536:
+        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to 65536, as 1,2,4")
+    return found
+
+
+def _as_json(answer: Answer, source: str) -> dict[str, object]:
+    return {
+        "expert_times": source,
+        "candidates": [asdict(one) for one in answer.candidates],
+        "unfit": [asdict(one) for one in answer.unfit],
+        "sentences": answer.sentences(),
+    }
+
+
+def _table(answer: Answer) -> Table:
+    grid = Table(box=SIMPLE_HEAD, padding=0)
+    headings = ("EP", "slots", "every", "seqs", "KV GB", "imbalance", "step ms", "moves", "tok/s")
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for one in answer.candidates:
+        grid.add_row(
+            str(one.ranks),
+            str(one.slots_per_rank * one.ranks),
+            str(one.interval) if one.interval else "never",
+            str(one.sequences),
+            f"{one.kv_bytes / 1e9:.1f}",
+            f"{one.imbalance:.3f}",
+            f"{one.step_us / 1000:.2f}",
+            f"{one.lost_part:.2%}",
+            f"{one.tokens_per_s:.1f}",
+        )
+    return grid

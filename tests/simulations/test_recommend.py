@@ -1,0 +1,198 @@
+"""Recommendations and limits: reasons that follow from memory and balance; refused questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from eplb import ModelShape
+from eplb.errors import ConfigError
+from simulations.cost.expert_time import from_data_sheet
+from simulations.cost.hardware import hardware_named
+from simulations.cost.memory import MemoryModel
+from simulations.limits import limit_of
+from simulations.recommend import Question, first_windows, recommend
+from simulations.windows import Windows
+
+MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
+CARD = hardware_named("h200")
+
+
+def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
+    """Four ranks of four experts, one expert ``hot`` times as busy, and so much KV cache."""
+    window = np.full((2, 16), 1000, dtype=np.int64)
+    window[:, 0] *= hot
+    windows = Windows(2, 16, lambda: (window.copy() for _ in range(6)))
+    weights = 4 * MODEL.num_layers * MODEL.expert_bytes
+    memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
+    chosen: dict[str, Any] = {
+        "experts": {4: from_data_sheet(CARD, MODEL)},
+        "redundant": (0, 1),
+        "intervals": (1,),
+        "context": 1000,
+        "most_sequences": 4096,
+    }
+    return Question(windows, memory, **(chosen | changes))
+
+
+def test_redundancy_is_recommended_where_one_expert_is_hot() -> None:
+    answer = recommend(question(hot=9))
+
+    assert answer.best.redundant == 1
+    assert "imbalance 2." in answer.sentences()[1]
+    assert "limited by the KV cache" in " ".join(answer.sentences())
+
+
+def test_no_redundancy_is_recommended_for_even_load() -> None:
+    answer = recommend(question(hot=1))
+
+    assert answer.best.redundant == 0
+    assert answer.best.imbalance == 1.0
+    assert answer.sentences()[2].startswith("runner-up: ")
+
+
+def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
+    one_slot = MODEL.num_layers * MODEL.expert_bytes
+    answer = recommend(question(hot=9, spare_bytes=one_slot / 2))
+
+    assert answer.best.redundant == 0
+    assert [one.redundant for one in answer.unfit] == [1]
+    assert "does not fit: EP4 with 5 slots a rank lacks 0.1 GB" in answer.sentences()[-1]
+
+
+def test_question_without_a_fitting_candidate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no candidate fits 141 GB a rank: EP4 with 4 slots"):
+        recommend(question(hot=9, spare_bytes=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"redundant": ()}, "no redundant to compare"),
+        ({"redundant": (-1,)}, "expected 0 or more, and 1 or more"),
+        ({"context": 0}, "context is 0, expected 1 or more"),
+        ({"window_s": 0.0}, "window_s is 0.0, expected above 0"),
+    ],
+)
+def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question(hot=1, **changes)
+
+
+def test_first_windows_end_a_longer_source() -> None:
+    windows = first_windows(question(hot=1).windows, 3)
+
+    assert len(list(windows)) == 3
+
+
+SUMMARY = {
+    "policies": {
+        "none": {"oracle": False, "failed": "", "imbalance_mean": 1.5, "rebalances": 0},
+        "auto": {"oracle": False, "failed": "", "imbalance_mean": 1.08, "rebalances": 3},
+        "oracle:re-plan": {"oracle": True, "failed": "", "imbalance_mean": 1.0, "rebalances": 0},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_broken"),
+    [
+        ("imbalance>1.1", False),
+        ("imbalance > 1.05", True),
+        ("none.imbalance>1.1", True),
+        ("oracle:re-plan.imbalance>=1", True),
+        ("rebalances<3", False),
+        ("rebalances<=3", True),
+    ],
+)
+def test_limit_is_of_the_last_policy_that_is_no_oracle(text: str, is_broken: bool) -> None:
+    assert (limit_of(text).broken_by(SUMMARY) is not None) == is_broken
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("imbalance", "expected a form like"),
+        ("speed>1", "unknown figure 'speed', expected one of: imbalance"),
+        ("imbalance>much", "'much' is no number"),
+        ("imbalance>nan", "'nan' is no number"),
+        ("vllm.imbalance>1", "no policy 'vllm', expected one of: none, auto"),
+        ("tokens_per_s<5", "tokens_per_s is not known, expected --hardware"),
+    ],
+)
+def test_limit_that_cannot_be_judged_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        limit_of(text).broken_by(SUMMARY)
+
+
+def test_failed_policy_breaks_its_limit() -> None:
+    failed = {"policies": {"auto": {"oracle": False, "failed": "window 3: no place"}}}
+
+    assert limit_of("imbalance>9").broken_by(failed) == "auto failed: window 3: no place"
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_commands_answer_with_times_and_reasons(tmp_path: Path) -> None:
+    load = "generated:v2-lite:windows=5,tokens=20000"
+    common = (load, "--model", "deepseek-v2-lite", "--hardware", "h100")
+    out = tmp_path / "out.json"
+
+    simulated = command(
+        "simulate", *common, "--policy", "none,deepseek", "--fail-if", "imbalance>1.0001"
+    )
+    asked = command(
+        "recommend",
+        *common,
+        "--ranks",
+        "8",
+        "--redundant",
+        "0,1",
+        "--every",
+        "2",
+        "--json",
+        str(out),
+    )
+
+    assert simulated.exit_code == 1, simulated.stderr
+    assert "tokens/s, of which moves took" in simulated.stdout
+    assert "deepseek: imbalance is" in simulated.stderr
+    assert asked.exit_code == 0, asked.stderr
+    assert "recommended: EP8" in asked.stdout
+    assert "runner-up: EP8" in asked.stdout
+    assert len(json.loads(out.read_text())["candidates"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", "generated:v2-lite", "--hardware", "h200"), "expected --model"),
+        (("simulate", "generated:v2-lite", "--fail-if", "x"), "expected a form like"),
+        (("recommend", "generated:mixed", "--model", "nope"), "unknown model 'nope'"),
+        (
+            ("recommend", "generated:mixed", "--model", "deepseek-v3", "--hardware", "tpu"),
+            "unknown hardware 'tpu', expected one of: h100",
+        ),
+        (
+            ("recommend", "generated:mixed", "--model", "deepseek-v3", "--ranks", "0"),
+            "--ranks is '0', expected numbers of 1",
+        ),
+    ],
+)
+def test_bad_questions_are_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    ran = command(*arguments)
+
+    assert ran.exit_code == 2
+    assert message in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
