@@ -16,7 +16,6 @@ from api.cli.config import named_settings
 from api.cli.deploy import compile_kernels, controller, host_cache, launch, serve
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
-from api.cli.shadow import shadow
 from api.cli.simulate import simulate
 from api.cli.status import status
 from api.cli.store_commands import app as store_commands
@@ -29,6 +28,7 @@ from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.processes.devices import check_gpus
+from api.shadow.command import shadow
 from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error

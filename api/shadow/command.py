@@ -25,9 +25,9 @@ from api.cli.engine_files import (
     read_options,
 )
 from api.engine_plan import RULES
-from api.engine_recorder import EngineRecorder
 from api.interrupts import StopSignals
-from api.shadow_run import Watch, run
+from api.shadow.loop import Watch, run
+from api.shadow.recorder import EngineRecorder
 from eplb.core.model import ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
