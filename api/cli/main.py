@@ -52,8 +52,8 @@ app.command()(support_bundle)
 app.command("compile")(compile_kernels)
 for one in (serve, controller, host_cache, launch, check, fsck, status):
     app.command()(one)
-for one in (plan, convert, validate, shadow):
-    app.command()(one)
+for beside in (plan, convert, validate, shadow):
+    app.command()(beside)
 app.add_typer(store_commands, name="store")
 
 Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
