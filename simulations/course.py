@@ -76,8 +76,8 @@ class Course:
             record=self._record,
         )
         if found.decision is Decision.MOVE:
-            both = (as_served(it, terms) for it in (found.base, found.target))
-            self._promise = Promise(*both, found.before - found.after)
+            base, target = as_served(found.base, terms), as_served(found.target, terms)
+            self._promise = Promise(base, target, found.before - found.after)
             self._since = window
         if found.decision is not Decision.KEEP:
             self.serving = found.target

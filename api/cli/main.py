@@ -16,7 +16,6 @@ from api.cli.config import named_settings
 from api.cli.deploy import compile_kernels, controller, host_cache, launch, serve
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
-from api.cli.shadow import shadow
 from api.cli.simulator.recommend import recommend_command
 from api.cli.simulator.simulate import simulate
 from api.cli.status import status
@@ -30,6 +29,7 @@ from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.processes.devices import check_gpus
+from api.shadow.command import shadow
 from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error
@@ -54,8 +54,8 @@ app.command()(support_bundle)
 app.command("compile")(compile_kernels)
 for one in (serve, controller, host_cache, launch, check, fsck, status):
     app.command()(one)
-for one in (plan, convert, validate, shadow):
-    app.command()(one)
+for beside in (plan, convert, validate, shadow):
+    app.command()(beside)
 app.add_typer(store_commands, name="store")
 
 Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]

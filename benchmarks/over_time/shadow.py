@@ -6,13 +6,14 @@
 
 Each stream of ``loads.py`` goes through the comparison of ``eplb shadow``. No recording has an
 engine's maps, so the engine's algorithm is replayed, DeepSeek's EPLB on the load since its previous
-plan, after each window or after every fourth. Both sides are judged under the engine's rule of
-choosing a replica, pay the same price for a move, and begin with experts in order.
+plan, after each window or after every fourth. Both sides begin with its plan on the first four
+windows, which are not judged; both are judged under the engine's rule of choosing a replica, and
+pay the same price for a move.
 
 ``--coverage`` draws series of known mean 0 and counts how often the interval has it.
 
 gain    imbalance of the engine less ours, mean over judged windows, with the 95 % interval
-experts that moved to another rank, in all
+moves   experts that moved to another rank, in all
 net     serving seconds won in a window of 60 s, moves paid, with the interval
 ms      processor time of one plan: median, p99
 """
@@ -23,18 +24,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.over_time import loads
+from eplb.core.placement import Placement
+from eplb.deepseek import rebalance_experts
 from eplb.dispatch_rules.rules import DispatchRule
 from simulations.course import Terms
 from simulations.shadow.comparison import Comparison, Group
@@ -43,7 +44,21 @@ from simulations.shadow.report import Prices, report
 from simulations.shadow.windows import Observed, Skips
 from telemetry.formats.types import rows_in_order
 
+START = 4  # windows that the first placement is planned on
 WINDOW_SECONDS = 60.0
+HEADINGS = (
+    "model, slots / ranks, order",
+    "rule, every",
+    "engine",
+    "ours",
+    "gain",
+    "verdict",
+    "its moves",
+    "our moves",
+    "net s",
+    "its ms",
+    "our ms",
+)
 EXPERT_BYTES = {loads.GPT: 13_219_200, loads.LITE: 17_301_504}  # MXFP4, BF16
 SIDES = (  # of the engine: its rule, and windows between its plans
     (DispatchRule.EVEN, 1),
@@ -74,7 +89,7 @@ def compared(
     size = EXPERT_BYTES[case.model]
     group = Group(terms, redundant, engine_plans="deepseek", engine_every=every, expert_bytes=size)
     comparison, our_ms, engine_ms = Comparison(group, Skips()), list[float](), list[float]()
-    for index, tokens in enumerate(load):
+    for index, tokens in enumerate(load[START:]):
         comparison.add(Observed(tokens, layers, None, f"window {index}"))
         if not index:  # its plans are not timed: kernels are loaded with them
             engine, course = comparison.engine, comparison.ours[0].course
@@ -84,6 +99,14 @@ def compared(
     found = report(comparison, Prices(WINDOW_SECONDS), [])
     replays = engine_ms[(every - 2) % every :: every]  # the first window was not timed
     return found | {"case": case.name, "every": every, "ms": our_ms, "engine_ms": replays}
+
+
+def start_of(case: loads.Case, load: NDArray[np.int64]) -> Placement:
+    """The engine's plan on windows before those that are compared."""
+    topology = case.topology
+    numbers = (topology.num_slots, 1, topology.num_nodes, topology.num_ranks)
+    held, _, _ = rebalance_experts(load.sum(axis=0), *numbers)
+    return Placement(held.astype(np.int32), load.shape[2])
 
 
 def row_of(found: dict[str, Any]) -> list[str]:
@@ -105,11 +128,20 @@ def row_of(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def coverage(console: Console) -> None:
-    """How often the interval of series of mean 0 has 0; each value is so much of the one before."""
-    table = Table(box=SIMPLE_HEAD, title="95 % intervals that have the true mean, of 500")
-    for heading in ("correlation of neighbours", "windows", "covered"):
-        table.add_column(heading, justify="right")
+def show(cells: Sequence[str]) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def head(headings: Sequence[str]) -> None:
+    """Print the head of a table."""
+    show(headings)
+    show(["---"] * len(headings))
+
+
+def coverage() -> None:
+    """How often the interval of series of mean 0 has 0."""
+    head(("correlation of neighbours", "windows", "intervals with the true mean, of 500"))
     rng = np.random.default_rng(0)
     for part in (0.0, 0.5, 0.8):
         for windows in (8, 16, 64, 256):
@@ -118,8 +150,7 @@ def coverage(console: Console) -> None:
                 noise[:, index] += part * noise[:, index - 1]
             found = [difference_of(one, 0, least=0).interval for one in noise[:, 64:]]
             hits = sum(one is not None and one[0] <= 0 <= one[1] for one in found)
-            table.add_row(f"{part}", str(windows), f"{hits / len(found):.1%}")
-    console.print(table)
+            show((f"{part}", str(windows), f"{hits / len(found):.1%}"))
 
 
 def main() -> None:
@@ -131,41 +162,24 @@ def main() -> None:
     parser.add_argument("--coverage", action="store_true", help="of the interval, and no streams")
     parser.add_argument("--json", type=Path, help="write all reports")
     arguments = parser.parse_args()
-    console = Console(width=170)
     if arguments.coverage:
-        coverage(console)
+        coverage()
         return
     if not arguments.data.is_dir():
         sys.exit(f"skipped: real traces are not at {arguments.data}, expected --data FOLDER")
     loads.DATA = arguments.data
-    python = sys.version.split()[0]
-    console.print(f"{datetime.now(UTC):%Y-%m-%d} python {python} numpy {np.__version__}")
+    print(f"{datetime.now(UTC):%Y-%m-%d} python {sys.version.split()[0]} numpy {np.__version__}\n")
     reports = []
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("model, slots / ranks, order", no_wrap=True)
-    for heading in (
-        "rule, every",
-        "engine",
-        "ours",
-        "gain",
-        "verdict",
-        "its experts",
-        "our experts",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("net s / window", "its ms", "our ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    head(HEADINGS)
     for case in loads.cases(1):
-        if arguments.only not in case.name:
-            continue
-        load = loads.stream(case, arguments.half, arguments.windows)
-        for rule, every in SIDES:
-            reports.append(compared(case, load, rule, every))
-            table.add_row(*row_of(reports[-1]))
-            print("\t".join(row_of(reports[-1])), flush=True)
-    console.print(table)
-    verdicts = [one["ours"][0]["gain"]["imbalance"]["verdict"] for one in reports]
-    console.print({verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)})
+        if arguments.only in case.name:
+            load = loads.stream(case, arguments.half, arguments.windows)
+            for rule, every in SIDES:
+                reports.append(compared(case, load, rule, every))
+                show(row_of(reports[-1]))
+    for name in ("imbalance", "net_seconds"):
+        verdicts = Counter(one["ours"][0]["gain"][name]["verdict"] for one in reports)
+        print(f"\n{name}: {', '.join(f'{word} {count}' for word, count in verdicts.items())}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(reports, indent=1))
 

@@ -40,7 +40,7 @@ class StoreSource:
             raise StoreError(f"there is no store at {path}, expected the file of a deployment")
         self._store = open_store(url, options.deployment)
         self._info: RunInfo | None = None
-        self._spares = 0
+        self._cursor = self._next = self._spares = 0
         self._maps: dict[int, Placement | None] = {}
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.engine_recorder import EngineRecorder
-from api.shadow_run import Watch, run
+from api.shadow.loop import Watch, run
+from api.shadow.recorder import EngineRecorder
 from benchmarks.engine_files.seeds import torch_file
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape

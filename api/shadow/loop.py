@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from api.engine_recorder import EngineRecorder
+from api.shadow.recorder import EngineRecorder
 from eplb.errors import ConfigError
 from simulations.report import write_json
 from simulations.shadow.comparison import Comparison

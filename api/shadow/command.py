@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,9 +25,9 @@ from api.cli.engine_files import (
     read_options,
 )
 from api.engine_plan import RULES
-from api.engine_recorder import EngineRecorder
 from api.interrupts import StopSignals
-from api.shadow_run import Watch, run
+from api.shadow.loop import Watch, run
+from api.shadow.recorder import EngineRecorder
 from eplb.core.model import ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
@@ -35,13 +35,13 @@ from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, EplbError
 from eplb.policies.table import policy_named
 from simulations.course import Terms
-from simulations.shadow.comparison import Comparison, EnginePlans, Group
+from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, table, text_below
 from simulations.shadow.sources import open_source
 from simulations.shadow.windows import Source, SourceOptions
 from telemetry.formats.table import read_placement
 
-Plans = Enum("Plans", {name: name for name in get_args(EnginePlans)})  # type: ignore[misc]
+Plans = Enum("Plans", {"maps": "maps", "deepseek": "deepseek", "none": "none"})
 
 
 def shadow(
@@ -63,8 +63,8 @@ def shadow(
     ] = "",
     current: Annotated[str | None, typer.Option(help="The map at the start, any format.")] = None,
     engine_plans: Annotated[
-        Plans, typer.Option(help="Where the engine's placements come from.")
-    ] = Plans.auto,
+        Plans | None, typer.Option(help="The engine's placements; by default maps, else deepseek.")
+    ] = None,
     engine_every: Annotated[
         int, typer.Option(min=1, max=100_000, help="Windows between replayed plans.")
     ] = 1,
@@ -157,7 +157,7 @@ def shadow(
             ),
             redundant,
             policy,
-            engine_plans.value,
+            engine_plans.value if engine_plans else "auto",
             engine_every,
             every,
             _numbers(also_redundant),

@@ -1,0 +1,1 @@
+"""`eplb shadow`: the command, its loop, and the record endpoints of an engine."""
