@@ -12,7 +12,7 @@ import numpy as np
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance_of
 from simulations.replay import Replay, Scenario
-from simulations.report import write_whole
+from simulations.report import conclusions, write_whole
 
 # Told apart by people who see colours differently, and readable on white (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -73,10 +73,11 @@ def _document(result: dict[str, Any], script: str, parts: Sequence[str]) -> str:
         f"Chance alone makes {result['noise_floor']:.3f} of a window."
     )
     name = escape(str(result["trace"]))
+    found = "".join(f"<li>{escape(sentence)}</li>" for sentence in conclusions(result))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         f"<style>{STYLE}</style><script>{script}</script></head><body>"
-        f"<h1>{name}</h1><p>{escape(shape)}</p>{_table(result)}{''.join(parts)}</body></html>\n"
+        f"<h1>{name}</h1><ul>{found}</ul><p>{escape(shape)}</p>{_table(result)}{''.join(parts)}</body></html>\n"
     )
 
 

@@ -82,7 +82,7 @@ class Split:
 
     def of(self, tokens: Tokens) -> SlotLoad:
         """[L, S] tokens of each slot."""
-        load: SlotLoad = tokens.ravel()[self._index] * self._share
+        load: SlotLoad = np.multiply(tokens.ravel()[self._index], self._share, dtype=np.float64)
         return load
 
 

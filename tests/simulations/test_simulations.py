@@ -233,6 +233,7 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     assert list(read["policies"]) == ["contiguous", "auto"]
     assert len(read["policies"]["auto"]["imbalance_series"]) == 3
     assert "&lt;gamma&gt;" in page
+    assert "<li>auto against contiguous: imbalance" in page
     assert "<gamma>" not in page
     assert '<script src="http' not in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]

@@ -114,7 +114,7 @@ def simulate(
             load = replace(load, steps=steps)
         topology = topology_of(ranks, nodes, slots, load.num_experts)
         fitted = model_of(shape, load)
-        step_model = None
+        step_model = price = None
         if hardware is not None or expert_times is not None:
             step_model = step_model_of(
                 fitted,
@@ -125,6 +125,7 @@ def simulate(
                 other_us=other_us,
                 is_overlapped=overlap,
             )
+            price = MigrationCost(step_model.model, step_model.hardware)
         scenario = Scenario(
             load,
             topology,
@@ -135,7 +136,7 @@ def simulate(
             past,
             every,
             step_model=step_model,
-            migration=step_model and MigrationCost(step_model.model, step_model.hardware),
+            migration=price,
         )
         replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
         result = summary(Path(trace).name, scenario, replays)
