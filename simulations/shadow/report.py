@@ -17,6 +17,7 @@ from simulations.shadow.comparison import Comparison, Engine, Ours
 from simulations.shadow.confidence import Difference, difference_of
 
 SCHEMA = "eplb-shadow/1"
+UNTOLD = ("no difference", "too few windows")
 UNITS = {  # of differences below the one of imbalance
     "bytes": "bytes moved less in a window",
     "move_seconds": "seconds of moves less in a window",
@@ -154,7 +155,7 @@ def _sentences(found: dict[str, Any], comparison: Comparison) -> list[str]:
         gains = one["gain"]
         lines.append(f"{_name(one, found)}: {gains['imbalance']['sentence']}")
         for name, what in UNITS.items():
-            if name in gains and gains[name]["verdict"] != "no difference":
+            if name in gains and gains[name]["verdict"] not in UNTOLD:
                 lines.append(f"{_name(one, found)}, {what}: {gains[name]['sentence']}")
         if one["failed"]:
             lines.append(
