@@ -2,7 +2,7 @@
 
     python -m benchmarks.ranks.batch_split balance [--tokens 64 256]
     python -m benchmarks.ranks.batch_split device
-    python -m benchmarks.ranks.batch_split experts
+    python -m benchmarks.ranks.batch_split rows && python -m benchmarks.ranks.batch_split experts
 
 "balance" plans on earlier windows and judges later ones: max/mean over ranks with the planned
 shares, with the split, and the optimum of the batch's linear program on the same replicas. Windows
@@ -21,6 +21,7 @@ Traces lie where EPLB_DATA points, or at ../shared/data beside the repository.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -337,10 +338,10 @@ EXPERT_CASES = (
     (CASES[2], (43, 171, 683)),
     (CASES[3], (32, 256)),
 )
-MOST_TIMED = 12  # layers and windows of a row of the table
+MOST_TIMED = 10  # layers and windows of a row of the table
 
 
-def busiest(case: Case, rows: int, order: str) -> Iterator[tuple[Ints, Ints]]:
+def busiest(case: Case, rows: int, order: str) -> Iterator[tuple[Ints, ...]]:
     """Rows by slot [C] of the busiest rank with planned shares and with the split."""
     top_k = 4 if case.model == "gpt-oss" else 6
     loads = windows(expert_ids(case), rows * case.num_slots // top_k, order)
@@ -363,21 +364,38 @@ def busiest(case: Case, rows: int, order: str) -> Iterator[tuple[Ints, Ints]]:
         parts = split_batch(counts, layout)
         used = layout.slot >= 0
         split[layout.slot[used]] = parts[used]
-        yield tuple(  # type: ignore[misc]
+        yield tuple(
             np.rint(by_rank[by_rank.sum(axis=1).argmax()]).astype(np.int64)
             for by_rank in (planned.reshape(-1, per_rank), split.reshape(-1, per_rank))
         )
 
 
-def show_experts(order: str) -> None:
+def write_rows(path: Path) -> None:
+    """Write the rows of busiest ranks, planned with and without the split, for ``show_experts``."""
+    found = [
+        {
+            "case": case.name,
+            "order": order,
+            "rows": rows,
+            "busiest": [[one.tolist() for one in both] for both in busiest(case, rows, order)],
+        }
+        for order in ("recorded", "mixed")
+        for case, sizes in EXPERT_CASES
+        for rows in sizes
+    ]
+    path.write_text(json.dumps(found))
+
+
+def show_experts(path: Path) -> None:
     """Print one line for each case and size."""
     from runtime.kernels.quantise import GROUP
 
     print(torch.cuda.get_device_name(), torch.__version__)
-    print(f"{'case':20}{'rows a slot':>12}{'planned':>10}{'split':>10}{'balanced':>10}{'gain':>8}")
-    schema = ExpertSchema.swiglu_fp8(7168, 2048)
-    for case, sizes in EXPERT_CASES:
-        num_slots, layers = case.num_slots // case.num_ranks, 4
+    print(f"{'case':20}{'order':>10}{'rows a slot':>12}{'planned':>10}{'split':>10}", end="")
+    print(f"{'balanced':>10}{'gain':>8}")
+    schema, layers = ExpertSchema.swiglu_fp8(7168, 2048), 4
+    for row in json.loads(path.read_text()):
+        num_slots, rows = len(row["busiest"][0][0]), row["rows"]
         arena = PlainArena(bank_bytes(schema, layers, num_slots, 0), torch.device("cuda"))
         arena.bytes.copy_(torch.randint_like(arena.bytes, 0, 120))
         bank = ExpertBank(schema, layers, num_slots, num_staging=0, arena=arena)
@@ -385,31 +403,27 @@ def show_experts(order: str) -> None:
             for name, tensor in bank.weights(layer).items():
                 if name.endswith("scale"):
                     tensor.fill_(1e-3)
-        for rows in sizes:
-            experts, times = GroupedExperts(bank, usual_rows=rows), []
-            for both in busiest(case, rows, order):
-                found = []
-                for counts in (*both, np.full(num_slots, rows)):
-                    total = int(counts.sum())
-                    given = torch.randint(0, 120, (total, 7168), dtype=torch.uint8, device="cuda")
-                    scales = torch.full((total, 7168 // GROUP), 1e-3, device="cuda")
-                    received = Received(
-                        given.view(torch.float8_e4m3fn),
-                        torch.from_numpy(counts).cuda().to(torch.int32),
-                        None,
-                        scales,
-                    )
-
-                    run = partial(_run, experts, layers, received)
-                    found.append(float(np.median(replayed(run, 15))))
-                times.append(found)
-            planned, split, even = np.median(np.array(times), axis=0)
-            print(
-                f"{case.name:20}{rows:12}{planned:10.1f}{split:10.1f}{even:10.1f}"
-                f"{1 - split / planned:8.1%}",
-                flush=True,
-            )
-        del bank, arena
+        experts, times = GroupedExperts(bank, usual_rows=rows), []
+        for both in row["busiest"]:
+            found = []
+            for counts in (*both, [rows] * num_slots):
+                given = torch.randint(0, 120, (sum(counts), 7168), dtype=torch.uint8, device="cuda")
+                received = Received(
+                    given.view(torch.float8_e4m3fn),
+                    torch.tensor(counts, dtype=torch.int32, device="cuda"),
+                    None,
+                    torch.full((sum(counts), 7168 // GROUP), 1e-3, device="cuda"),
+                )
+                run = partial(_run, experts, layers, received)
+                found.append(float(np.median(replayed(run, 7))))
+            times.append(found)
+        planned, split, even = np.median(np.array(times), axis=0)
+        print(
+            f"{row['case']:20}{row['order']:>10}{rows:12}{planned:10.1f}{split:10.1f}{even:10.1f}"
+            f"{1 - split / planned:8.1%}",
+            flush=True,
+        )
+        del bank, arena, experts
 
 
 def _run(experts: Experts, num_layers: int, received: Received, layer: int) -> None:
@@ -448,17 +462,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("balance", "device", "experts", "exchange"))
+    parser.add_argument("what", choices=("balance", "device", "rows", "experts", "exchange"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--order", choices=("recorded", "mixed"), default="recorded")
+    parser.add_argument("--file", type=Path, default=Path("rows.json"))
     asked = parser.parse_args()
     if asked.what == "balance":
         show_balance(asked.tokens, asked.rounds, asked.order)
     elif asked.what == "device":
         show_device()
+    elif asked.what == "rows":
+        write_rows(asked.file)
     elif asked.what == "experts":
-        show_experts(asked.order)
+        show_experts(asked.file)
     else:
         show_exchange()
 
