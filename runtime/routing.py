@@ -8,6 +8,7 @@ Shapes:  L MoE layers, E experts, Rmax most replicas of an expert, T tokens, K t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError
+from eplb.shares.batch import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 
@@ -24,6 +27,7 @@ SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
 # Runs of adjacent layers that are copied one by one. Each is a launch, which takes a GPU far longer
 # than the copy itself (64 kB for a layer of 256 experts x 32 replicas), so few of them.
 MOST_COPIES = 2
+FLOATS = frozenset({"fixed_share"})  # among words that are integers otherwise
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,16 @@ class TableLayers:
 
     layers: torch.Tensor  # [n], ascending
     runs: tuple[tuple[int, int], ...]  # the same as half-open ranges of adjacent layers
-    entries: torch.Tensor  # [n, 2, E, Rmax]
+    entries: torch.Tensor  # [n, words] as ``RoutingTable`` lays them out
     generation: int
 
 
 class RoutingTable:
     """Slots and cumulative shares of every expert, as this rank routes to them.
 
-    Both are one tensor, a layer's slots beside its shares: adjacent layers are one run of bytes,
-    and all layers change in a single copy.
+    A layer is one run of words, its slots beside its shares: adjacent layers are one run of bytes,
+    and all layers change in a single copy. With a topology the words hold besides what a split of
+    each batch needs (``split``).
 
     The last replica's cumulative share is SHARE_ONE exactly, so that no draw can fall past it: a
     draw that found no replica would be dropped in silence by a dispatcher.
@@ -54,11 +59,19 @@ class RoutingTable:
         source_node: int = 0,
         device: str | torch.device = "cpu",
         most_copies: int = MOST_COPIES,
+        topology: Topology | None = None,
     ) -> None:
-        shape = (placement.num_layers, 2, placement.num_experts, max_replicas)
-        self._entries = _padding(shape).to(device)
+        shape = (2, placement.num_experts, max_replicas)
+        self._rank_of_slot = None if topology is None else topology.rank_of_slot
+        self._split_shape = _split_shape(placement, max_replicas, topology)
+        num_words = math.prod(shape)
+        words = num_words + sum(math.prod(size) for size in self._split_shape.values())
+        self._entries = torch.zeros((placement.num_layers, words), dtype=torch.int32, device=device)
         # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE; contiguous within a layer
-        self.slots, self.cumulative = self._entries[:, 0], self._entries[:, 1]
+        both = self._entries[:, :num_words].unflatten(1, shape)
+        self.slots, self.cumulative = both[:, 0], both[:, 1]
+        # [L, ...] each, as in ``SplitLayout``; nothing without a topology
+        self.split = _named(self._entries[:, num_words:], self._split_shape)
         # Ids from E on, that is of no expert, which were dropped like padding.
         self.strays = torch.zeros(1, dtype=torch.int32, device=device)
         self.source_node = source_node
@@ -87,9 +100,13 @@ class RoutingTable:
             raise PlacementError(
                 f"an expert has {found} replicas, expected at most {room}, the table's size"
             )
-        entries = _padding((len(chosen), *self._entries.shape[1:]))
-        entries[:, 0, :, :found] = torch.from_numpy(slots[chosen])
-        entries[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
+        entries = torch.zeros((len(chosen), self._entries.shape[1]), dtype=torch.int32)
+        both = _padding((len(chosen), 2, *self.slots.shape[1:]))
+        both[:, 0, :, :found] = torch.from_numpy(slots[chosen])
+        both[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
+        num_words = math.prod(both.shape[1:])
+        entries[:, :num_words] = both.flatten(1)
+        self._prepare_split(placement, chosen, entries[:, num_words:])
         device = self._entries.device
         prepared = TableLayers(
             torch.tensor(chosen, dtype=torch.int64).to(device),
@@ -100,6 +117,22 @@ class RoutingTable:
         # Made on another thread's stream than the one that will read it.
         Completion(is_cuda=self.slots.is_cuda).wait()
         return prepared
+
+    def _prepare_split(self, placement: Placement, layers: list[int], words: torch.Tensor) -> None:
+        if self._rank_of_slot is None:
+            return
+        named = _named(words, self._split_shape)
+        num_split, ways = self._split_shape["rank"]
+        for place, layer in enumerate(layers):
+            layout = split_layout(
+                placement.expert_to_slots[layer],
+                placement.slot_share[layer],
+                self._rank_of_slot,
+                num_split=num_split,
+                ways=ways,
+            )
+            for name, tensor in named.items():
+                tensor[place] = torch.from_numpy(np.asarray(getattr(layout, name)))
 
     def swap(self, prepared: TableLayers) -> None:
         """Apply prepared layers: few copies that neither allocate nor wait. Between steps.
@@ -168,7 +201,7 @@ class RoutingTable:
         """
         flat = self._without_strays(experts).flatten()
         used = flat.clamp(min=0)
-        nth, count = _position_among_equals(flat)
+        nth, count = position_among_equals(flat)
         start = _hash(used + self.slots.shape[1] * (layer + 1), salt)
         draw = (nth * SHARE_ONE + start % SHARE_ONE) // count  # in 0..SHARE_ONE - 1
         draw = draw.clamp(max=SHARE_ONE - 1)
@@ -181,6 +214,40 @@ class RoutingTable:
         is_stray = experts >= self.slots.shape[1]
         self.strays += is_stray.sum()
         return experts.masked_fill(is_stray, EMPTY)
+
+
+def _split_shape(
+    placement: Placement, max_replicas: int, topology: Topology | None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of ``SplitLayout``'s arrays in a layer's words."""
+    if topology is None:
+        return {}
+    # An expert on several ranks takes a slot beyond one for each expert.
+    num_split = max(1, placement.num_slots - placement.num_experts)
+    ways = min(MOST_WAYS, 1 << (max_replicas - 1).bit_length())
+    slots = (topology.num_ranks, int(topology.slots_of_rank.max()))
+    return {
+        "row": (placement.num_experts,),
+        "expert": (num_split,),
+        "turn": (num_split,),
+        "rank": (num_split, ways),
+        "slot": (num_split, ways),
+        "fed_by": slots,
+        "fixed": slots,
+        "fixed_share": slots,
+        "num_turns": (1,),
+    }
+
+
+def _named(words: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Views [n, ...] of words [n, ...] by name."""
+    views, place = {}, 0
+    for name, shape in shapes.items():
+        end = place + math.prod(shape)
+        view = words[:, place:end].unflatten(1, shape)
+        views[name] = view.view(torch.float32) if name in FLOATS else view
+        place = end
+    return views
 
 
 def _padding(shape: tuple[int, ...]) -> torch.Tensor:
@@ -215,7 +282,7 @@ def _lookup(placement: Placement, source_node: int) -> tuple[NDArray[np.int32], 
     return slots, cumulative
 
 
-def _position_among_equals(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def position_among_equals(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each entry: how many equal ones stand before it, and how many there are in all.
 
     Shapes depend on nothing but the input's, so that a CUDA graph can hold it.

@@ -52,6 +52,7 @@ def wire_agent(
         max_replicas=most_replicas(placement, settings.topology),
         source_node=int(settings.topology.node_of_rank[held.rank]),
         device=device,
+        topology=settings.topology if settings.splits_batches else None,
     )
     counter = SlotCounter(placement.num_layers, held.bank.num_slots, device)
     parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)

@@ -162,6 +162,7 @@ def agent_settings(
         stage=config.stage_on(device_type),
         membership=membership,
         rank_links=config.rank_links,
+        splits_batches=config.splits_batches,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
+from runtime.batch_split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
@@ -53,6 +54,7 @@ class MoELayer:
     table: RoutingTable
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
+    split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
 
     def forward(
         self,
@@ -66,7 +68,8 @@ class MoELayer:
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
-        device, which a CUDA graph reads anew at each replay.
+        device, which a CUDA graph reads anew at each replay. With a ``split`` they follow the
+        batch's own counts, and the salt says nothing.
         """
         slots = self._slots(chosen, salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
@@ -99,6 +102,8 @@ class MoELayer:
         return output if shared is None else output + shared
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
+        if self.split is not None:
+            return self.split.slots(self.layer, chosen)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
         return self.table.choose(self.layer, chosen, salt=salt)

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.shares.batch import ROUNDS, rank_load_of, split_layout
+from eplb.shares.batch import split_batch as reference_split
 from runtime.draws import choose_by_draw
+from runtime.kernels.batch_split import (
+    LayerSplit,
+    choose_by_split,
+    count_experts,
+    num_blocks,
+    split_batch,
+)
 from runtime.kernels.digest import digest_records
 from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
 from runtime.memory.shared import digest
+from runtime.routing import RoutingTable
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 POISON = 77.0
@@ -231,6 +244,62 @@ def test_gate_is_the_first_half(layout: Layout) -> None:
     assert (out[~used] == POISON).all()
     assert close_to(Quantised(into.values[used], into.scales[used]), wanted[used])
     assert (into.scales[~used] == POISON).all()
+
+
+def test_split_kernels_send_tokens_as_the_reference_splits_them() -> None:
+    held = [[0, 1, 2, 0, 3, 4, 0, 1, 5, 6, 2, 7]]  # four ranks of three slots
+    placement = Placement(np.array(held), num_experts=8)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
+    table = RoutingTable(placement, max_replicas=4, topology=topology)
+    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    rng = np.random.default_rng(3)
+    batches = [torch.from_numpy(rng.integers(-1, 9, (50, 4))) ** 2 // 8 for _ in range(3)]
+    batches[0][:, 0] = -1
+    blocks = torch.zeros((3, num_blocks(50, 4), 8), dtype=torch.int32)
+    counts = torch.zeros((3, 8), dtype=torch.int32)
+    for source, experts in enumerate(batches):
+        count_experts(experts, blocks[source], counts[source])
+    gathered = counts.clone()
+    wanted = [np.bincount(one[(one >= 0) & (one < 8)], minlength=8) for one in batches]
+    assert gathered.tolist() == np.stack(wanted).tolist()
+
+    starts, totals = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    up_to, received = torch.zeros(layer.rank.shape, dtype=torch.int32), np.zeros(12, int)
+    strays = torch.zeros(1, dtype=torch.int32)
+    for source, experts in enumerate(batches):
+        split_batch(layer, gathered, source, starts, totals, up_to, rounds=ROUNDS)
+        chosen = torch.full_like(experts, 77)
+        choose_by_split(
+            layer,
+            table.slots[0],
+            table.cumulative[0],
+            experts,
+            blocks[source],
+            starts,
+            totals,
+            up_to,
+            counts[source],
+            chosen,
+            strays,
+        )
+        valid = (experts >= 0) & (experts < 8)
+        assert (chosen[~valid] == -1).all()
+        assert placement.slot_to_expert[0][chosen[valid]].tolist() == experts[valid].tolist()
+        received += np.bincount(chosen[valid], minlength=12)
+
+    assert counts.tolist() == [[0] * 8] * 3  # for the next batch
+    assert int(strays) == sum(int((one >= 8).sum()) for one in batches) > 0
+    layout = split_layout(
+        placement.expert_to_slots[0],
+        placement.slot_share[0],
+        topology.rank_of_slot,
+        num_split=4,
+        ways=4,
+    )
+    total = np.sum(wanted, axis=0)
+    reference = rank_load_of(total, layout, reference_split(total, layout))
+    load = received.reshape(4, 3).sum(axis=1)
+    assert np.abs(load - reference).max() <= 3  # boundaries are rounded to tokens
 
 
 def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:

@@ -1,0 +1,143 @@
+"""The split of a batch on a GPU, at DeepSeek-V3's sizes: one graph, new batches, swapped tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.shares.batch import MOST_WAYS, rank_load_of, split_batch, split_layout
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from runtime.batch_split import BatchSplit
+from runtime.routing import RoutingTable
+
+pytestmark = pytest.mark.gpu
+EXPERTS, TOP_K, TOKENS, SOURCE = 256, 8, 300, 5
+RANKS = pytest.mark.parametrize(("num_ranks", "num_slots"), [(8, 288), (32, 288), (144, 288)])
+
+
+def random_placement(topology: Topology, seed: int) -> Placement:
+    """Every expert once, then the hot ones again."""
+    rng = np.random.default_rng(seed)
+    rest = rng.choice(EXPERTS, topology.num_slots - EXPERTS, p=popularity())
+    held = rng.permutation(np.concatenate([np.arange(EXPERTS), rest]))
+    return Placement(held[None], EXPERTS)
+
+
+def popularity() -> NDArray[np.float64]:
+    part = 1.0 / np.arange(1, EXPERTS + 1) ** 0.7
+    return part / part.sum()
+
+
+def split_load(split: BatchSplit, table: RoutingTable, totals: NDArray[np.int64]) -> int:
+    """Tokens of the busiest rank by the boundaries on the device."""
+    ends = split.up_to.cpu().numpy().astype(np.int64)
+    layout = {name: one[0].cpu().numpy() for name, one in table.split.items()}
+    fixed = np.where(layout["fixed"] >= 0, totals[layout["fixed"]], 0) * layout["fixed_share"]
+    load = fixed.sum(axis=1)
+    for row in np.flatnonzero(layout["expert"] >= 0):
+        cut = np.minimum(ends[row], totals[layout["expert"][row]])
+        for rank, tokens in zip(layout["rank"][row], np.diff(cut, prepend=0), strict=True):
+            if rank >= 0:
+                load[rank] += tokens
+    assert load.sum() == pytest.approx(totals.sum())
+    return int(load.max())
+
+
+def reference_load(placement: Placement, topology: Topology, totals: NDArray[np.int64]) -> float:
+    layout = split_layout(
+        placement.expert_to_slots[0],
+        placement.slot_share[0],
+        topology.rank_of_slot,
+        num_split=topology.num_slots - EXPERTS,
+        ways=MOST_WAYS,
+    )
+    return float(rank_load_of(totals, layout, split_batch(totals, layout)).max())
+
+
+@RANKS
+def test_graph_splits_each_batch_as_the_reference_and_follows_a_swap(
+    num_ranks: int, num_slots: int
+) -> None:
+    topology = Topology.uniform(1, num_ranks, num_slots // num_ranks)
+    placements = [random_placement(topology, seed) for seed in (1, 2)]
+    table = RoutingTable(
+        placements[0],
+        max_replicas=min(num_ranks, num_slots - EXPERTS + 1),
+        device="cuda",
+        topology=topology,
+    )
+    others = torch.zeros((num_ranks, EXPERTS), dtype=torch.int32, device="cuda")
+
+    def exchange(counts: torch.Tensor, gathered: torch.Tensor) -> None:
+        gathered.copy_(others)
+        gathered[SOURCE].copy_(counts)
+
+    split = BatchSplit(
+        table, exchange, source=SOURCE, num_sources=num_ranks, max_pairs=TOKENS * TOP_K
+    )
+    experts = torch.zeros((TOKENS, TOP_K), dtype=torch.int64, device="cuda")
+    split.slots(0, experts)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = split.slots(0, experts)
+
+    rng = np.random.default_rng(num_ranks)
+    for step in range(6):
+        if step == 3:
+            table.load(placements[1], [0])
+        placement = placements[step // 3]
+        batch = rng.choice(EXPERTS, (TOKENS, TOP_K), p=popularity())
+        batch[step] = -1
+        counts = rng.multinomial(TOKENS * TOP_K, popularity(), size=num_ranks)
+        counts[SOURCE] = np.bincount(batch[batch >= 0], minlength=EXPERTS)
+        experts.copy_(torch.from_numpy(batch))
+        others.copy_(torch.from_numpy(counts))
+        graph.replay()
+        first = chosen.clone()
+        graph.replay()
+
+        assert torch.equal(first, chosen), "the same batch gives the same slots"
+        found = chosen.cpu().numpy()
+        assert (found[step] == -1).all()
+        assert (placement.slot_to_expert[0, found[batch >= 0]] == batch[batch >= 0]).all()
+        totals = counts.sum(axis=0)
+        most = split_load(split, table, totals)
+        assert most <= reference_load(placement, topology, totals) * 1.005 + num_slots // num_ranks
+    assert int(table.strays) == 0
+
+
+def test_split_over_all_sources_sends_each_replica_what_its_boundaries_say() -> None:
+    topology = Topology.uniform(1, 8, 36)
+    placement = random_placement(topology, 4)
+    table = RoutingTable(placement, max_replicas=8, device="cuda", topology=topology)
+    rng = np.random.default_rng(9)
+    batches = [rng.choice(EXPERTS, (TOKENS, TOP_K), p=popularity()) for _ in range(8)]
+    counts = np.stack([np.bincount(one.ravel(), minlength=EXPERTS) for one in batches])
+    given = torch.from_numpy(counts.astype(np.int32)).cuda()
+    received = np.zeros(topology.num_slots, np.int64)
+
+    def exchange(counts: torch.Tensor, gathered: torch.Tensor) -> None:
+        gathered.copy_(given)
+
+    for source, batch in enumerate(batches):
+        split = BatchSplit(
+            table,
+            exchange,
+            source=source,
+            num_sources=8,
+            max_pairs=TOKENS * TOP_K,
+        )
+        slots = split.slots(0, torch.from_numpy(batch).cuda())
+        received += np.bincount(slots.flatten().cpu().numpy(), minlength=topology.num_slots)
+
+    load = received.reshape(8, 36).sum(axis=1)
+    assert load.sum() == 8 * TOKENS * TOP_K
+    assert load.max() <= split_load(split, table, counts.sum(axis=0)) + 1

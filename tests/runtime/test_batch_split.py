@@ -1,0 +1,116 @@
+"""Replicas chosen by the batch's counts: right answers, exact shares, whatever the ranks send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from eplb.shares.batch import rank_load_of, split_batch, split_layout
+from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.routing import RoutingTable
+
+RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
+
+# Three ranks of three slots, six experts: 0 is on all ranks, 1 on two.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)
+PLACEMENT = Placement(np.array([[0, 1, 2, 0, 1, 3, 0, 4, 5]]), num_experts=6)
+SWAPPED = Placement(np.array([[0, 1, 2, 5, 1, 3, 5, 4, 0]]), num_experts=6)
+TOKENS, TOP_K = 40, 2
+SHARE = np.array([0.4, 0.3, 0.1, 0.1, 0.05, 0.05])
+
+
+def routed(rank: int, step: int) -> torch.Tensor:
+    """[T, K] experts of one rank, rank 2 without tokens and with padding among those of rank 1."""
+    rng = np.random.default_rng(10 * step + rank)
+    chosen = [rng.choice(6, TOP_K, replace=False, p=SHARE) for _ in range(TOKENS)]
+    experts = torch.from_numpy(np.stack(chosen))
+    if rank == 1:
+        experts[7] = -1
+    return experts[:0] if rank == 2 else experts
+
+
+def new_split(table: RoutingTable, rank: int) -> BatchSplit:
+    assert dist.group.WORLD is not None
+    return BatchSplit(
+        table,
+        all_gather_counts(dist.group.WORLD),
+        source=rank,
+        num_sources=3,
+        max_pairs=TOKENS * TOP_K,
+    )
+
+
+def rank_load_by_reference(placement: Placement, counts: np.ndarray[Any, Any]) -> float:
+    layout = split_layout(
+        placement.expert_to_slots[0],
+        placement.slot_share[0],
+        TOPOLOGY.rank_of_slot,
+        num_split=3,
+        ways=8,
+    )
+    return float(rank_load_of(counts, layout, split_batch(counts, layout)).max())
+
+
+def test_ranks_split_one_batch_exactly_before_and_after_a_swap(run_ranks: RunRanks) -> None:
+    def serve(rank: int) -> list[list[int]]:
+        table = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
+        split = new_split(table, rank)
+        chosen = [split.slots(0, routed(rank, 0)).flatten().tolist()]
+        table.load(SWAPPED, [0])
+        chosen.append(split.slots(0, routed(rank, 1)).flatten().tolist())
+        return chosen
+
+    results = run_ranks(3, serve)
+
+    for step, placement in enumerate((PLACEMENT, SWAPPED)):
+        received, counts = np.zeros(9, int), np.zeros(6, int)
+        for rank in range(3):
+            wanted = routed(rank, step).flatten().tolist()
+            for expert, slot in zip(wanted, results[rank][step], strict=True):
+                assert (slot == EMPTY) == (expert < 0)
+                if expert >= 0:
+                    assert placement.slot_to_expert[0, slot] == expert
+                    received[slot] += 1
+                    counts[expert] += 1
+        load = received.reshape(3, 3).sum(axis=1)
+        # Boundaries between replicas are rounded to tokens: one for each split expert at most.
+        assert load.max() <= rank_load_by_reference(placement, counts) + 2
+
+
+def test_id_that_is_no_expert_is_counted_and_gets_no_slot(run_ranks: RunRanks) -> None:
+    def serve(rank: int) -> tuple[list[int], int]:
+        table = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
+        chosen = new_split(table, rank).slots(0, torch.tensor([[0, 6], [-1, 5]]))
+        return chosen.flatten().tolist(), int(table.strays)
+
+    for chosen, strays in run_ranks(3, serve):
+        assert chosen[1:] == [EMPTY, EMPTY, 8]
+        assert chosen[0] in (0, 3, 6)
+        assert strays == 1
+
+
+def test_table_without_a_topology_is_refused() -> None:
+    table = RoutingTable(PLACEMENT, max_replicas=3)
+
+    with pytest.raises(ConfigError, match="routing table has no topology"):
+        BatchSplit(table, lambda own, to: None, source=0, num_sources=1, max_pairs=8)
+
+
+def test_table_with_a_topology_routes_as_one_without() -> None:
+    with_split = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
+    without = RoutingTable(PLACEMENT, max_replicas=3)
+
+    assert torch.equal(with_split.slots, without.slots)
+    assert torch.equal(with_split.cumulative, without.cumulative)
+    with_split.load(SWAPPED, [0])
+    without.load(SWAPPED, [0])
+    experts = routed(0, 3)
+    assert torch.equal(with_split.choose(0, experts, salt=5), without.choose(0, experts, salt=5))
