@@ -68,7 +68,7 @@ class RoutingTable:
         words = num_words + sum(math.prod(size) for size in self._split_shape.values())
         self._entries = torch.zeros((placement.num_layers, words), dtype=torch.int32, device=device)
         # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE; contiguous within a layer
-        both = self._entries[:, :num_words].unflatten(1, shape)
+        both = self._entries[:, :num_words].view(placement.num_layers, *shape)
         self.slots, self.cumulative = both[:, 0], both[:, 1]
         # [L, ...] each, as in ``SplitLayout``; nothing without a topology
         self.split = _named(self._entries[:, num_words:], self._split_shape)
@@ -244,7 +244,7 @@ def _named(words: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     views, place = {}, 0
     for name, shape in shapes.items():
         end = place + math.prod(shape)
-        view = words[:, place:end].unflatten(1, shape)
+        view = words[:, place:end].view(len(words), *shape)
         views[name] = view.view(torch.float32) if name in FLOATS else view
         place = end
     return views

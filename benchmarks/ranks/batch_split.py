@@ -81,11 +81,11 @@ CASES = (
 def expert_ids(case: Case) -> Ints:
     """[L, tokens, K] in recorded order."""
     if case.model == "gpt-oss":
-        ids = np.load(DATA / "gptoss20b_decode.npz")["expert_ids"].transpose(1, 0, 2)
+        found = np.load(DATA / "gptoss20b_decode.npz")["expert_ids"].transpose(1, 0, 2)
     else:
         both = [np.load(DATA / f"dsv2lite_{name}.npz")["expert_ids"] for name in DOMAINS]
-        ids = np.concatenate(both, axis=1)
-    ids = ids.astype(np.int64)
+        found = np.concatenate(both, axis=1)
+    ids: Ints = found.astype(np.int64)
     if case.wide == 1:
         return ids
     one = 32 if case.model == "gpt-oss" else 64
@@ -203,7 +203,7 @@ def replayed(run: Callable[[int], object], replays: int = 60) -> list[float]:
             run(layer)
     times = []
     for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()

@@ -171,11 +171,14 @@ def rank_load_of(
 ) -> NDArray[np.float64]:
     """[R] tokens of each rank under a split [M, W]."""
     fixed = np.where(layout.fixed >= 0, counts[layout.fixed], 0) * layout.fixed_share
-    return fixed.sum(axis=1) + _fed(split, layout)
+    load: NDArray[np.float64] = fixed.sum(axis=1) + _fed(split, layout)
+    return load
 
 
 def _fed(split: NDArray[np.float64], layout: SplitLayout) -> NDArray[np.float64]:
-    return np.where(layout.fed_by >= 0, split.reshape(-1)[layout.fed_by], 0.0).sum(axis=1)
+    by_slot = np.where(layout.fed_by >= 0, split.reshape(-1)[layout.fed_by], 0.0)
+    fed: NDArray[np.float64] = by_slot.sum(axis=1)
+    return fed
 
 
 def _level(

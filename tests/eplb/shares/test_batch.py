@@ -36,7 +36,7 @@ def drawn(rng: np.random.Generator) -> tuple[Placement, NDArray[np.int32]]:
 
 
 def zipf(num_experts: int) -> NDArray[np.float64]:
-    part = 1.0 / np.arange(1, num_experts + 1)
+    part: NDArray[np.float64] = 1.0 / np.arange(1, num_experts + 1)
     return part / part.sum()
 
 
