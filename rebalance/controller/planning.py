@@ -12,6 +12,8 @@ from eplb.clock import Clock
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
+from eplb.decision.gate import Decision
+from eplb.dispatch_rules.rules import DispatchRule
 from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
@@ -53,9 +55,10 @@ class Planning:
         unseen = track.unseen(group.complete_windows(), current)
         if past.num_windows < settings.plan_windows:
             unseen = min(unseen, past.num_windows)  # a change of load restarts the count
-        topology = group.topology
+        topology = settings.request.topology(group.topology)
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
+        coverage = settings.request.coverage(past, topology)
         begun = self._clock()
         proposal = plan(
             past,
@@ -68,9 +71,14 @@ class Planning:
             seed=settings.seed,
             unseen=unseen,
             record=track.record,
+            objective=settings.request.objective,
+            constraints=coverage.constraints,
+            scenarios=settings.request.scenarios(past),
+            dispatch=DispatchRule(settings.request.dispatch),
         )
         took_s = round(self._clock() - begun, 4)
-        self.how = {"plan_seconds": took_s, "windows": past.num_windows}
+        asked = settings.request.recorded(coverage)
+        self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         return proposal
 
     def plan_back(
@@ -87,18 +95,31 @@ class Planning:
         Raises:
             PlacementError: the ranks of this run cannot serve it.
         """
-        topology = group.topology
+        topology = settings.request.topology(group.topology)
         check_fits(earlier, topology)
         if settings.spare_slots:
             earlier, _ = compact(earlier, topology, settings.spare_slots)
             current, topology = compact(current, topology, settings.spare_slots)
-        problem = Problem(past, topology, group.model, current, settings.budget, settings.cost)
+        # Constraints on domains bind the planner, not an operator: what served may serve again.
+        problem = Problem(
+            past,
+            topology,
+            group.model,
+            current,
+            settings.budget,
+            settings.cost,
+            objective=settings.request.objective,
+            dispatch=DispatchRule(settings.request.dispatch),
+        )
         self.how = {"windows": past.num_windows}
         return plan_to(problem, earlier, why=why)
 
-    def judge(self, group: Group, serving: Placement) -> Judged | None:
+    def judge(
+        self, group: Group, serving: Placement, settings: ControllerSettings
+    ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
-        return self._record().judge(group.complete_windows(), serving, group.topology)
+        topology = settings.request.topology(group.topology)
+        return self._record().judge(group.complete_windows(), serving, topology)
 
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
         """Hold a published plan to its promise."""
@@ -126,5 +147,15 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "expected_gain": round(proposal.expected_gain, 4),
         "moves": proposal.num_moves,
         "bytes": proposal.num_moves * proposal.expert_bytes,
+        "cost_s": round(cost_s_of(proposal), 4),
         "generation": proposal.base_generation,
     }
+
+
+def cost_s_of(proposal: Plan) -> float:
+    """Serving time that the plan's moves and swaps take; 0 for a plan that changes nothing."""
+    if proposal.decision is Decision.KEEP:
+        return 0.0
+    cost, num_ranks = proposal.problem.cost, int(proposal.topology.alive.sum())
+    moves_s = proposal.num_moves * cost.move_seconds(proposal.expert_bytes) / num_ranks
+    return cost.seconds_per_rebalance + moves_s
