@@ -447,7 +447,9 @@ class Controller:
         control = self._store.control()
         if not control.movement:
             raise EplbError("movement is switched off, expected it on for a rebalance")
-        if control.observe:
-            raise EplbError("this deployment is observed only, expected observe off")
+        if control.observe or self._settings.stage == "observe":
+            raise EplbError(
+                "this deployment is observed only, expected observe off and a later stage"
+            )
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")
