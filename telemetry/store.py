@@ -377,6 +377,12 @@ class TaskStore(Protocol):
             FencedOut: as ``publish``.
         """
 
+    def cancel(self, task_id: int, *, reason: str) -> bool:
+        """Fail a task that is still queued; False for one that was claimed, ended or is unknown.
+
+        A task is claimed or cancelled, never both.
+        """
+
     def task(self, task_id: int) -> Task | None:
         """Return a task, or None when there is no such task."""
 

@@ -65,7 +65,7 @@ class Planner(Section):
         "weight of a forecast of the next window beside the past windows; 0: no forecast",
         unit="",
         ge=0,
-        lt=1,
+        le=0.99,
         live=True,
     )
     expert_part: Number = setting(

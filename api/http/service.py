@@ -44,7 +44,7 @@ from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, LoadStore, Task
+from telemetry.store import CommittedPlacement, LoadStore, Task, TaskState
 
 
 class Refused(EplbError):
@@ -195,7 +195,24 @@ class AdminService:
             raise Refused(404, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
+    def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
+        """Tasks in a state past an id, oldest first."""
+        found = self.store.tasks(state, after=after, limit=limit)
+        return [task_answer(self.store, task) for task in found]
+
     # -- requests
+    def cancel(self, task_id: int, reason: str) -> TaskAnswer:
+        """Cancel a task that is still queued.
+
+        Raises:
+            Refused: there is no such task, or the controller has begun it.
+        """
+        is_cancelled = self.store.cancel(task_id, reason=reason)
+        answer = self.task(task_id)
+        if not is_cancelled:
+            raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
+        return answer
+
     def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
         """Ask the controller, and wait for a while; the task may not be done when this returns.
 

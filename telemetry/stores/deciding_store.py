@@ -415,6 +415,20 @@ class DecidingStore(ABC):
 
         self._decide(f"end of task {task_id}", decision)
 
+    def cancel(self, task_id: int, *, reason: str) -> bool:
+        """Cancel a task that is still queued."""
+        result = TaskResult(error=f"cancelled: {reason}")
+
+        def decision(ledger: Ledger) -> bool:
+            found = ledger.task(task_id)
+            if found is None or found.state != "queued":
+                return False
+            ledger.put_task(replace(found, state="failed", result=result))
+            ledger.add_event("task", commit_rules.task_detail(task_id, found.kind, "failed"))
+            return True
+
+        return self._decide(f"cancellation of task {task_id}", decision)
+
 
 def _check_fence(ledger: Ledger, fence: int | None) -> None:
     if fence is not None:
