@@ -16,7 +16,7 @@ placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -34,7 +34,7 @@ from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
-from telemetry.store import Control, RankState
+from telemetry.store import REPORT_EVERY_S, Control, RankState
 
 LOAD_PHASES: tuple[LoadPhase, ...] = get_args(LoadPhase)
 
@@ -46,6 +46,8 @@ class RankAgent:
         self, settings: AgentSettings, parts: RankParts, links: Links, placement: Placement
     ) -> None:
         self._settings, self._parts = settings, parts
+        self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
+        self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         # For reports and inspection; an engine needs none of it.
         self.core = core = make_core(settings, parts, links, placement, self)
@@ -133,6 +135,7 @@ class RankAgent:
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
             self._has_ended = True
+            self.on_halt()
             return False
         self._sampler.hand_over()
         self._scrub_schedule.at_step()
@@ -335,4 +338,4 @@ class RankAgent:
 
     def describe(self) -> RankState:
         """Return how this rank stands, for the store."""
-        return rank_state(self.core, self.notes)
+        return rank_state(self.core, {REPORT_EVERY_S: self.report_every_s} | self.notes)

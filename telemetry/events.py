@@ -21,6 +21,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
     "aborted": "abort",
     "rejected": "reject",
 }
+STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 _VERSIONS = (1,)
 

@@ -18,8 +18,6 @@ from eplb.versions import CONTROLLER, HOST_CACHE, RANKS, Announcement, refusal, 
 from telemetry.store import LoadStore
 from telemetry.stores.holder import is_dead
 
-SILENT_AFTER_S = 10.0  # without a report of any rank
-
 
 def check_versions(store: LoadStore, joining: Announcement, now: float | None = None) -> None:
     """Refuse a process whose version those that serve cannot work with.
@@ -68,4 +66,4 @@ def _reports(store: LoadStore, run: str, now: float) -> bool:
         states = store.rank_states(run)
     except StoreError:  # of a version that this one cannot read: the announcement tells
         return True
-    return any(state.time >= now - SILENT_AFTER_S for state in states)
+    return any(state.time >= now - state.silent_after_s for state in states)

@@ -29,6 +29,8 @@ Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
 TaskState = Literal["queued", "running", "done", "failed"]
 LeaseOf = Literal["controller", "deployment"]
+REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
+MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ class RankState:
     progress_age_s: float = 0.0  # since the last progress of the thread with the least
     progress_of: str = ""  # that thread, and its work
     detail: Details = field(default_factory=dict)  # for display: bytes_by_source, swap pauses, ...
+
+    @property
+    def report_every_s(self) -> float:
+        """Longest time between two reports by this rank's own settings; 0: it does not tell."""
+        return float(self.detail.get(REPORT_EVERY_S, 0.0))
+
+    @property
+    def silent_after_s(self) -> float:
+        """Age of a report at which its rank counts as silent."""
+        return max(LEAST_SILENCE_S, MISSED_REPORTS * self.report_every_s)
 
 
 @dataclass(frozen=True)

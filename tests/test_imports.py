@@ -58,8 +58,12 @@ RULES = {
         "numpy torch prometheus_client",
     ),
     "rebalance/engines/vllm": rule(
-        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter",
-        "numpy torch vllm prometheus_client",
+        "eplb runtime rebalance telemetry.open_store telemetry.store telemetry.reporter "
+        "telemetry.formats",
+        "numpy torch vllm prometheus_client starlette",
+    ),
+    "rebalance/engines/fsck": rule(
+        "eplb runtime rebalance.types telemetry.store", "numpy torch sglang"
     ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"

@@ -1,16 +1,29 @@
-"""``eplb check``: validate the configuration and this host before anything starts."""
+"""``eplb check``: configuration and host before a start; ``eplb fsck``: live slots after it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from api.cli.deploy import BAD_INPUT, Config, Host, Setting, deployment_of, refused, say
+from api.cli.store_place import (
+    ConfiguredDeployment,
+    ConfiguredStore,
+    configured_store,
+    open_existing,
+)
+from api.deploy.checks.finding import Finding
 from api.deploy.hosts import host_here
 from api.terminal.printable import printable
 from eplb.errors import EplbError
+from rebalance.engines.fsck.report import report_of
+
+FAULTY = 1
 
 Accept = Annotated[
     bool,
@@ -19,15 +32,35 @@ Accept = Annotated[
         help="serve the checkpoint of this host from now on, in place of the one before",
     ),
 ]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="check in place of a deployment the command that starts an engine, such as "
+        "'vllm serve MODEL --enable-eplb'",
+    ),
+]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option("--model-config", help="config.json of the engine's model, where it is no folder"),
+]
 
 
 def check(
-    config: Config = None, host: Host = None, setting: Setting = None, accept: Accept = False
+    config: Config = None,
+    host: Host = None,
+    setting: Setting = None,
+    accept: Accept = False,
+    engine: Engine = None,
+    model_config: ModelConfig = None,
 ) -> None:
     """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
 
     Exit status 0: all is as it should be; 2: something is not, and the output names it.
     """
+    if engine is not None:
+        _check_engine(engine, model_config)
+        return
     # Imported here: it needs the extra "api".
     from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.checks.costs import costs_of, lines_of
@@ -40,13 +73,49 @@ def check(
             with closing(deployment.opened_store()) as store:
                 check_belongs(store, deployment)
                 say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
-        is_ok = True
-        for finding in check_all(deployment, host_here(deployment, host)):
-            say(printable(str(finding)))
-            is_ok = is_ok and finding.is_ok
+        is_ok = _all_said(check_all(deployment, host_here(deployment, host)))
         for line in lines_of(costs_of(deployment)):
             say(line)
     except EplbError as exc:
         raise refused(exc) from exc
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
+
+
+def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None) -> None:
+    """Print what the ranks of an engine have found in their live slots: the placement check.
+
+    Exit status 0: no fault; 1: faults; 2: no rank checks, or the store cannot be read.
+    """
+    try:
+        url, name = configured_store(store, deployment)
+        with closing(open_existing(url, name)) as opened:
+            report = report_of(opened)
+    except EplbError as exc:
+        raise refused(exc) from exc
+    for line in report.lines:
+        say(printable(line))
+    if report.faults:
+        raise typer.Exit(FAULTY)
+    if "" not in report.ranks.values():
+        raise typer.Exit(BAD_INPUT)
+
+
+def _check_engine(command: str, model_config: Path | None) -> None:
+    from api.deploy.checks.engine import check_engine
+
+    try:
+        is_ok = _all_said(check_engine(command, model_config, os.environ))
+    except EplbError as exc:
+        raise refused(exc) from exc
+    if not is_ok:
+        raise typer.Exit(BAD_INPUT)
+
+
+def _all_said(findings: Iterable[Finding]) -> bool:
+    """Print what was found; whether all of it is as it should be."""
+    is_ok = True
+    for finding in findings:
+        say(printable(str(finding)))
+        is_ok = is_ok and finding.is_ok
+    return is_ok

@@ -76,12 +76,20 @@ def launch(
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them.
     """
     # Imported here: it loads torch, and --help needs none of it.
-    from api.deploy.launch import Launch, become_rank, check_start, prepare_store, run_ranks
+    from api.deploy.launch import (
+        Launch,
+        become_rank,
+        check_start,
+        check_torchrun,
+        prepare_store,
+        run_ranks,
+    )
 
     try:
         deployment = deployment_of(config, setting, "launch")
         here = Launch(deployment, host_here(deployment, host), command, os.environ)
         if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+            check_torchrun(here)
             prepare_store(here)
             become_rank(here)
         check_start(here)

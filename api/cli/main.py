@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.check import check
+from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
 from api.cli.deploy import compile_kernels, controller, host_cache, launch, serve
@@ -49,7 +49,7 @@ app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
 app.command("compile")(compile_kernels)
-for one in (serve, controller, host_cache, launch, check, status, plan, convert, validate):
+for one in (serve, controller, host_cache, launch, check, fsck, status, plan, convert, validate):
     app.command()(one)
 app.add_typer(store_commands, name="store")
 

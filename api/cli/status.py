@@ -29,13 +29,14 @@ def status(
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
     # Imported here: it needs the extra "api".
-    from api.deploy.status import read_status, render
+    from api.deploy.status import check_configured, read_status, render
 
     try:
         named = named_settings(setting or [])
         loaded = load({}, config=config, environ=os.environ, named=named)
         url, deployment = configured_store(loaded=loaded)
         with closing(open_existing(url, deployment)) as store:
+            check_configured(store, loaded.settings, os.environ)
             found = read_status(store, without_password(url))
     except EplbError as exc:
         raise refused(exc) from exc

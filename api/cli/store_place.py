@@ -61,7 +61,7 @@ def open_existing(url: str, deployment: str) -> LoadStore:
     if path is not None and not path.is_file():
         raise StoreError(f"there is no store at {path}, expected the file of a deployment")
     store = open_store(url, deployment)
-    if store.current_run() is not None:
+    if store.current_run() is not None or store.committed() is not None:
         return store
     store.close()
     shown = path or without_password(url)

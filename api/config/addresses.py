@@ -23,7 +23,7 @@ def loopback_address(host: str) -> str:
     """
     if not is_loopback(host):
         raise ConfigError(
-            f"host is {host!r}, expected a loopback address such as 127.0.0.1, "
+            f"http.host is {host!r}, expected a loopback address such as 127.0.0.1, "
             "because the HTTP service has no secret to authenticate requests with"
         )
     return numeric_address(host)
@@ -39,4 +39,4 @@ def numeric_address(host: str) -> str:
     try:
         return str(ipaddress.ip_address(name))
     except ValueError as exc:
-        raise ConfigError(f"host is {host!r}, expected a numeric address") from exc
+        raise ConfigError(f"http.host is {host!r}, expected a numeric address") from exc

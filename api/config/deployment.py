@@ -17,6 +17,7 @@ from rebalance.build.config import NetworkConfig
 from rebalance.network.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
+Layout = Literal["eplb", "transformers"]
 
 
 class ModelSettings(Section):
@@ -37,7 +38,15 @@ class ModelSettings(Section):
     intermediate: Whole = setting(
         0, "width inside an expert; 0: that of the checkpoint", ge=0, le=65_536
     )
-    precision: Precision = setting("bfloat16", "of the expert weights; fp8 has block scales")
+    layout: Layout = setting(
+        "eplb",
+        "tensors of an expert's record, by the code that computes with them: eplb's own kernels, "
+        "or the experts modules of the transformers library",
+    )
+    precision: Precision = setting(
+        "bfloat16",
+        "of the expert weights; fp8 has block scales; layout transformers: as in the checkpoint",
+    )
 
 
 class TopologySettings(Section):

@@ -30,7 +30,10 @@ NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
         "EPLB_SECRET",  # of the deployment: never shown beside settings (api/deploy/secret.py)
+        "EPLB_HALT_FILE",  # as the next
         "EPLB_RANK_FILE",  # of a rank that `eplb launch` started (rebalance/build/environment.py)
+        "EPLB_REPLAY",  # a trace that an engine routes by (rebalance/engines/vllm/tools/replay.py)
+        "EPLB_REPLAY_PASSES",
         "EPLB_DATA",  # where tests and benchmarks find recorded traces
     }
 )

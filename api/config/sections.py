@@ -53,6 +53,9 @@ class Engine(Section):
     shares: bool = setting(EngineSettings.shares, "uneven shares of replicas; needs the policy")
     tap: bool = setting(EngineSettings.tap, "write loads and placements of the engine to the store")
     mover: bool = setting(EngineSettings.mover, "check the digests of experts that move")
+    check: bool = setting(
+        EngineSettings.check, "compare live slots with the experts of the map, now and then"
+    )
     phase: Literal["auto", "prefill", "decode", "mixed"] = setting(
         "auto", "of the engine's forward passes; auto: by its scheduler's output"
     )
@@ -225,7 +228,7 @@ class Supervision(Section):
     )
     start_deadline_s: Number = setting(
         SupervisionSettings.start_deadline_s,
-        "for the first report of a process",
+        "without progress of a start, however long it takes; then the process is killed",
         ge=1,
         le=HOUR_S,
     )

@@ -281,6 +281,9 @@ class DemoProcesses:
 
     def _handle(self, child: Child, kind: str, body: Any) -> None:
         helper = self._helpers.get(child.name)
+        if helper is not None and kind == "starting":
+            helper.starting(body)
+            return
         if helper is not None and kind != "failed":
             helper.reported()
         if kind == "ready":

@@ -137,7 +137,9 @@ def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
     else:
         start = contiguous_placement(plan.model, plan.topology)
         start = start.with_generation(0 if generation is None else generation + 1)
-        store.commit(start, expected=generation, reason="start of the demo: contiguous")
+        store.commit(
+            start, expected=generation, reason="start of the demo: unbalanced, experts in order"
+        )
     _record_start(plan, store)
     return start
 

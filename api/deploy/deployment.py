@@ -21,7 +21,8 @@ from api.config.live import static_layer
 from api.config.tree import Settings
 from api.demo.settings import DEFAULT_REDUNDANCY
 from api.demo.state_dir import STORE_FILE
-from api.deploy.model import model_shape
+from api.deploy.checkpoint import ServedCheckpoint
+from api.deploy.model import model_shape, record_schema
 from api.deploy.secret import Secret, deployment_secret
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
@@ -40,6 +41,7 @@ from telemetry.stores.redis.connection.address import without_password
 if TYPE_CHECKING:
     from rebalance.build.description import DeploymentDescription
     from rebalance.preload.cache.cache_settings import HostCacheSettings
+    from runtime.experts import ExpertSchema
 
 LOOPBACK = "127.0.0.1"
 JOURNAL_FOLDER = "journal"  # in the state folder
@@ -81,9 +83,21 @@ class Deployment:
         return self.settings.topology.spare_slots
 
     @property
-    def checkpoint(self) -> Path | None:
-        """Folder of its weights on this host; None: the engine has them."""
-        return self.settings.model.checkpoint
+    def checkpoint(self) -> ServedCheckpoint | None:
+        """Its weights on this host; None: the engine has them."""
+        given = self.settings.model
+        if given.checkpoint is None:
+            return None
+        return ServedCheckpoint(given.checkpoint, given.layout)
+
+    @cached_property
+    def schema(self) -> ExpertSchema:
+        """What belongs to an expert's record; loads torch.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or has no such layout.
+        """
+        return record_schema(self.settings.model, self.model)
 
     @property
     def static(self) -> LiveSettings:
@@ -168,7 +182,7 @@ class Deployment:
             config=self._rank_config(),
             store=self.store_url if file is None else str(file.resolve()),
             model=self.model,
-            precision=given.model.precision,
+            schema=self.schema,
             topology=self.topology,
             device=given.topology.device,
             hosts=self.hosts,
@@ -229,13 +243,23 @@ def resolve(settings: Settings, environ: Mapping[str, str]) -> Deployment:
             f"telemetry.sample_steps is {telemetry.sample_steps}, expected a divisor of "
             f"telemetry.window_steps, {telemetry.window_steps}"
         )
-    secret = deployment_secret(
+    return Deployment(settings, secret_of(settings, environ), hosts, model, topology)
+
+
+def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = True) -> Secret:
+    """Read the secret of a deployment.
+
+    Raises:
+        ConfigError: as ``deployment_secret``.
+    """
+    hosts = {f"topology.hosts[{host}]": one for host, one in enumerate(settings.topology.hosts)}
+    return deployment_secret(
         settings.network.secret_file,
         environ,
-        addresses=[*hosts, settings.http.host],
+        addresses=hosts | {"http.host": settings.http.host},
         state_dir=settings.deployment.state_dir,
+        makes=makes,
     )
-    return Deployment(settings, secret, hosts, model, topology)
 
 
 def _topology(settings: Settings, model: ModelShape) -> Topology:

@@ -8,14 +8,17 @@ configuration replaces the static layer alone.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import time
 from typing import Protocol
 
 import numpy as np
 
 from api.config.live import overriding
-from api.deploy.checkpoint import record_checkpoint
+from api.deploy.checkpoint import ServedCheckpoint, record_checkpoint
+from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
 from api.deploy.secret import Secret
+from api.monitor.health import CLOCK_TOLERANCE_S
+from eplb.clock import Clock
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
 from eplb.core.topology import Topology
@@ -23,7 +26,7 @@ from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from telemetry.live import LiveSettings
-from telemetry.store import LoadStore, events_backwards
+from telemetry.store import Event, LoadStore, events_backwards
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 START_EVENT = "deployment"  # a process of the deployment started
@@ -55,8 +58,8 @@ class Starting(Protocol):
         """Of the deployment."""
 
     @property
-    def checkpoint(self) -> Path | None:
-        """Folder of its weights on this host."""
+    def checkpoint(self) -> ServedCheckpoint | None:
+        """Its weights on this host."""
 
     @property
     def static(self) -> LiveSettings:
@@ -70,7 +73,12 @@ def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
 
 
 def ensure_first_placement(
-    store: LoadStore, starting: Starting, by: str, *, lost_after: int | None = None
+    store: LoadStore,
+    starting: Starting,
+    by: str,
+    *,
+    lost_after: int | None = None,
+    clock: Clock = time.time,
 ) -> tuple[Placement, bool]:
     """Have the store name a placement that ranks can start from; also, whether it was written here.
 
@@ -80,6 +88,7 @@ def ensure_first_placement(
         by: the process, for the history.
         lost_after: the generation that served last, if it is known: a store that has none now lost
             its contents, and generations must grow.
+        clock: of this host, compared with that of the store.
 
     Raises:
         ConfigError: the store is of another deployment: another secret, model or topology.
@@ -92,7 +101,7 @@ def ensure_first_placement(
     if store.committed() is None:
         first = contiguous_placement(starting.model, starting.topology)
         generation = 0 if lost_after is None else lost_after + LOST_GENERATIONS
-        reason = f"first placement: contiguous ({by})"
+        reason = f"first placement: unbalanced, experts in order ({by})"
         try:
             wrote = store.commit(first.with_generation(generation), expected=None, reason=reason)
         except StaleGeneration as exc:  # another process was first
@@ -105,8 +114,20 @@ def ensure_first_placement(
         state = store.set_static(starting.static, reason=f"start with another configuration ({by})")
         for one in overriding(state):
             log.warning("live setting: %s; eplb config --live changes it", one)
-    store.add_event(START_EVENT, {"by": by, "secret": starting.secret.fingerprint})
+    _record_start(store, starting, by, clock)
     return committed.placement, wrote
+
+
+def _record_start(store: LoadStore, starting: Starting, by: str, clock: Clock) -> None:
+    detail = {"by": by, "secret": starting.secret.fingerprint}
+    offset_s, error_s = clock_offset(store, START_EVENT, detail, clock)
+    if abs(offset_s) > CLOCK_TOLERANCE_S + error_s:
+        # Not refused: the ranks serve. What they report is taken for old, or is of the future.
+        log.warning(
+            "clock: %s, expected %s: its ranks count as silent, or their load is not balanced on",
+            offset_text(offset_s),
+            CLOCK_EXPECTED,
+        )
 
 
 def check_belongs(store: LoadStore, starting: Starting) -> None:
@@ -116,17 +137,32 @@ def check_belongs(store: LoadStore, starting: Starting) -> None:
         ConfigError: it has another secret, or a placement of another model or topology.
         StoreError: the store cannot be used.
     """
-    latest = next(events_backwards(store, {START_EVENT}), None)
-    expected = starting.secret.fingerprint
-    if latest is not None and latest.detail.get("secret") != expected:
-        raise ConfigError(
-            f"store: deployment {starting.name!r} was started with a secret of fingerprint "
-            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found {expected} here, "
-            "expected one secret on all hosts, or another deployment.name"
-        )
+    check_secret(store, starting.secret)
     committed = store.committed()
     if committed is not None:
         _check_placement(committed.placement, starting)
+
+
+def check_secret(store: LoadStore, secret: Secret) -> None:
+    """Refuse another secret than the one that the deployment of a store was started with.
+
+    Raises:
+        ConfigError: it is another one.
+        StoreError: the store cannot be read.
+    """
+    latest = last_start(store)
+    if latest is not None and latest.detail.get("secret") != secret.fingerprint:
+        raise ConfigError(
+            f"store: deployment {store.deployment!r} was started with a secret of fingerprint "
+            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found "
+            f"{secret.fingerprint} here, expected one secret on all hosts, or another "
+            "deployment.name"
+        )
+
+
+def last_start(store: LoadStore) -> Event | None:
+    """The latest start of a process of the deployment; None: it was not started by commands."""
+    return next(events_backwards(store, {START_EVENT}), None)
 
 
 def _check_placement(placement: Placement, starting: Starting) -> None:

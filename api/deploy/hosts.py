@@ -1,11 +1,19 @@
-"""Which host of a deployment this machine is."""
+"""Which host of a deployment this machine is, and how far its clock is off."""
 
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
-from api.deploy.deployment import Deployment
+from api.monitor.health import CLOCK_TOLERANCE_S
+from eplb.clock import Clock
 from eplb.errors import ConfigError
+from telemetry.store import Details, EventStore
+
+if TYPE_CHECKING:
+    from api.deploy.deployment import Deployment
+
+CLOCK_EXPECTED = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)"
 
 
 def host_here(deployment: Deployment, given: int | None) -> int:
@@ -48,3 +56,23 @@ def is_own(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def clock_offset(
+    store: EventStore, kind: str, detail: Details, clock: Clock
+) -> tuple[float, float]:
+    """Write an event; seconds by which this host is ahead of the store, and how wrong that may be.
+
+    The store gives its time with the event.
+    """
+    before = clock()
+    number = store.add_event(kind, detail)
+    after = clock()
+    (event,) = store.events(after=number - 1, limit=1)
+    return (before + after) / 2 - event.time, (after - before) / 2
+
+
+def offset_text(offset_s: float) -> str:
+    """Say how far this host's clock is off."""
+    side = "ahead of" if offset_s > 0 else "behind"
+    return f"this host's is {abs(offset_s):.3f} s {side} the store's"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -75,9 +76,11 @@ def check_start(launch: Launch) -> None:
     """Refuse what would keep the ranks of this host from starting.
 
     Raises:
-        ConfigError: too few GPUs, a port that is in use, or a certificate that cannot be used.
+        ConfigError: no such program, too few GPUs, a port that is in use, or a certificate that
+            cannot be used.
         RankError: a rank's place is taken.
     """
+    check_program(launch.command[0])
     check_link_certificate(launch.deployment, launch.host)
     if launch.deployment.settings.topology.device == "cuda":
         check_gpus(len(launch.ranks))
@@ -92,6 +95,16 @@ def check_start(launch: Launch) -> None:
             raise ConfigError(
                 f"{port} of {address} ({setting}) cannot be used: {refusal}, expected a free port"
             )
+
+
+def check_program(name: str) -> None:
+    """Refuse a program that cannot be started.
+
+    Raises:
+        ConfigError: it is not there, or is no program.
+    """
+    if shutil.which(name) is None:
+        raise ConfigError(f"{name} cannot be started: found no such program, expected one")
 
 
 def prepare_store(launch: Launch, lost_after: int | None = None) -> tuple[int, str]:
@@ -120,13 +133,17 @@ def write_rank_file(deployment: Deployment, *, is_inherited: bool = False) -> st
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def become_rank(launch: Launch) -> None:
-    """Under torchrun: become the command, as the rank that torchrun started.
+def check_torchrun(launch: Launch) -> None:
+    """Refuse a rank that torchrun started in another way than the configuration has it.
 
     Raises:
-        ConfigError: torchrun starts another number of ranks, or the command is not there.
+        ConfigError: torchrun starts another number of ranks, the command is not there, there are
+            too few GPUs, or a certificate cannot be used.
     """
+    check_program(launch.command[0])
     check_link_certificate(launch.deployment, launch.host)
+    if launch.deployment.settings.topology.device == "cuda":
+        check_gpus(len(launch.ranks))
     environ, expected = launch.environ, launch.deployment.topology.num_ranks
     found, rank = environ.get("WORLD_SIZE", ""), environ["RANK"]
     if found != str(expected):
@@ -139,7 +156,15 @@ def become_rank(launch: Launch) -> None:
             f"torchrun started rank {rank} on host {launch.host}, expected one of "
             f"{launch.ranks[0]}..{launch.ranks[-1]}"
         )
-    passed = {name: text for name, text in environ.items() if name not in NOT_FOR_RANKS}
+
+
+def become_rank(launch: Launch) -> None:
+    """Under torchrun: become the command, as the rank that torchrun started.
+
+    Raises:
+        ConfigError: the command cannot be started.
+    """
+    passed = {name: text for name, text in launch.environ.items() if name not in NOT_FOR_RANKS}
     rank_file = write_rank_file(launch.deployment, is_inherited=True)
     try:
         os.execvpe(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from api.config.deployment import ModelSettings
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError
 from runtime.checkpoints.model_config import CONFIG_FILE, read_config
 
+if TYPE_CHECKING:
+    from runtime.experts import ExpertSchema
+
+TRANSFORMERS = "transformers"  # of model.layout
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
 
@@ -23,6 +28,7 @@ def model_shape(settings: ModelSettings) -> ModelShape:
         CheckpointError: the folder or its `config.json` cannot be read, or its family is unknown.
     """
     given = {name: int(getattr(settings, name)) for name in SHAPES}
+    _check_layout(settings)
     if settings.checkpoint is not None:
         return _of_checkpoint(settings, given)
     if missing := [name for name, value in given.items() if not value]:
@@ -62,6 +68,37 @@ def _of_checkpoint(settings: ModelSettings, given: dict[str, int]) -> ModelShape
     return found
 
 
+def _check_layout(settings: ModelSettings) -> None:
+    if settings.layout != TRANSFORMERS:
+        return
+    if settings.checkpoint is None:
+        raise ConfigError(
+            f'model.layout is "{TRANSFORMERS}" and model.checkpoint is not set, expected the '
+            "checkpoint whose tensors decide the layout"
+        )
+    if "precision" in settings.model_fields_set:
+        raise ConfigError(
+            f'model.precision is "{settings.precision}" beside the layout "{TRANSFORMERS}", '
+            "expected it not to be set: records have the types of the checkpoint"
+        )
+
+
+def record_schema(settings: ModelSettings, model: ModelShape) -> ExpertSchema:
+    """What belongs to an expert's record, for host caches, ranks and checks alike; loads torch.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or has no such layout.
+    """
+    from rebalance.build.description import schema_of
+    from runtime.checkpoints.checkpoint import Checkpoint
+    from runtime.checkpoints.layouts import transformers_schema
+
+    if settings.layout == TRANSFORMERS:
+        assert settings.checkpoint is not None, "refused by model_shape"
+        return transformers_schema(Checkpoint(settings.checkpoint))
+    return schema_of(model.hidden, model.intermediate, settings.precision)
+
+
 def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
     """Compare the expert tensors of a checkpoint with the model; loads torch.
 
@@ -71,17 +108,20 @@ def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
     Raises:
         CheckpointError: a file or tensor is missing, or has another shape or type.
     """
-    from rebalance.build.description import schema_of
     from runtime.checkpoints.checkpoint import Checkpoint
 
-    folder, precision = settings.checkpoint, settings.precision
+    folder = settings.checkpoint
     if folder is None:
         return "none: the engine loads its weights itself"
     checkpoint = Checkpoint(folder)
-    checkpoint.check(model, schema_of(model.hidden, model.intermediate, precision))
+    schema = record_schema(settings, model)
+    checkpoint.check(model, schema)
+    is_own = settings.layout != TRANSFORMERS
+    types = sorted({str(spec.dtype).removeprefix("torch.") for spec in schema.tensors})
+    kind = settings.precision if is_own else f"{', '.join(types)}, layout {TRANSFORMERS}"
     return (
         f"{folder}: {checkpoint.config.family.name}, {model.num_layers} MoE layers x "
-        f"{model.num_experts} experts in {precision}{unserved(checkpoint.mtp_layers)}"
+        f"{model.num_experts} experts in {kind}{unserved(checkpoint.mtp_layers)}"
     )
 
 

@@ -15,6 +15,7 @@ from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
+from api.deploy.model import check_checkpoint
 from api.interrupts import StopSignals
 from api.processes.controller import ControllerJob, keep_planning
 from eplb.errors import ConfigError, StoreError
@@ -52,7 +53,11 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         check_belongs(store, deployment)
     ready = f"eplb controller: ready for {deployment.name} in {deployment.store_shown}"
     keep_planning(
-        controller_job(deployment), lambda: stop.received > 0, lambda: say(ready), log.warning
+        controller_job(deployment),
+        lambda: stop.received > 0,
+        lambda: say(ready),
+        log.warning,
+        lambda work: log.info("the controller is starting: %s", work),
     )
 
 
@@ -65,12 +70,11 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
-    # Imported here: both load torch.
-    from rebalance.build.description import schema_of
+    # Imported here: it loads torch.
     from rebalance.build.host_cache import build_host_cache
 
     check_link_certificate(deployment, host)
-    _compare_checkpoint(deployment)
+    _compare(deployment, host)
     stop, given = StopSignals(), deployment.settings
     model, weights = deployment.model, given.model.checkpoint
     if weights is None and not deployment.has_links:
@@ -78,10 +82,11 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
             "expert records"
         )
-    _join(deployment, host)
-    schema = schema_of(model.hidden, model.intermediate, given.model.precision)
+    check_checkpoint(given.model, model)
+    schema = deployment.schema
     settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
+        _announce(deployment, host)
         records = model.num_layers * model.num_experts
         say(
             f"eplb host-cache: host {host} of {deployment.name}: ready: {records} records of "
@@ -91,24 +96,24 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             Event().wait(POLL_S)
 
 
-def _join(deployment: Deployment, host: int) -> None:
-    """Refuse a version that the ranks cannot work with, and announce it.
+def _compare(deployment: Deployment, host: int) -> None:
+    """Refuse a version that the ranks cannot work with, another secret, and another checkpoint.
 
-    Ranks compare again when they connect: a cache may serve them while the store is down.
+    A cache needs the store for nothing else: ranks compare versions, keys and digests again when
+    they connect, and may do so while the store is down.
     """
-    joining = Announcement(HOST_CACHE, str(host))
     try:
         with closing(deployment.opened_store()) as store:
-            check_versions(store, joining)
-            store.announce(joining)
-    except StoreError as exc:
-        log.warning("host %d: its version is not compared: %s", host, exc)
-
-
-def _compare_checkpoint(deployment: Deployment) -> None:
-    """Refuse another checkpoint than the deployment's; a cache needs the store for nothing else."""
-    try:
-        with closing(deployment.opened_store()) as store:
+            check_versions(store, Announcement(HOST_CACHE, str(host)))
+            check_belongs(store, deployment)
             check_same_checkpoint(store, deployment.checkpoint)
-    except StoreError as exc:  # ranks compare the digests of what they load
-        log.warning("the checkpoint is not compared with that of the first start: %s", exc)
+    except StoreError as exc:
+        log.warning("host %d: not compared with what the deployment serves: %s", host, exc)
+
+
+def _announce(deployment: Deployment, host: int) -> None:
+    try:
+        with closing(deployment.opened_store()) as store:
+            store.announce(Announcement(HOST_CACHE, str(host)))
+    except StoreError as exc:
+        log.warning("host %d: its version is not announced: %s", host, exc)

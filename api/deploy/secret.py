@@ -15,7 +15,7 @@ import hmac
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,16 +54,18 @@ def deployment_secret(
     secret_file: Path | None,
     environ: Mapping[str, str],
     *,
-    addresses: Sequence[str],
+    addresses: Mapping[str, str],
     state_dir: Path,
+    makes: bool = True,
 ) -> Secret:
     """Read the secret of a deployment.
 
     Args:
         secret_file: the setting, if it is set.
         environ: the process environment.
-        addresses: where anything of the deployment listens.
+        addresses: where anything of the deployment listens, by the setting that names it.
         state_dir: of this host; holds the secret that the host makes for itself.
+        makes: whether a host without a secret makes its own.
 
     Raises:
         ConfigError: there is none, and an address is not a loopback one; two are given; it is too
@@ -78,14 +80,13 @@ def deployment_secret(
         return Secret(_checked(in_environment.encode(), VARIABLE), is_given=True)
     if secret_file is not None:
         return Secret(_read(secret_file, f"{FILE_SETTING} {secret_file}"), is_given=True)
-    remote = next((one for one in addresses if not is_loopback(one)), None)
-    if remote is not None:
-        raise ConfigError(
-            f"no secret in {FILE_SETTING} or {VARIABLE}, expected one of {LEAST_BYTES} bytes or "
-            f"more, because {remote} is not a loopback address"
-        )
-    path = state_dir / OWN_FILE
-    return Secret(_own(path), is_given=False)
+    for name, address in addresses.items():
+        if not is_loopback(address):
+            raise ConfigError(
+                f"{name} is {address}, which is not a loopback address, and there is no secret: "
+                f"expected one of {LEAST_BYTES} bytes or more in {FILE_SETTING} or {VARIABLE}"
+            )
+    return Secret(_own(state_dir / OWN_FILE, makes=makes), is_given=False)
 
 
 def write_token(secret: Secret, state_dir: Path) -> Path | None:
@@ -126,9 +127,9 @@ def _checked(found: bytes, where: str) -> bytes:
     return found
 
 
-def _own(path: Path) -> bytes:
+def _own(path: Path, *, makes: bool) -> bytes:
     """Read the host's own secret; the first process that needs it writes it."""
-    if not path.exists():
+    if makes and not path.exists():
         _write_new(path, f"{secrets.token_hex(32)}\n", replace=False)
     return _read(path, f"the host's own secret {path}")
 

@@ -12,12 +12,13 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+from api.config.addresses import numeric_address
 from api.deploy.deployment import Deployment
-from api.deploy.first_placement import ensure_first_placement
+from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.roles import controller_job
 from api.deploy.secret import write_token
 from api.http.app import create_app
-from api.http.server import HttpService
+from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
 from api.processes.children import Child, refusal
 from api.processes.controller import run_controller
@@ -44,13 +45,21 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
     """
     raise_descriptor_limit()
     stop = StopSignals()
+    http, limits = deployment.settings.http, deployment.settings.http.limits()
     with ExitStack() as stack:
+        # What may refuse the start comes before all that writes: another deployment may use the
+        # store, and a start that did not happen must not be in its history.
+        if http.certificate is not None:
+            check_certificate(http.certificate)
+        bound = bound_socket(numeric_address(http.host), http.port)
+        stack.callback(bound.close)
         store = deployment.opened_store()
         stack.callback(store.close)
         check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
+        check_belongs(store, deployment)
+        token_file = write_token(deployment.secret, deployment.state_dir)
         placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
         supervisor = Supervisor(deployment.settings.supervision.settings())
-        http, limits = deployment.settings.http, deployment.settings.http.limits()
         token = deployment.secret.http_token
         app = create_app(
             store,
@@ -59,14 +68,14 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             limits=limits,
             token=token,
         )
-        has_token = token is not None
         service = HttpService(
             app,
             http.host,
             http.port,
             limits=limits,
-            is_authenticated=has_token,
+            is_authenticated=token is not None,
             certificate=http.certificate,
+            bound=bound,
         )
         service.start()
         stack.callback(service.stop)
@@ -74,8 +83,8 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
         stack.callback(helpers.end)
         helpers.start()
         say(f"eplb serve: {service.url}")
-        if (path := write_token(deployment.secret, deployment.state_dir)) is not None:
-            say(f"eplb serve: the token of the HTTP service is in {path}")
+        if token_file is not None:
+            say(f"eplb serve: the token of the HTTP service is in {token_file}")
         did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
         while not stop.received:
@@ -145,7 +154,9 @@ class Helpers:
             raise refusal(CONTROLLER, body)
         if kind in ("failed", "warning"):
             self._note(CONTROLLER, body if kind == "warning" else str(refusal(CONTROLLER, body)))
-        if kind != "failed":
+        if kind == "starting":
+            self._controller.starting(body)
+        elif kind != "failed":
             self._controller.reported()
 
     def _handle_exit(self, child: Child) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from api.config.tree import Settings
+from api.deploy.deployment import secret_of
+from api.deploy.first_placement import check_secret, last_start
+from api.monitor.health import leadership, problems
 from api.monitor.monitor import Monitor
-from api.monitor.readiness import unready
-from api.monitor.snapshot import MigrationProgress, RankView, Snapshot, WindowScore
+from api.monitor.snapshot import MigrationProgress, RankView, WindowScore
+from eplb.errors import ConfigError
+from eplb.migration.serialisation import topology_from_dict
 from eplb.versions import HOST_CACHE
 from telemetry.joining import host_caches, serving
-from telemetry.store import Lease, LoadStore
-from telemetry.stores.holder import is_dead, shown
+from telemetry.store import LoadStore
 
-SILENT_AFTER_S = 10.0
 STALLED_AFTER_S = 30.0
 
 
@@ -27,6 +30,7 @@ class Status:
     store: str  # without a password
     leader: str  # its process; "": none leads
     lease_left_s: float  # until the leader's lease runs out without a renewal
+    starting: str  # a controller that compiles, and how far it is; "": none does
     run: str | None
     generation: int | None
     step: int
@@ -49,6 +53,30 @@ class Status:
         return {"ok": self.is_ok} | asdict(self)
 
 
+def check_configured(store: LoadStore, settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse a configuration that is another one than that of the deployment; reads only.
+
+    A store of the demo has nothing to compare with.
+
+    Raises:
+        ConfigError: another secret, or another number of ranks.
+        StoreError: the store cannot be read.
+    """
+    if last_start(store) is None:
+        return
+    check_secret(store, secret_of(settings, environ, makes=False))
+    run, given = store.current_run(), settings.topology
+    expected = given.nodes * given.ranks_per_node
+    if run is None:
+        return
+    found = topology_from_dict(dict(run.topology)).num_ranks
+    if found != expected:
+        raise ConfigError(
+            f"store: deployment {store.deployment!r} serves with {found} ranks (run {run.run}), "
+            f"expected {expected} (topology.nodes x topology.ranks_per_node)"
+        )
+
+
 def read_status(store: LoadStore, store_shown: str, now: float | None = None) -> Status:
     """Read how a deployment stands.
 
@@ -56,16 +84,16 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         StoreError: the store cannot be read.
     """
     now = time.time() if now is None else now
-    monitor = Monitor(store, silent_after_s=SILENT_AFTER_S)
+    monitor = Monitor(store)
     monitor.refresh()
-    seen, lease = monitor.snapshot(), store.lease()
-    leader = _leader(lease, now)
+    seen, leads = monitor.snapshot(), leadership(store, now)
     complete = [score for score in seen.series if score.is_complete]
     return Status(
         deployment=seen.deployment,
         store=store_shown,
-        leader=leader,
-        lease_left_s=max(0.0, lease.expires - now) if lease and leader else 0.0,
+        leader=leads.leader,
+        lease_left_s=leads.left_s,
+        starting=leads.starting,
         run=seen.run,
         generation=seen.generation,
         step=seen.step,
@@ -76,7 +104,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         movement=seen.movement,
         observe=seen.observe,
         versions=_versions(store, now),
-        problems=tuple(_problems(seen, leader, lease, now)),
+        problems=tuple(problems(seen, leads, STALLED_AFTER_S)),
     )
 
 
@@ -88,36 +116,13 @@ def _versions(store: LoadStore, now: float) -> dict[str, str]:
     }
 
 
-def _leader(lease: Lease | None, now: float) -> str:
-    """Name the process that leads; "" where its lease ran out, or it is known to have exited."""
-    if lease is None or not lease.ttl_s or lease.expires < now or is_dead(lease.holder):
-        return ""
-    return shown(lease.holder)
-
-
-def _problems(seen: Snapshot, leader: str, lease: Lease | None, now: float) -> Iterator[str]:
-    if not leader and lease is not None and lease.ttl_s:
-        age_s = max(0.0, now - lease.expires)
-        yield f"no controller leads: the lease of {shown(lease.holder)} ran out {age_s:.0f} s ago"
-    elif not leader:
-        yield "no controller leads, expected one (eplb serve or eplb controller)"
-    if seen.uncounted_ranks:
-        ranks = ", ".join(map(str, seen.uncounted_ranks))
-        yield (
-            f"rank {ranks}: the counters stay at zero while those of other ranks grow, expected "
-            "tokens for the experts that it holds: its dispatcher does not count"
-        )
-    if reason := unready(seen, SILENT_AFTER_S, STALLED_AFTER_S):
-        yield reason
-
-
 def render(status: Status) -> str:
     """Give a status as lines for people."""
     leader = f"{status.leader}, lease for {status.lease_left_s:.0f} s more"
     window, moving = status.window, status.migration
     lines = {
         "deployment": f"{status.deployment} in {status.store}",
-        "leader": leader if status.leader else "none",
+        "leader": leader if status.leader else status.starting or "none",
         "serves": "nothing yet"
         if status.run is None
         else f"generation {status.generation}, step {status.step}, run {status.run}",

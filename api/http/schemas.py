@@ -112,7 +112,11 @@ class State(Answer):
     started: float | None
     step: int
     generation: int | None
+    leader: str = Field(description="the controller that leads; empty: none does")
+    starting: str = Field(description="a controller that compiles; empty: none, or one leads")
+    problems: list[str] = Field(description="all that is wrong; empty: it serves as it should")
     num_layers: int
+    layer_ids: list[int] = Field(description="[L] of the MoE layers, as the model numbers them")
     num_experts: int
     num_slots: int
     ranks: list[Rank]

@@ -39,6 +39,7 @@ class HttpService:
         is_authenticated: whether the app's requests prove a token. Without, only a loopback
             address is allowed.
         certificate: of https; None: http.
+        bound: what ``bound_socket`` gave for the address; None: it is taken by ``start``.
 
     Raises:
         ConfigError: on construction, a host that is not a loopback address, or no address, or a
@@ -54,11 +55,12 @@ class HttpService:
         limits: HttpLimits = DEFAULT_LIMITS,
         is_authenticated: bool = False,
         certificate: Certificate | None = None,
+        bound: socket.socket | None = None,
     ) -> None:
         self._host = numeric_address(host) if is_authenticated else loopback_address(host)
         self._port, self._scheme = port, "http" if certificate is None else "https"
         if certificate is not None:
-            _check(certificate)  # in uvicorn's thread a failure would be a traceback
+            check_certificate(certificate)  # in uvicorn's thread a failure would be a traceback
         config = uvicorn.Config(
             app,
             # uvicorn calls it as it would the class.
@@ -76,6 +78,7 @@ class HttpService:
         )
         self._config, self._server = config, _Server(config, limits)
         self._limits = limits
+        self._bound = bound
         self._thread: threading.Thread | None = None
 
     @property
@@ -92,8 +95,8 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
         self._server = _Server(self._config, self._limits)
-        bound = _bound_socket(self._host, self._port)
-        self._port = bound.getsockname()[1]
+        bound = self._bound or bound_socket(self._host, self._port)
+        self._bound, self._port = None, bound.getsockname()[1]
         self._thread = threading.Thread(
             target=self._server.run, args=([bound],), name="eplb-http", daemon=True
         )
@@ -139,14 +142,24 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
 
-def _check(certificate: Certificate) -> None:
+def check_certificate(certificate: Certificate) -> None:
+    """Refuse a certificate that clients would refuse.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     try:
         certificate.check()
     except ConfigError as exc:
         raise ConfigError(f"TLS of HTTP: {exc}") from exc
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Take an address of this host.
+
+    Raises:
+        ConfigError: it is none of this host, or the port is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio turns Nagle's delay (40 ms an answer) off only then.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -158,7 +171,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     except OSError as exc:
         listener.close()
         raise ConfigError(
-            f"port {port} of {host} cannot be used ({exc.strerror}), "
-            "expected a free port; 0 takes any"
+            f"port {port} of {host} (http.port, http.host) cannot be used: {exc.strerror}, "
+            "expected a free port of this host; 0 takes any"
         ) from exc
     return listener

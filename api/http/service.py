@@ -36,6 +36,7 @@ from api.http.schemas import (
 )
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
+from api.monitor.health import leadership, problems
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
 from api.monitor.readiness import unready
@@ -97,7 +98,7 @@ class AdminService:
             Refused: no run, ranks that are silent or frozen, or no step for too long.
         """
         seen = self._snapshot()
-        why_not = unready(seen, self._monitor.silent_after_s, self._stalled_after_s)
+        why_not = unready(seen, self._stalled_after_s)
         if why_not is not None:
             raise Refused(503, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
@@ -105,7 +106,14 @@ class AdminService:
     def state(self) -> State:
         """Everything at a glance."""
         seen = self._snapshot()
-        fields = {name: getattr(seen, name) for name in State.model_fields}
+        leads = leadership(self.store, time.time())
+        fields: dict[str, Any] = {
+            "leader": leads.leader,
+            "starting": leads.starting,
+            "problems": list(problems(seen, leads, self._stalled_after_s)),
+        }
+        others = State.model_fields.keys() - fields.keys()
+        fields |= {name: getattr(seen, name) for name in others}
         # Three digits are more than a picture shows, and a third of the bytes.
         for name in ("heatmap", "expert_heat"):
             heat = fields[name]

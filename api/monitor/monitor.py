@@ -56,7 +56,6 @@ class Monitor:
 
     Args:
         clock: seconds since the epoch; gives how long a rank has been silent.
-        silent_after_s: a rank whose last report is older than this counts as silent.
         supervision: what the process that supervises others knows; by default none does.
     """
 
@@ -65,10 +64,9 @@ class Monitor:
         store: LoadStore,
         *,
         clock: Clock = time.time,
-        silent_after_s: float = 10.0,
         supervision: Callable[[], SupervisionView] = SupervisionView,
     ) -> None:
-        self._store, self._clock, self.silent_after_s = store, clock, silent_after_s
+        self._store, self._clock = store, clock
         self._supervision = supervision
         self._lock = threading.RLock()
         self._last_event = 0
@@ -197,6 +195,7 @@ class Monitor:
                 step=max((view.step for view in ranks), default=0),
                 generation=self._committed.placement.generation if self._committed else None,
                 num_layers=self._model.num_layers if info else 0,
+                layer_ids=self._model.layer_ids if info else (),
                 num_experts=self._model.num_experts if info else 0,
                 num_slots=self._topology.num_slots if info else 0,
                 ranks=ranks,
@@ -251,10 +250,12 @@ class Monitor:
             step=state.step,
             generation=state.generation,
             phase=state.phase,
-            is_alive=age_s <= self.silent_after_s,
+            is_alive=age_s <= state.silent_after_s,
             age_s=age_s,
             step_ms=state.detail.get("step_ms"),
             frozen=state.frozen,
+            ahead_s=max(0.0, state.time - now),
+            silent_after_s=state.silent_after_s,
         )
 
     def _marks(self) -> tuple[RebalanceMark, ...]:

@@ -6,21 +6,21 @@ from api.monitor.snapshot import Snapshot
 from api.processes.supervision import ProcessState
 
 
-def unready(seen: Snapshot, silent_after_s: float, stalled_after_s: float) -> str | None:
+def unready(seen: Snapshot, stalled_after_s: float) -> str | None:
     """Return why a deployment is not ready, the worst first; None when it is.
 
     Args:
         seen: what the store holds.
-        silent_after_s: how old a rank's last report may be, as ``seen`` was judged.
         stalled_after_s: for how long a rank's step or a busy thread may make no progress.
     """
     if seen.run is None:
         return "no run has begun, expected one"
     if seen.silent_ranks:
         silent = ", ".join(map(str, seen.silent_ranks))
+        limit_s = max(view.silent_after_s for view in seen.ranks if not view.is_alive)
         return (
             f"silent ranks: {silent}, expected a report from all {len(seen.ranks)} "
-            f"within {silent_after_s:g} s"
+            f"within {limit_s:g} s; a clock that is behind looks the same (eplb check)"
         )
     age_s = seen.progress_age_s
     if age_s is not None and age_s > stalled_after_s:

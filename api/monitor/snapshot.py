@@ -17,7 +17,7 @@ from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
 from eplb.measure.balance import imbalance_of
 from eplb.migration.build import Migration
-from telemetry.store import Event, RankState
+from telemetry.store import LEAST_SILENCE_S, Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
 # In the order in which they are tried. The last two fill the host cache, not a slot.
@@ -98,6 +98,8 @@ class RankView:
     age_s: float | None  # None: it never reported
     step_ms: float | None
     frozen: str  # why its migrations are disabled; empty: they are not
+    ahead_s: float = 0.0  # that its report is dated ahead of the reader's clock
+    silent_after_s: float = LEAST_SILENCE_S  # age of a report at which it counts as silent
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,7 @@ class Snapshot:
     step: int
     generation: int | None  # of the committed placement; None before the first
     num_layers: int
+    layer_ids: tuple[int, ...]  # of the MoE layers, as the model numbers them
     num_experts: int
     num_slots: int
     ranks: tuple[RankView, ...]

@@ -191,7 +191,7 @@ def oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | No
     """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
-            max(0.0, now - state.time) + state.progress_age_s,
+            max(0.0, now - state.time - state.report_every_s) + state.progress_age_s,
             f"rank {state.rank}, {state.progress_of or 'the step'}",
         )
         for state in states

@@ -6,6 +6,9 @@
        |                                                           v
        +------- delay over ------ BACK_OFF, or DEGRADED where the restart budget is used up
 
+A process that starts may take as long as it needs, for example to compile: it is killed only if it
+reports no progress of its start within ``start_deadline_s``.
+
 Serving never ends because of them. A budget is so many restarts within a window of time: a process
 that has used it up is restarted once the window has moved on, and serving continues without it
 until then. Clocks are arguments, and nothing here waits.
@@ -39,7 +42,7 @@ class SupervisionSettings:
     window_s: float = 3600.0
     max_delay_s: float = 5.0  # before a restart
     hung_after_s: float = 30.0  # without a report: SIGKILL. Longer than a plan takes
-    start_deadline_s: float = 300.0  # for the first report: a fresh checkout compiles kernels first
+    start_deadline_s: float = 300.0  # without progress of a start, however long the start takes
 
 
 class RestartBudget:
@@ -85,6 +88,7 @@ class ProcessView:
     is_late: bool  # no report for half of the deadline
     restarts: int  # since the deployment was started
     reason: str  # of the latest end; empty: none yet
+    work: str = ""  # what it reports of its start; empty: it is not starting, or reports nothing
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ class Supervised:
         self._budget = RestartBudget(settings.restarts, settings.window_s, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
-        self._started = self._due = self._looked = clock()
+        self._started = self._progressed = self._due = self._looked = clock()
+        self._work = ""
         self._reported: float | None = None
         self._delay_s, self._reason, self._is_late_noted = FIRST_DELAY_S, "", False
 
@@ -133,13 +138,19 @@ class Supervised:
     def begin(self) -> None:
         """Start it now, whatever its budget: it is needed, or its ranks are restarted."""
         self._is_late_noted = False
-        self._started = self._looked = self._clock()
-        self.state = ProcessState.STARTING
+        self._started = self._progressed = self._looked = self._clock()
+        self.state, self._work = ProcessState.STARTING, ""
         self._kill = self._start()
+
+    def starting(self, work: str) -> None:
+        """Record progress of its start."""
+        if self.state is ProcessState.STARTING:
+            self._progressed, self._work = self._clock(), work
 
     def reported(self) -> None:
         """Record a report: it makes progress."""
         if self.is_up:
+            self._work = ""
             self.state, self.was_ready = ProcessState.RUNNING, True
             self._reported, self._is_late_noted = self._clock(), False
 
@@ -151,7 +162,7 @@ class Supervised:
     def ended(self, how: str) -> None:
         """Record that it exited, and plan its restart."""
         now = self._clock()
-        self._kill, self._reason = None, how
+        self._kill, self._reason, self._work = None, how, ""
         if now - self._started >= STEADY_S:
             self._delay_s = FIRST_DELAY_S
         delay_s = min(self._delay_s, self._settings.max_delay_s)
@@ -180,7 +191,7 @@ class Supervised:
         now = self._clock()
         if now - self._looked > self._settings.hung_after_s / 2:
             # The supervisor itself was suspended and received no reports meanwhile.
-            self._started = now
+            self._started = self._progressed = now
             self._reported = now if self._reported is not None else None
         self._looked = now
         if self._kill is not None:
@@ -203,13 +214,15 @@ class Supervised:
             return
         is_starting = self.state is ProcessState.STARTING
         limit_s = self._settings.start_deadline_s if is_starting else self._settings.hung_after_s
-        since = self._started if is_starting or self._reported is None else self._reported
+        since = self._progressed if is_starting or self._reported is None else self._reported
         silent_s = now - since
         if silent_s >= limit_s:
+            what = f"progress of its start ({self._work})" if self._work else "report"
             expected = f"expected one within {limit_s:g} s"
-            self._note(self.name, f"no report for {silent_s:.1f} s, {expected}: killed")
+            self._note(self.name, f"no {what} for {silent_s:.1f} s, {expected}: killed")
             kill()
-            self._started = self._reported = now  # its exit is reported separately
+            # Its exit is reported separately.
+            self._started = self._progressed = self._reported = now
         elif not is_starting and silent_s >= limit_s / 2 and not self._is_late_noted:
             self._is_late_noted = True
             self._note(self.name, f"no report for {silent_s:.1f} s, SIGKILL after {limit_s:g} s")
@@ -221,7 +234,14 @@ class Supervised:
             age_s = max(0.0, self._clock() - self._reported)
         is_late = age_s is not None and age_s >= self._settings.hung_after_s / 2
         return ProcessView(
-            self.name, self._kind, self.state, age_s, is_late, self.restarts, self._reason
+            self.name,
+            self._kind,
+            self.state,
+            age_s,
+            is_late,
+            self.restarts,
+            self._reason,
+            self._work,
         )
 
 

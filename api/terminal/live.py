@@ -134,7 +134,7 @@ def window_line(score: WindowScore) -> str:
     return (
         f"generation={score.generation} window={score.index} "
         f"steps={score.first_step}..{score.last_step} imbalance={score.measured:.3f} "
-        f"contiguous={score.contiguous:.3f}{notes}"
+        f"unbalanced={score.contiguous:.3f}{notes}"
     )
 
 

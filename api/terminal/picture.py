@@ -73,7 +73,7 @@ def _header(seen: Snapshot) -> Text:
     score = seen.last_score
     if score is not None:
         line.append("  imbalance ").append(f"{score.measured:.2f}", "bold")
-        line.append(f" (contiguous {score.contiguous:.2f})", QUIET)
+        line.append(f" (unbalanced {score.contiguous:.2f})", QUIET)
     return line
 
 
@@ -122,7 +122,7 @@ def _legend() -> Text:
     return Text.assemble(
         " imbalance, mean over layers: ",
         ("█ measured", ACCENT),
-        ("  · contiguous", "yellow"),
+        ("  · unbalanced", "yellow"),
         ("  ▲ rebalance", MARK),
         style=QUIET,
     )

@@ -45,7 +45,7 @@ name = "{name}"
 store = "{store}"
 [model]
 checkpoint = "model"
-precision = "float32"
+layout = "transformers"
 [topology]
 ranks_per_node = 4
 slots_per_rank = 5

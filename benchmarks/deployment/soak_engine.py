@@ -24,18 +24,9 @@ import torch
 
 from benchmarks.deployment.comparison import TOLERANCE, Comparison, least_visible_swap
 from benchmarks.deployment.tiny_model import VOCABULARY, read_model
-from eplb.core.placement import EMPTY, Placement
 from eplb.errors import EplbError
 from rebalance.build.environment import EmbeddedRank, build_rank_from_env
-from rebalance.build.experts import RankPlace
-from runtime import Checkpoint
-from runtime.experts import ExpertBank
-from runtime.integrations.transformers import (
-    find_experts,
-    library_schema,
-    prove_experts,
-    serve_experts,
-)
+from runtime.integrations.transformers import find_experts, prove_experts, serve_experts
 
 BATCH = (2, 12)  # sequences of a rank in a step, and their length
 HOT_TOKENS = 4  # of the vocabulary, at a time
@@ -54,25 +45,12 @@ def batch(number: int, rank: int, drift: int) -> torch.Tensor:
 
 
 def build(folder: Path) -> tuple[EmbeddedRank, Comparison]:
-    """Build the rank around the model, as an engine that loads its own weights."""
+    """Build the rank around the model; its slots are filled from the host cache."""
     library = read_model(folder)
     probe = least_visible_swap(copy.deepcopy(library), batch(0, 0, 1))
     if probe < VISIBLE:
         raise EplbError(f"a wrong expert changes an output by {probe:.2g}, expected {VISIBLE:.2g}")
-    checkpoint = Checkpoint(folder)
-    schema = library_schema(library, checkpoint)
-
-    def own_experts(place: RankPlace, placement: Placement) -> ExpertBank:
-        held = placement.slot_to_expert[:, place.topology.slots_on(place.rank)]
-        bank = ExpertBank(schema, *held.shape, num_staging=held.shape[1])
-        for number, experts in enumerate(held.tolist()):
-            for slot, expert in enumerate(experts):
-                if expert != EMPTY:
-                    layer = checkpoint.moe_layers[number]
-                    checkpoint.repack(layer, expert, schema, bank.live(number, slot))
-        return bank
-
-    rank = build_rank_from_env(own_experts)
+    rank = build_rank_from_env()
     served = copy.deepcopy(library)
     prove_experts(served, rank.bank, rank.agent.held())
     paths = [one.path for one in find_experts(library)]

@@ -7,7 +7,6 @@ Processor time of this process, because vLLM calls its policy on every rank and 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,11 +20,14 @@ import eplb
 from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
-from rebalance.engines.vllm.replica_lists import chosen_replicas, layer_lists, repetitions
+from rebalance.engines.vllm.replica_lists import chosen_replicas, repeated_lists, repetitions
 
-SEED, RUNS = 20261122, 15
+SEED, RUNS = 20261122, 20
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
 TOKENS, SIGMA, DRIFT = 2_000_000, 1.0, 0.2  # of a layer in a window; of lognormal loads
+FIRST = torch.from_numpy(
+    np.tile(np.concatenate([np.arange(EXPERTS), np.arange(SLOTS - EXPERTS)]), (LAYERS, 1))
+)
 
 
 def main() -> None:
@@ -36,43 +38,42 @@ def main() -> None:
 
 
 def policies() -> None:
-    """One call after a first plan, and one after drift, by both policies."""
-    drawn = np.random.default_rng(SEED)
-    chance = drawn.lognormal(0.0, SIGMA, (LAYERS, EXPERTS))
-    before = window(drawn, chance)
-    after = window(drawn, chance * drawn.lognormal(0.0, DRIFT, chance.shape))
-    spare = np.arange(SLOTS - EXPERTS)
-    first = torch.from_numpy(np.tile(np.concatenate([np.arange(EXPERTS), spare]), (LAYERS, 1)))
-    print("| policy | call | ms, median | ms, p99 | duplicates | moved | imbalance |")
-    print("|---|---|---|---|---|---|---|")
-    for name, make in (("vLLM 0.33.0", lambda: DefaultEplbPolicy), ("plug-in", plugged_in)):
-        times: dict[str, list[float]] = {"first": [], "after drift": []}
-        for run in range(RUNS + 1):
-            policy = make()
-            held, spent = timed(policy, before, first)
-            first_balance = imbalance(policy, before, held)
-            moved, spent_later = timed(policy, after, held)
-            if run:  # the first one compiles
-                times["first"].append(spent)
-                times["after drift"].append(spent_later)
-        for call, new, old, balance in (
-            ("first", held, first, first_balance),
-            ("after drift", moved, held, imbalance(policy, after, moved)),
-        ):
-            p99 = float(np.quantile(times[call], 0.99))
-            print(
-                f"| {name} | {call} | {statistics.median(times[call]):.1f} | {p99:.1f} "
-                f"| {duplicates(new)} | {float((new != old).float().mean()):.1%} "
-                f"| {balance:.4f} |"
-            )
+    """One call on vLLM's first map, and one after drift, by each policy in turn."""
+    made: dict[str, Any] = {"vLLM 0.33.0": DefaultEplbPolicy}
+    made |= {f"plug-in, {ms:g} ms of search": ms for ms in (1.0, 2.0, 4.0, 8.0)}
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for run in range(RUNS + 1):
+        drawn = np.random.default_rng((SEED, run))
+        chance = drawn.lognormal(0.0, SIGMA, (LAYERS, EXPERTS))
+        before = window(drawn, chance)
+        after = window(drawn, chance * drawn.lognormal(0.0, DRIFT, chance.shape))
+        for name, what in made.items():
+            policy = plugged_in(what) if isinstance(what, float) else what
+            held = FIRST
+            for call, load in (("first", before), ("after drift", after)):
+                new, spent = timed(policy, load, held)
+                row = spent, duplicates(new), moved(held, new), imbalance(policy, load, new)
+                if run:  # the first one compiles
+                    found.setdefault((call, name), []).append(row)
+                held = new
+    print("| call | policy | ms, median | ms, p99 | faster | duplicates | moved, p95 | imbalance |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (call, name), rows in sorted(found.items(), key=lambda item: item[0][0] != "first"):
+        columns = np.array(rows).T
+        own = np.array(found[call, "vLLM 0.33.0"])[:, 0]
+        print(
+            f"| {call} | {name} | {np.median(columns[0]):.1f} | {np.quantile(columns[0], 0.99):.1f}"
+            f" | {np.median(own) / np.median(columns[0]):.1f} x | {columns[1].mean():.0f} "
+            f"| {np.quantile(columns[2], 0.95):.1%} | {columns[3].mean():.4f} |"
+        )
 
 
-def plugged_in() -> Any:
+def plugged_in(plan_time_ms: float) -> Any:
     """The plug-in's policy in a group of one rank."""
-    settings = PluginSettings("benchmark", "memory:", EngineSettings())
+    settings = PluginSettings("benchmark", "memory:", EngineSettings(plan_time_ms=plan_time_ms))
     process = PluginProcess(settings)
     process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
-    process.num_experts, process.list_width, process.expert_bytes = EXPERTS, 1024, 44_050_944
+    process.num_experts, process.expert_bytes = EXPERTS, 44_050_944
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
     policy: Any = policy_class(process, DefaultEplbPolicy)
@@ -99,6 +100,11 @@ def duplicates(held: torch.Tensor) -> int:
     return sum(len(one) - len(set(one)) for one in by_rank)
 
 
+def moved(old: torch.Tensor, new: torch.Tensor) -> float:
+    """The part of all slots that hold another expert."""
+    return float((new != old).float().mean())
+
+
 def imbalance(policy: Any, load: torch.Tensor, held: torch.Tensor) -> float:
     """Mean over layers of the busiest rank over the mean, with the policy's shares."""
     placement = eplb.Placement(held.numpy().astype(np.int32), EXPERTS)
@@ -112,7 +118,7 @@ def imbalance(policy: Any, load: torch.Tensor, held: torch.Tensor) -> float:
 
 
 def shares() -> None:
-    """Error of the shares of one expert over rows, by this project's lists and by plain ones."""
+    """Error of the shares of one expert over rows."""
     cases: list[tuple[str, Callable[[np.random.Generator], Any]]] = [
         ("64 consecutive rows", lambda drawn: np.arange(64)),
         ("4,096 consecutive rows", lambda drawn: np.arange(4096)),
@@ -125,10 +131,11 @@ def shares() -> None:
             drawn, errors, noise = np.random.default_rng(SEED), [], []
             for _ in range(200):
                 parts = drawn.dirichlet([3.0] * replicas)
-                held = np.zeros(replicas, dtype=np.int64)
-                entries, lengths = layer_lists(held, repetitions(held, parts), 1, 1024)
+                held = np.zeros((1, replicas), dtype=np.int64)
+                _, entries = repeated_lists(held, repetitions(held, parts[None])).of_layer(0)
+                own = entries[0] if len(entries) else np.arange(replicas)  # equal shares
                 rows = rows_of(drawn)
-                chosen = chosen_replicas(rows, entries[0, : lengths[0]])
+                chosen = chosen_replicas(rows, own)
                 part = np.bincount(chosen, minlength=replicas) / len(rows)
                 errors.append(float(np.abs(part - parts).max()))
                 noise.append(float(np.sqrt(parts * (1 - parts) / len(rows)).max()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import types
+from numba.core import event, types
 from numba.experimental import structref
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -46,3 +47,24 @@ def by_reference(fields: type[Fields]) -> Callable[..., Fields]:
     records.define_constructor(maker, kind, list(fields.__annotations__))
     records.define_attributes(kind)
     return cast(Callable[..., Fields], maker)
+
+
+class _Passes(event.Listener):
+    def __init__(self, on_pass: Callable[[str], None]) -> None:
+        self._on_pass = on_pass
+
+    def on_start(self, event: Any) -> None:
+        self._on_pass(f"{event.data['module']}.{event.data['qualname']}")
+
+    def on_end(self, event: Any) -> None:
+        """Nothing: the next pass begins at once."""
+
+
+@contextmanager
+def compiler_passes(on_pass: Callable[[str], None]) -> Iterator[None]:
+    """Call ``on_pass`` with the name of the function at each pass of the compiler over it.
+
+    A function that is on disk already causes no call.
+    """
+    with event.install_listener("numba:run_pass", _Passes(on_pass)):
+        yield

@@ -137,9 +137,9 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
     lost = cost.seconds_per_rebalance + outlook.cost_s
     saved = cost.saved_seconds(gain)
     if outlook.after < floor:
-        change += f" (counted down to the sampling noise, {floor:.3f})"
+        change += f" (gain counted to the sampling noise, {floor:.3f})"
     if outlook.sure != 1.0:
-        change += f", of which {outlook.sure:.0%} is counted on"
+        change += f", {outlook.sure:.0%} of the gain expected to last"
     if outlook.in_time != 1.0:
         change += f", {outlook.in_time:.0%} of it time at this batch"
     figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"

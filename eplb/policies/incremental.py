@@ -185,9 +185,9 @@ def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
 
 def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
     """[L, S] ``start`` after the first ``taken`` [L] steps of each layer."""
-    held = start.copy()
-    for layer, count in enumerate(taken.tolist()):
-        for step in range(count):
-            changed = steps.slots[layer, step] >= 0
-            held[layer, steps.slots[layer, step, changed]] = steps.experts[layer, step, changed]
+    held, most = start.copy(), int(taken.max(initial=0))
+    slots, experts = steps.slots[:, :most], steps.experts[:, :most]
+    changed = (np.arange(most) < taken[:, None])[..., None] & (slots >= 0)
+    # In the order of layers and steps: the last of several changes of a slot counts.
+    held[np.nonzero(changed)[0], slots[changed]] = experts[changed]
     return held

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from eplb.core.jit import compiler_passes
 from eplb.precompile import warm_up
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.controller.lease import new_holder
@@ -19,6 +21,7 @@ def build_controller(
     deployment: str,
     *,
     holder: str | None = None,
+    on_compile: Callable[[str], None] = lambda _: None,
 ) -> Controller:
     """Build a controller that can lead at once; ``run`` plans until it has to stop.
 
@@ -30,6 +33,7 @@ def build_controller(
         store: of the deployment, open or by its URL.
         deployment: for which it plans.
         holder: under which it holds the lease; None: a new name.
+        on_compile: called often while the planner's kernels are compiled, with a function's name.
 
     Raises:
         ConfigError: the settings name an unknown policy, the URL an unknown store, or a process of
@@ -42,5 +46,6 @@ def build_controller(
     check_versions(store, joining)
     controller = Controller(store, settings, holder=joining.name)
     store.announce(joining)
-    warm_up(settings.policy)
+    with compiler_passes(on_compile):
+        warm_up(settings.policy)
     return controller

@@ -28,8 +28,7 @@ from telemetry import open_store
 from telemetry.store import LoadStore
 
 RANK_FILE_VARIABLE = "EPLB_RANK_FILE"
-VERSION = 1
-Precision = Literal["float32", "bfloat16", "fp8"]
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class DeploymentDescription:
     config: RankConfig
     store: str = field(repr=False)  # URL; may hold a password
     model: ModelShape
-    precision: Precision
+    schema: ExpertSchema  # of a record, alike for host caches and ranks
     topology: Topology
     device: Literal["cpu", "cuda"]
     hosts: tuple[str, ...]  # address of each host
@@ -67,11 +66,6 @@ class DeploymentDescription:
                 f"expected {num_hosts} of each"
             )
         self.config.check_ranks(self.topology.num_ranks)
-
-    @property
-    def schema(self) -> ExpertSchema:
-        """What belongs to an expert."""
-        return schema_of(self.model.hidden, self.model.intermediate, self.precision)
 
     def opened_store(self) -> LoadStore:
         """Open the deployment's store.
@@ -98,7 +92,11 @@ class DeploymentDescription:
             "slots": ", ".join(map(str, sorted(set(topology.slots_of_rank.tolist())))),
             "model": f"{model.num_layers} layers x {model.num_experts} experts, top {model.top_k}",
             "window_steps": str(self.window_steps),
-            "precision": f"{self.precision} on {self.device}",
+            "device": self.device,
+            "record": ", ".join(
+                f"{spec.name} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+                for spec in self.schema.tensors
+            ),
             "settings": digest.hexdigest(),
         }
 

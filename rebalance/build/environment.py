@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescriptio
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
 from rebalance.build.meeting import Attendance, agree, meet
-from rebalance.build.places import claim_place
+from rebalance.build.places import claim_place, report_halt
 from rebalance.build.rank import (
     BuiltRank,
     build_rank,
@@ -53,6 +54,10 @@ from telemetry.joining import check_versions
 from telemetry.store import LoadStore
 
 log = logging.getLogger(__name__)
+
+# Within what `eplb launch` gives ranks after a signal: what waits longer is on disk, and is written
+# by the next start.
+FLUSH_DEADLINE_S = 10.0
 
 OwnExperts = Callable[[RankPlace, Placement], ExpertBank]
 
@@ -98,10 +103,17 @@ class EmbeddedRank:
         return made
 
     def close(self) -> None:
-        """End the rank after its last step, and write what it still has to report."""
-        self.built.close()
-        self.built.store.close()
-        self._claim.close()
+        """End the rank after its last step, and write what it still has to report.
+
+        Raises:
+            RankError: the store did not take it in time. All ranks have ended at one step all the
+                same, and nothing of this rank is left open.
+        """
+        try:
+            self.built.close(FLUSH_DEADLINE_S)
+        finally:
+            self.built.store.close()
+            self._claim.close()
 
     def end_after_break(self) -> None:
         """After ``BrokenGroup``: agree with the other survivors as far as they can, and end.
@@ -162,6 +174,7 @@ def build_rank_from_env(
     except BaseException:
         claim.close()
         raise
+    built.agent.on_halt = partial(report_halt, rank, environ)
     return EmbeddedRank(built, place, deployment, rendezvous, claim)
 
 

@@ -30,7 +30,8 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
 
 RETRY_S = 0.1
-HELLO, PROOF = "hello", "proof"
+LEAVE_DEADLINE_S = 5.0  # for other ranks to read why the meeting is refused
+HELLO, PROOF, REFUSAL, LEFT = "hello", "proof", "refusal", "left"
 
 Exchange = Callable[[str, Any], list[Any]]  # what it is, and this rank's message
 
@@ -77,8 +78,28 @@ def _met(mine: Attendance, store: Store, deadline: float) -> Store:
         store.set(f"{what}/{mine.rank}", json.dumps(message))
         return _all(mine, store, what, deadline)
 
-    agree(mine, exchange)
+    try:
+        agree(mine, exchange)
+    except RankError as exc:
+        _leave(mine, store, str(exc))
+        raise
     return PrefixStore("group", store)
+
+
+def _leave(mine: Attendance, store: Store, refusal: str) -> None:
+    """Leave a meeting that is refused; rank 0 listens, so it is the last to leave.
+
+    Else the others would report a connection that is lost, and not what is wrong.
+    """
+    if mine.rank:
+        store.set(f"{LEFT}/{mine.rank}", "")
+        return
+    store.set(REFUSAL, refusal)
+    deadline, waited = time.monotonic() + LEAVE_DEADLINE_S, Event()
+    present = [rank for rank in range(1, mine.num_ranks) if store.check([f"place/{rank}"])]
+    left = [f"{LEFT}/{rank}" for rank in present]
+    while left and not store.check(left) and time.monotonic() < deadline:
+        waited.wait(RETRY_S)
 
 
 def agree(mine: Attendance, exchange: Exchange) -> None:
@@ -115,17 +136,20 @@ def _proof(key: bytes, rank: int, agreed: str) -> str:
 
 def _all(mine: Attendance, store: Store, what: str, deadline: float) -> list[Any]:
     """Wait for one message of each rank."""
-    keys = [f"{what}/{rank}" for rank in range(mine.num_ranks)]
-    left_s = max(0.01, deadline - time.monotonic())
-    try:
-        store.wait(keys, timedelta(seconds=left_s))
-    except RuntimeError as exc:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RankError(
-            f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks met in "
-            f"time, missing: {', '.join(map(str, missing))}; expected all that the configuration "
-            "names"
-        ) from exc
+    keys, pause_s = [f"{what}/{rank}" for rank in range(mine.num_ranks)], RETRY_S / 8
+    # Asked again and again: a wait of the store that times out logs lines of torch's own.
+    while not store.check(keys):
+        if mine.rank and store.check([REFUSAL]):
+            raise RankError(f"rank {mine.rank}: refused by {store.get(REFUSAL).decode()}")
+        if (left_s := deadline - time.monotonic()) <= 0:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RankError(
+                f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks met "
+                f"in time, missing: {', '.join(map(str, missing))}; expected all that the "
+                "configuration names"
+            )
+        Event().wait(min(left_s, pause_s))
+        pause_s = min(2 * pause_s, 4 * RETRY_S)
     return [_decoded(rank, store.get(key)) for rank, key in enumerate(keys)]
 
 

@@ -1,14 +1,23 @@
 """A rank's place on its host: one process at a time, found at once and not by a hanging group.
 
+``eplb launch`` also learns here which ranks have left their serving loops.
+
 The place is an abstract Unix socket: it goes with the process, and shows which process has it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import struct
+from collections.abc import Mapping
 
 from eplb.errors import RankError
+
+HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
+
+log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -43,6 +52,26 @@ def holder_of(deployment: str, rank: int) -> int | None:
         raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(raw)[0]
     return pid
+
+
+def report_halt(rank: int, environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if there is one, that a rank has left its serving loop in order.
+
+    What follows may take long on a busy host: the last reports, and the end of the interpreter.
+    """
+    if (path := environ.get(HALT_FILE_VARIABLE)) is None:
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as exc:  # the launcher has ended
+        log.warning("rank %d: the launcher is not told that serving has ended: %s", rank, exc)
+        return
+    try:
+        os.write(descriptor, f"{rank}\n".encode())
+    except OSError as exc:
+        log.warning("rank %d: the launcher is not told that serving has ended: %s", rank, exc)
+    finally:
+        os.close(descriptor)
 
 
 def _address(deployment: str, rank: int) -> str:

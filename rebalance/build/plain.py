@@ -7,6 +7,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
@@ -30,6 +32,8 @@ def to_plain(value: Any) -> Any:
         return value.hex()
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if isinstance(value, tuple | list):
         return [to_plain(one) for one in value]
     return value
@@ -78,6 +82,8 @@ def _made(kind: Any, value: Any) -> Any:
         return float(value)
     if kind is Path:
         return Path(value)
+    if kind is torch.dtype:
+        value = getattr(torch, value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(value)
     return value

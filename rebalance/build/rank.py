@@ -30,6 +30,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
@@ -58,8 +59,10 @@ class BuiltRank:
         """End the agent, and write what it still has to report. The store stays open."""
         self.agent.close()
         self.reporter.state(self.agent.describe())
-        self.reporter.close(flush_deadline_s)
-        self.close_journal()
+        try:
+            self.reporter.close(flush_deadline_s)
+        finally:
+            self.close_journal()
 
     def close_journal(self) -> None:
         """Write the notes that wait, if there is a journal."""
@@ -113,6 +116,8 @@ def build_rank(
         Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
         passes,
     )
+    tempo = reporting.tempo
+    wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
     return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
 
 

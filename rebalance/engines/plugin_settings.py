@@ -30,6 +30,7 @@ class EngineSettings:
     shares: bool = True  # uneven shares by repeated ids; needs the policy
     tap: bool = True  # write loads and placements to the store
     mover: bool = True  # check the digests of moved experts
+    check: bool = True  # compare live slots with the experts of the map, now and then
     phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
     plan_time_ms: float = 4.0  # of search in each plan, counted in steps
     max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan

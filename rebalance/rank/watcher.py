@@ -108,7 +108,8 @@ class Watcher:
         self._to_do.put(None)
         self._to_write.put(None)
         for thread in self._threads:
-            thread.join(CLOSE_DEADLINE_S)
+            if thread.ident is not None:  # a rank may be closed before it was started
+                thread.join(CLOSE_DEADLINE_S)
 
     def ended(self) -> list[str]:
         """Return the names of threads that have exited before ``close``."""

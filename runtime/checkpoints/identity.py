@@ -108,7 +108,10 @@ def identity_of(folder: Path, files: Iterable[str] | None = None) -> Identity:
             state = (folder / file).stat()
             contents.append(_contents(folder / file, state.st_size))
         except (OSError, ValueError) as exc:
-            raise CheckpointError(f"weight file {folder / file} cannot be read: {exc}") from exc
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise CheckpointError(
+                f"weight file {folder / file} cannot be read: {why}, expected a whole file"
+            ) from exc
         found.append((file, state.st_size, state.st_mtime_ns))
         digest.update(repr(found[-1]).encode())
     return Identity(index, tuple(found), digest.hexdigest(), tuple(contents))
@@ -169,8 +172,12 @@ def shards_of(folder: Path) -> dict[str, str] | None:
     Raises:
         CheckpointError: there is neither, or the index cannot be used.
     """
-    if (folder / INDEX_FILE).exists() or not (folder / SINGLE_FILE).exists():
+    if (folder / INDEX_FILE).exists():
         return _read_index(folder / INDEX_FILE)
+    if not (folder / SINGLE_FILE).exists():
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, expected one of them"
+        )
     return None
 
 

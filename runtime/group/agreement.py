@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb.core.bounded_json import decode_json
+from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
 from eplb.errors import RankError
 
 MAX_MESSAGE_BYTES = 8192
@@ -37,10 +37,31 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
             f"rank {group.rank()}: a message of {len(text)} bytes, "
             f"expected at most {MAX_MESSAGE_BYTES}"
         )
-    device = _device_of(group)
+    return _exchanged(text, MAX_MESSAGE_BYTES, group)
+
+
+def gathered_large(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """As ``gathered``, for messages of up to ``MAX_JSON_BYTES``: two collectives.
+
+    Raises:
+        RankError: some rank's message is too large, on all ranks alike; or a rank sent no JSON.
+        RuntimeError: a rank died or was late.
+    """
+    text = json.dumps(mine).encode()
+    longest = torch.tensor([len(text)], dtype=torch.int64, device=_device_of(group))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    if (size := int(longest)) > MAX_JSON_BYTES:
+        raise RankError(
+            f"rank {group.rank()}: the largest message of all ranks has {size} bytes, "
+            f"expected at most {MAX_JSON_BYTES}"
+        )
+    return _exchanged(text, size, group)
+
+
+def _exchanged(text: bytes, size: int, group: dist.ProcessGroup) -> list[Any]:
     # Padded with blanks, which JSON allows at the end: no length to be believed.
-    padded = np.frombuffer(text.ljust(MAX_MESSAGE_BYTES), dtype=np.uint8).copy()
-    sent = torch.from_numpy(padded).to(device)
+    padded = np.frombuffer(text.ljust(size), dtype=np.uint8).copy()
+    sent = torch.from_numpy(padded).to(_device_of(group))
     rows = [torch.empty_like(sent) for _ in range(group.size())]
     dist.all_gather(rows, sent, group=group)
     return [_decoded(rank, row) for rank, row in enumerate(rows)]

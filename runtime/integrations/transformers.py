@@ -24,19 +24,15 @@ from torch import nn
 
 from eplb.errors import CheckpointError, ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.checkpoints.description import DOWN, GATE, GATE_UP, UP
+from runtime.checkpoints.description import GATE_UP
+from runtime.checkpoints.layouts import transformers_schema
 from runtime.dispatch.all_to_all import Dispatcher, Received
-from runtime.experts import ExpertBank, ExpertSchema, TensorSpec
+from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.moe import MoELayer
 from runtime.passes import PassCounter
 from runtime.routing import RoutingTable
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Parts of a checkpoint with a tensor for each matrix, of which the library stacks its parameters.
-_STACKED_OF = {
-    GATE_UP: (f"{GATE}.weight", f"{UP}.weight"),
-    DOWN: (f"{DOWN}.weight",),
-}
 
 
 @dataclass(frozen=True)
@@ -81,26 +77,33 @@ def find_experts(model: nn.Module) -> tuple[ExpertsModule, ...]:
 
 
 def library_schema(model: nn.Module, checkpoint: Checkpoint) -> ExpertSchema:
-    """Schema of records in the library's own layout, made of what the checkpoint has.
+    """Schema of records in the library's own layout, compared with a model of the library.
 
     Raises:
         ConfigError: the model has no experts that can be served.
         CheckpointError: the checkpoint does not fit the model.
     """
-    found = find_experts(model)
-    stored = {spec.name for spec in checkpoint.schema().tensors}
-    specs = []
-    for name, parameter in found[0].parameters.items():
-        parts = (name,) if name in stored else _STACKED_OF.get(name, (name,))
-        specs.append(TensorSpec(name, tuple(parameter.shape[1:]), parameter.dtype, parts))
-    schema, layers = ExpertSchema(tuple(specs)), tuple(one.layer for one in found)
+    found, schema = find_experts(model), transformers_schema(checkpoint)
+    layers = tuple(one.layer for one in found)
     if layers != checkpoint.moe_layers:
         raise ConfigError(
             f"{type(model).__name__} has experts in layers {layers}, "
             f"expected {checkpoint.moe_layers} as in {checkpoint.path}"
         )
     checkpoint.check(checkpoint.model_shape(), schema)
+    expected = {spec.name: (spec.shape, spec.dtype) for spec in schema.tensors}
+    for one in found:
+        own = {name: (tuple(p.shape[1:]), p.dtype) for name, p in one.parameters.items()}
+        if own != expected:
+            raise CheckpointError(
+                f"{one.path}: an expert has {_listed(own)}, expected {_listed(expected)} as in "
+                f"{checkpoint.path}"
+            )
     return schema
+
+
+def _listed(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{name} {list(size)} {kind}" for name, (size, kind) in tensors.items())
 
 
 def prove_experts(model: nn.Module, bank: ExpertBank, held: Iterable[tuple[int, int, int]]) -> int:
@@ -120,7 +123,8 @@ def prove_experts(model: nn.Module, bank: ExpertBank, held: Iterable[tuple[int, 
     if names != own_names:
         raise ConfigError(
             f"expert bank: found tensors {', '.join(sorted(names))}, expected "
-            f"{', '.join(sorted(own_names))} as in {found[0].path}: build it of library_schema"
+            f"{', '.join(sorted(own_names))} as in {found[0].path}: set model.layout to "
+            '"transformers", or build it of library_schema'
         )
     for number, slot, expert in held:
         for name, parameter in found[number].parameters.items():

@@ -36,6 +36,7 @@ from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.watcher import POLL_S
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -90,7 +91,7 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     config = config_of(
         network=NetworkConfig(interface="lo"),
         rank_links=rank_links,
-        reporting=ReportingConfig(spool_dir=tmp_path / "spool"),
+        reporting=ReportingConfig(spool_dir=tmp_path / "spool", tempo=Tempo(0.0, 0.15)),
         journal_dir=tmp_path / "journal",
     )
     setup = EngineSetup(
@@ -125,6 +126,7 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     assert committed is not None
     assert committed.placement.hash == TARGET.hash
     assert [state.phase for state in states] == ["idle", "idle"]
+    assert [state.report_every_s for state in states] == [POLL_S + 0.15] * 2
     assert {sample.phase for _, sample in samples} == {"decode"}
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == [
         "rank-0000.jsonl",

@@ -31,6 +31,7 @@ from rebalance.build.places import claim_place, holder_of
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from runtime.experts import ExpertSchema
 
 DEADLINE_S = 20.0
 HERE = "127.0.0.1"
@@ -56,6 +57,14 @@ def attend(pipe: Connection, mine: Attendance, port: int, deadline_s: float = DE
     except EplbError as exc:
         pipe.send(str(exc))
         pipe.recv()
+
+
+def attend_and_end(pipe: Connection, mine: Attendance, port: int, deadline_s: float) -> None:
+    """As an engine does: a refused process ends with all that it listens at."""
+    try:
+        meet(mine, at(port), deadline_s)
+    except EplbError as exc:
+        pipe.send(str(exc))
 
 
 def answers(fork: Fork, attending: list[Attendance], deadline_s: float = DEADLINE_S) -> list[str]:
@@ -112,6 +121,32 @@ def test_rank_with_another_secret_is_named_by_the_others(fork: Fork) -> None:
     assert "the secret of rank 0 on 127.0.0.1, rank 1 on 127.0.0.1 differs" in found[2]
 
 
+@pytest.mark.parametrize(
+    ("changes", "deadline_s", "why"),
+    [
+        ({"key": b"another"}, DEADLINE_S, "authentication failed: the secret of rank"),
+        ({"summary": SUMMARY | {"deployment": "east"}}, DEADLINE_S, "deployment is "),
+        (None, 2.0, "2 of 3 ranks met in time, missing: 2"),
+    ],
+    ids=["another secret", "another configuration", "a rank is missing"],
+)
+def test_each_rank_says_why_although_the_listener_ends_at_once(
+    fork: Fork,
+    capfd: pytest.CaptureFixture[str],
+    changes: dict[str, Any] | None,
+    deadline_s: float,
+    why: str,
+) -> None:
+    attending = three(**changes or {})[: 2 if changes is None else 3]
+    port = free_port()
+    processes = [fork(attend_and_end, one, port, deadline_s) for one in attending]
+
+    found = [process.receive() for process in processes]
+
+    assert [one for one in found if why not in one] == []
+    assert capfd.readouterr().err == ""  # torch logs a lost connection with a stack trace
+
+
 def test_rank_with_another_configuration_is_named_with_both_values(fork: Fork) -> None:
     found = answers(fork, three(summary=SUMMARY | {"ranks": "4"}))
 
@@ -165,7 +200,7 @@ def described(**changes: Any) -> DeploymentDescription:
         config=config,
         store="redis://:pass@10.0.0.9",
         model=ModelShape((1, 2), 8, 2, 16, 8, expert_cost=np.linspace(0.5, 1.0, 8)),
-        precision="float32",
+        schema=ExpertSchema.swiglu(16, 8),
         topology=Topology.uniform(2, 1, 5),
         device="cpu",
         hosts=("10.0.0.1", "10.0.0.2"),
@@ -209,7 +244,7 @@ def test_description_shows_no_secret_and_its_summary_names_what_differs() -> Non
     [
         ("{", "cannot be read"),
         ('{"store": 7}', "TypeError in the values of a DeploymentDescription"),
-        (described().to_json().replace('"version": 1', '"version": 2'), "version 2, expected 1"),
+        (described().to_json().replace('"version": 2', '"version": 3'), "version 3, expected 2"),
     ],
 )
 def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -243,7 +278,7 @@ def test_environment_that_is_no_rank_of_the_deployment_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
 def test_cuda_rank_without_a_gpu_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "rank.json"
-    file.write_text(described(device="cuda", precision="bfloat16").to_json())
+    file.write_text(described(device="cuda").to_json())
     environ = {"EPLB_RANK_FILE": str(file), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
     with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs are visible"):

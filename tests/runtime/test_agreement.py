@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import RankError
 from runtime.group.agreement import (
     MAX_MESSAGE_BYTES,
     MAX_REFUSAL_CHARACTERS,
     first_refusal,
     gathered,
+    gathered_large,
 )
 from runtime.group.rendezvous import Rendezvous, reach
 
@@ -116,3 +118,19 @@ def test_rendezvous_that_was_dropped_leaves_no_descriptor() -> None:
     places = [Path(handle) for handle in handles]
     links = [str(place.readlink()) for place in places if place.is_symlink()]
     assert [link for link in links if "eplb-rendezvous" in link] == []
+
+
+def test_large_messages_of_all_ranks_are_gathered_and_too_large_ones_refused_on_all(
+    run_ranks: RunRanks,
+) -> None:
+    def talk(rank: int) -> tuple[list[int], str]:
+        found = gathered_large("x" * (MAX_MESSAGE_BYTES * (1 + rank)), world())
+        try:
+            gathered_large("x" * MAX_JSON_BYTES if rank == 1 else "short", world())
+        except RankError as exc:
+            return [len(text) for text in found], str(exc)
+        return [], "not refused"
+
+    for lengths, refusal in run_ranks(2, talk):
+        assert lengths == [MAX_MESSAGE_BYTES, 2 * MAX_MESSAGE_BYTES]
+        assert f"has {MAX_JSON_BYTES + 2} bytes, expected at most {MAX_JSON_BYTES}" in refusal

@@ -18,6 +18,7 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from runtime.checkpoints.identity import SINGLE_FILE
 from runtime.checkpoints.own_model import expert_name, write_random_checkpoint
 from runtime.experts import ExpertSchema
 
@@ -157,7 +158,7 @@ def test_index_that_is_none_is_refused(copied: Path, text: str) -> None:
 
 
 def test_folder_without_an_index_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"{INDEX_FILE} cannot be read.*No such file"):
+    with pytest.raises(CheckpointError, match=f"has neither {SINGLE_FILE} nor {INDEX_FILE}"):
         Checkpoint(tmp_path)
 
 

@@ -45,12 +45,10 @@ def costs_of(deployment: Deployment) -> Costs:
 
     Raises:
         ConfigError: the host cache has no room for one record.
+        CheckpointError: the checkpoint has no such layout.
     """
-    from rebalance.build.description import schema_of
-
     given, model = deployment.settings, deployment.model
-    schema = schema_of(model.hidden, model.intermediate, given.model.precision)
-    record, layers = schema.record_bytes, model.num_layers
+    record, layers = deployment.schema.record_bytes, model.num_layers
     slots = int(deployment.topology.slots_of_rank[0]) - deployment.spare_slots
     entries = deployment.host_cache(record).num_entries(layers * model.num_experts, record)
     return Costs(

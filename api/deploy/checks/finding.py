@@ -13,20 +13,22 @@ class Finding:
 
     component: str
     found: str
-    expected: str = ""  # "": it is as it should be
+    expected: str = ""  # "": it is as it should be, or an error says all
+    is_error: bool = False
 
     @property
     def is_ok(self) -> bool:
         """Whether nothing else was expected."""
-        return not self.expected
+        return not (self.expected or self.is_error)
 
     def __str__(self) -> str:
         if self.is_ok:
             return f"ok       {self.component}: {self.found}"
-        return f"refused  {self.component}: found {self.found}, expected {self.expected}"
+        expected = f", expected {self.expected}" if self.expected else ""
+        return f"refused  {self.component}: {self.found}{expected}"
 
 
 def as_finding(component: str, exc: EplbError) -> Finding:
-    """Take an error apart, which names what was found and what was expected."""
+    """Take an error apart, which names what was found and mostly what was expected."""
     found, _, expected = str(exc).removeprefix(f"{component}: ").partition(", expected ")
-    return Finding(component, found, expected or "none of that")
+    return Finding(component, found, expected, is_error=True)

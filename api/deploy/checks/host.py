@@ -20,17 +20,15 @@ from api.deploy.checks.finding import Finding, as_finding
 from api.deploy.checks.tls import check_certificates
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
-from api.deploy.hosts import is_own
+from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, is_own, offset_text
 from api.deploy.model import check_checkpoint
+from api.monitor.health import CLOCK_TOLERANCE_S
+from eplb.clock import Clock
 from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.build.places import holder_of
 from telemetry.joining import check_versions, serving
 from telemetry.store import LoadStore
-
-CLOCK_TOLERANCE_S = 1.0  # reports older than 10 s count as silent
-
-Clock = Callable[[], float]
 
 
 def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> Iterator[Finding]:
@@ -158,16 +156,16 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
             check_belongs(store, deployment)
             yield from _check_same(store, deployment)
             committed = store.committed()
-            offset_s, error_s = clock_offset(store, clock)
+            # The event also shows that the store can be written.
+            detail = {"host": socket.gethostname(), "process": os.getpid()}
+            offset_s, error_s = clock_offset(store, "check", detail, clock)
         except EplbError as exc:
             yield as_finding("store", exc)
             return
     held = f"generation {committed.placement.generation}" if committed else "no placement yet"
     yield Finding("store", f"{deployment.store_shown} can be written, holds {held}")
-    found = f"this host's is {abs(offset_s):.3f} s {'ahead of' if offset_s > 0 else 'behind'} the"
     is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
-    expected = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)" if is_off else ""
-    yield Finding("clock", f"{found} store's", expected)
+    yield Finding("clock", offset_text(offset_s), CLOCK_EXPECTED if is_off else "")
     yield versions
 
 
@@ -188,18 +186,6 @@ def _check_same(store: LoadStore, deployment: Deployment) -> Iterator[Finding]:
         check_same_checkpoint(store, deployment.checkpoint)
     except CheckpointError as exc:
         yield as_finding("checkpoint", exc)
-
-
-def clock_offset(store: LoadStore, clock: Clock) -> tuple[float, float]:
-    """Seconds by which this host is ahead of the store, and how wrong that may be.
-
-    The store gives its time with an event, which also shows that it can be written.
-    """
-    before = clock()
-    number = store.add_event("check", {"host": socket.gethostname(), "process": os.getpid()})
-    after = clock()
-    (event,) = store.events(after=number - 1, limit=1)
-    return (before + after) / 2 - event.time, (after - before) / 2
 
 
 def _refusal_of(component: str, check: Callable[[], str]) -> Finding:

@@ -1,6 +1,7 @@
 // The page: polls the service every second, shows the answers, and posts the user's requests.
 
 import { drawChart, drawExpertCanvas, drawRankTable, element } from "/static/draw.js";
+import { count, plural, sentence, size } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, WINDOWS_SHOWN = 400, EVENTS_SHOWN = 200;
 const PHASES = ["idle", "preload", "stage", "swap"];
@@ -49,17 +50,16 @@ async function follow() {
 }
 
 // -- formats
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
-const count = (number) => number.toLocaleString("en");
-function size(bytes) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
-  return `${(bytes / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
-}
+const clock = (seconds) => new Date(seconds * 1000)
+  .toLocaleTimeString("en-GB", { timeZoneName: "short" });
+const when = (seconds) => element("time", { class: "when",
+  datetime: new Date(seconds * 1000).toISOString(),
+  title: new Date(seconds * 1000).toISOString() }, clock(seconds));
 
 // -- pieces
 function show() {
   showHeader();
+  showSummary();
   showChart();
   showHeat();
   showMigration();
@@ -68,34 +68,49 @@ function show() {
   showEvents();
 }
 
+function list(pairs) {
+  return pairs.map(([name, value, more]) => element("div", {}, element("dt", {}, name),
+    element("dd", {}, value, ...(more ? [" ", element("small", {}, more)] : []))));
+}
+
 function showHeader() {
-  const shape = state.run === null ? "no run has begun" :
-    `run ${state.run} · ${state.num_layers} layers × ${state.num_experts} experts in ${state.num_slots} slots`;
-  $("deployment").textContent = `${state.deployment} · ${shape}`;
-  const score = state.last_score, alive = state.ranks.length - state.silent_ranks.length;
-  const facts = [
-    ["generation", state.generation ?? "none"],
-    ["step", count(state.step)],
-    ["phase", state.phase],
-    ["imbalance", score ? score.measured.toFixed(2) : "–", score && `contiguous ${score.contiguous.toFixed(2)}`],
-    ["ranks alive", alive, `of ${state.ranks.length}`],
-    ["experts moved", count(state.experts_moved)],
-    ["samples", count(state.samples_stored), `${count(state.samples_lost)} lost`],
-  ];
-  $("facts").replaceChildren(...facts.map(([name, value, more]) => element("div", {},
-    element("dt", {}, name),
-    element("dd", {}, value, ...(more ? [" ", element("small", {}, more)] : [])))));
+  const wrong = state.problems.length;
+  $("health").textContent = wrong ? plural(wrong, "problem") : "healthy";
+  $("health").className = wrong ? "pill bad" : "pill good";
+  $("problems").hidden = !wrong;
+  $("problems").replaceChildren(...state.problems.map((one) => element("li", {}, one)));
+  $("deployment").textContent = state.deployment + (state.run === null ? "" :
+    `: ${plural(state.num_layers, "MoE layer")} × ${plural(state.num_experts, "expert")} in ` +
+    `${plural(state.num_slots, "slot")}, run ${state.run}`);
+  $("facts").replaceChildren(...list([
+    ["generation", state.generation ?? "none"], ["step", count(state.step)], ["phase", state.phase],
+  ]));
   $("switches").replaceChildren(
     element("li", { class: state.movement ? "good" : "bad" }, `movement ${state.movement ? "on" : "off"}`),
     element("li", { class: state.observe ? "bad" : "" }, `observe ${state.observe ? "on" : "off"}`));
   $("movement").textContent = state.movement ? "Pause movement" : "Resume movement";
 }
 
+function showSummary() {
+  const score = state.last_score, alive = state.ranks.length - state.silent_ranks.length;
+  const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
+  $("summary").replaceChildren(...list([
+    ["imbalance now", score ? score.measured.toFixed(2) : "–", "busiest rank over mean"],
+    ["unbalanced", score ? score.contiguous.toFixed(2) : "–", "start placement, same window"],
+    ["gain", score ? `${gain} %` : "–", gain < 0 ? "more load on the busiest rank" : "less load on the busiest rank"],
+    ["ranks that report", `${alive} of ${state.ranks.length}`, ""],
+    ["controller", state.leader ? "leads" : state.starting ? "starting" : "none",
+      state.leader || state.starting],
+    ["moved so far", plural(state.experts_moved, "expert"),
+      `${plural(state.samples_stored, "sample")}, ${count(state.samples_lost)} lost`],
+  ]));
+}
+
 function showChart() {
   drawChart($("chart"), imbalance.windows, imbalance.rebalances, (score) => {
     $("readout").textContent = score === null ? "" :
       `steps ${score.first_step}–${score.last_step}: measured ${score.measured.toFixed(3)}, ` +
-      `contiguous ${score.contiguous.toFixed(3)}, generation ${score.generation}` +
+      `unbalanced ${score.contiguous.toFixed(3)}, generation ${score.generation}` +
       (score.is_migrating ? ", migrating" : "");
   });
 }
@@ -106,8 +121,10 @@ function showHeat() {
     $("heatmap").replaceChildren(nothing);
     return;
   }
-  drawRankTable($("heatmap"), state.heatmap, state.node_of_rank, state.silent_ranks);
+  drawRankTable($("heatmap"), state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
   drawExpertCanvas($("experts"), state.expert_heat);
+  showAxis($("experts-layers"), "layer", state.layer_ids);
+  showAxis($("experts-numbers"), "expert", [...state.expert_heat[0].keys()]);
   const hottest = Math.max(...state.expert_heat.flat()).toFixed(1);
   const latest = imbalance.windows.at(-1);
   $("heat-note").textContent = latest ?
@@ -117,7 +134,18 @@ function showHeat() {
   if (state.silent_ranks.length) notes.unshift(`Silent ranks: ${state.silent_ranks.join(", ")}.`);
   $("heat-note").textContent += ` ${notes.join(" ")}`;
   $("experts-note").textContent =
-    `Same window: ${state.num_layers} rows of ${state.num_experts} experts; the hottest has ${hottest} × the mean.`;
+    `Same window; the hottest expert has ${hottest} × the mean of its layer.`;
+}
+
+// At most eight of the names, each beside the middle of its row or column.
+function showAxis(host, title, names) {
+  const gap = Math.ceil(names.length / 8);
+  const ticks = names.map((name, at) => [name, at]).filter(([, at]) => at % gap === 0);
+  host.replaceChildren(element("b", {}, title), ...ticks.map(([name, at]) => {
+    const tick = element("span", {}, name);
+    tick.style.setProperty("--at", `${(100 * (at + 0.5)) / names.length}%`);
+    return tick;
+  }));
 }
 
 function showMigration() {
@@ -136,9 +164,9 @@ function showMigration() {
     "aria-label": "Migration" }, fill);
   $("migration").replaceChildren(phases, bar,
     element("p", {}, `Plan ${open.plan_id}: generation ${open.base_generation} → ${open.target_generation}`),
-    element("p", { class: "quiet" }, `${open.applied} of ${open.num_transactions} transactions serve, ` +
-      `${Math.round(100 * open.staged_part)} % staged, ${count(open.num_moves)} moves ` +
-      `in ${open.layers.length} layers`));
+    element("p", { class: "quiet" }, `${open.applied} of ${plural(open.num_transactions, "transaction")} served, ` +
+      `${Math.round(100 * open.staged_part)} % staged, ${plural(open.num_moves, "move")} ` +
+      `in ${plural(open.layers.length, "layer")}`));
 }
 
 function showBytes() {
@@ -161,7 +189,7 @@ function decisionFigures(decision) {
     const after = decision.imbalance_after == null ? "" : ` → ${decision.imbalance_after.toFixed(2)}`;
     parts.push(`imbalance ${decision.imbalance_before.toFixed(2)}${after}`);
   }
-  if (decision.moves) parts.push(`${count(decision.moves)} moves, ${size(decision.bytes ?? 0)}`);
+  if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
   if (decision.policy) parts.push(`policy ${decision.policy}`);
   if (decision.generation != null) parts.push(`generation ${decision.generation}`);
   return parts.join(" · ");
@@ -174,26 +202,16 @@ function showList(host, entries, none) {
 
 function showDecisions() {
   const entries = state.decisions.toReversed().map((decision) => element("div", { class: "entry" },
-    element("span", { class: "when" }, clock(decision.time)),
+    when(decision.time),
     element("span", { class: `tag ${decision.decision}` }, decision.decision), decision.reason,
     element("div", { class: "figures" }, decisionFigures(decision))));
   showList($("decisions"), entries, "No decision yet: the controller waits for complete windows.");
 }
 
-function eventWords(event) {
-  // A decision stands whole in the list beside this one.
-  if (event.kind === "plan") return `${event.detail.decision}, generation ${event.detail.generation}`;
-  return Object.entries(event.detail).map(([key, value]) => {
-    if (typeof value === "number" && !Number.isInteger(value)) value = value.toFixed(3);
-    return `${key.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : value}`;
-  }).join(", ");
-}
-
 function showEvents() {
   const entries = events.toReversed().map((event) => element("div", { class: "entry" },
-    element("span", { class: "when" }, clock(event.time)),
-    element("span", { class: `tag ${event.kind}` }, event.kind),
-    element("span", { class: "figures" }, eventWords(event))));
+    when(event.time), element("span", { class: `tag ${event.kind}` }, event.kind),
+    element("span", { class: "figures" }, sentence(event))));
   showList($("events"), entries, "No event yet.");
 }
 

@@ -41,7 +41,7 @@ export function drawChart(host, windows, rebalances, onPoint) {
   const x = (at) => left + ((at - first) / Math.max(1, last - first)) * (width - left - right);
   const y = (value) => top + ((most - value) / (most - 1)) * (height - top - bottom);
   const label = `Imbalance of ${shown.length} windows, now ${shown.at(-1).measured.toFixed(2)}, ` +
-    `contiguous ${shown.at(-1).contiguous.toFixed(2)}, ${rebalances.length} rebalances`;
+    `unbalanced ${shown.at(-1).contiguous.toFixed(2)}, rebalances: ${rebalances.length}`;
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 
   for (let value = 1; value <= most + 1e-9; value += step) {
@@ -99,8 +99,8 @@ function rankColour(ratio) {
   return `color-mix(in oklab, var(${ratio > 1 ? "--hot" : "--cold"}) ${Math.round(part * 85)}%, var(--surface))`;
 }
 
-// rows [layers][ranks] of rank load over mean.
-export function drawRankTable(host, rows, nodeOfRank, silent) {
+// rows [layers][ranks] of rank load over mean; layerIds are the model's own numbers.
+export function drawRankTable(host, rows, layerIds, nodeOfRank, silent) {
   const numRanks = rows[0].length;
   const withNumbers = numRanks <= 16;
   const nodes = element("tr", {}, element("th", { class: "corner" }));
@@ -118,7 +118,8 @@ export function drawRankTable(host, rows, nodeOfRank, silent) {
       "aria-label": `rank ${rank}${isSilent ? ", silent" : ""}` }, isSilent ? `${rank} !` : rank));
   }
   const body = element("tbody");
-  rows.forEach((row, layer) => {
+  rows.forEach((row, at) => {
+    const layer = layerIds[at];
     const line = element("tr", {}, element("th", { scope: "row" }, layer));
     row.forEach((ratio, rank) => {
       const cell = element("td", { title: `layer ${layer}, rank ${rank}: ${ratio.toFixed(3)} × mean` },

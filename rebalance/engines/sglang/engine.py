@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
-from rebalance.engines.sglang.planning import RULES, IntArray
-from rebalance.engines.sglang.windows import Shape
+from rebalance.engines.sglang.planner.planning import RULES
+from rebalance.engines.sglang.windows import IntArray, Shape
 
 
 def metadata() -> Any:
@@ -107,21 +107,38 @@ def shape_of(manager: Any, deployment: str, run: str, rank: int) -> Shape:
     )
 
 
-def metadata_for(slot_to_expert: IntArray, lists: IntArray) -> Any:
-    """Make the engine's metadata for a map [L, S] and replica lists [L, E, X].
+def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> Any:
+    """Make the engine's metadata for a map, complete, without the engine's own choices.
 
-    The rank is left to the engine (``moe_ep_rank=None``): ``init_by_mapping`` with a rank would
-    replace each list by the replica that is nearest to it.
+    ``init_by_mapping`` with a rank would replace each list by the replica that is nearest to it,
+    and under ``static`` each call would draw for all ranks in Python, a second for 58 layers.
+
+    Args:
+        held: [L, S] experts by slot.
+        lists: [L, E, X] slots of each expert, then -1.
+        chosen: [L, E] slot that this rank uses under ``static``; None under other rules.
     """
     from sglang.srt.eplb.expert_location import ExpertLocationMetadata
 
     live = metadata()
     device = live.physical_to_logical_map.device
-    dtypes = live.physical_to_logical_map.dtype, live.logical_to_all_physical_map.dtype
-    return ExpertLocationMetadata._init_raw(
+    held_cpu = torch.from_numpy(held).to(live.physical_to_logical_map.dtype)
+    listed = np.full((*lists.shape[:2], held.shape[1]), -1, dtype=np.int64)
+    listed[..., : lists.shape[2]] = lists
+    listed_cpu = torch.from_numpy(listed).to(live.logical_to_all_physical_map.dtype)
+    valid = torch.count_nonzero(listed_cpu != -1, dim=-1)
+    table = live.logical_to_rank_dispatch_physical_map
+    if table is not None:
+        assert chosen is not None, "the static rule has a choice for each expert"
+        table = torch.from_numpy(chosen).to(device, table.dtype)
+    return ExpertLocationMetadata(
+        physical_to_logical_map=held_cpu.to(device),
+        physical_to_logical_map_cpu=held_cpu,
+        logical_to_all_physical_map=listed_cpu.to(device),
+        logical_to_all_physical_map_cpu=listed_cpu,
+        logical_to_all_physical_map_num_valid=valid.to(device),
         ep_size=live.ep_size,
-        physical_to_logical_map=torch.from_numpy(slot_to_expert).to(device, dtypes[0]),
-        logical_to_all_physical_map=torch.from_numpy(lists).to(device, dtypes[1]),
+        logical_to_rank_dispatch_physical_map=table,
     )
 
 

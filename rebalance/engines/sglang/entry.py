@@ -30,8 +30,9 @@ def register() -> None:
 
         check_engine()
         Hooks(settings).register()
-    except EplbError as exc:
+    except Exception as exc:  # whatever it is, the engine starts
         set_part("sglang", "plugin", is_on=False)
-        log.error("the EPLB plug-in is not loaded: %s", exc)
+        reason = exc if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
+        log.error("the EPLB plug-in is not loaded: %s", reason)
         return
     log.info("the EPLB plug-in is registered for deployment %s", settings.deployment)

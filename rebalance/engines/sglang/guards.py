@@ -13,6 +13,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 from eplb.errors import ConfigError
@@ -59,12 +60,6 @@ SIGNATURES = {
         "self",
         "forward_batch",
     ),
-    f"{LOCATION}.ExpertLocationMetadata._init_raw": (
-        "ep_size",
-        "physical_to_logical_map",
-        "logical_to_all_physical_map",
-        "moe_ep_rank",
-    ),
     f"{LOCATION}.ExpertLocationMetadata.update": ("self", "other", "update_layer_ids"),
     f"{EPLB}.eplb_algorithms.rebalance_experts": (
         "tokens_per_expert",
@@ -77,9 +72,6 @@ SIGNATURES = {
 }
 # BLAKE2 of the syntax trees as read in READ_VERSION.
 SOURCES = {
-    f"{LOCATION}.compute_logical_to_rank_dispatch_physical_map": "18e371221c125960",
-    f"{LOCATION}._find_nearest_expert": "8d8c014468940a7b",
-    f"{LOCATION}._fair_choices": "58b21ba5badd6116",
     f"{LOCATION}.ExpertLocationMetadata.update": "86a12db8e341b635",
     f"{EPLB}.expert_location_dispatch._topk_ids_logical_to_physical_dynamic": "b04b09f02c0ac52e",
     f"{EPLB}.expert_location_dispatch._topk_ids_logical_to_physical_static": "c2e55340ac8e6b7a",
@@ -105,11 +97,17 @@ METADATA_FIELDS = (
 
 
 def check_engine() -> None:
-    """Refuse an engine that is not as it was read.
+    """Refuse an engine that is not as it was read, and another release of it.
 
     Raises:
         ConfigError: a name is missing, or differs from what the plug-in was written for.
     """
+    release = version("sglang")
+    if release != READ_VERSION:
+        raise ConfigError(
+            f"sglang {release} is installed, expected {READ_VERSION}: the plug-in was not tested "
+            "with another release"
+        )
     for path, expected in SIGNATURES.items():
         _check_signature(path, _found(path), expected)
     for path, digest in SOURCES.items():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.sglang import engine, membership
-from rebalance.engines.sglang.planner_link import PlannerLink
+from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.store_link import StoreLink
 from rebalance.engines.sglang.windows import LoadTap, Shape
@@ -20,9 +20,9 @@ from rebalance.engines.sglang.windows import LoadTap, Shape
 log = logging.getLogger(__name__)
 
 EPLB = "sglang.srt.eplb"
-ROUND_DEADLINE_S = (
-    60.0  # for the slowest rank to come to a round; the engine's own waits are longer
-)
+# For the slowest rank to come to a round. A rank that is gone holds the engine's own reductions up
+# for longer; one that is slow must not end the plug-in.
+ROUND_DEADLINE_S = 300.0
 
 
 class Hooks:
@@ -75,6 +75,7 @@ class Hooks:
                 deployment=self._settings.deployment,
                 every=self._settings.window_steps,
                 links=self._links,
+                is_checked=self._settings.engine.check,
             )
             set_part("sglang", "plugin", is_on=True)
         except Exception as exc:

@@ -14,21 +14,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
 from eplb.core.placement import Placement
-from eplb.errors import EplbError, PlacementError
+from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planner_link import PlannerLink, Question
-from rebalance.engines.sglang.planning import IntArray, Planned, answer_of, replica_lists, shares_of
+from rebalance.engines.sglang.placement_check import SlotChecks
+from rebalance.engines.sglang.planner.checks import check_target
+from rebalance.engines.sglang.planner.link import PlannerLink, Question
+from rebalance.engines.sglang.planner.planning import Planned, answer_of
+from rebalance.engines.sglang.planner.replica_weights import IntArray, replica_lists, shares_of
 from rebalance.engines.sglang.store_link import StoreLink
-from rebalance.engines.sglang.windows import LoadTap, Shape, Window
+from rebalance.engines.sglang.windows import LoadTap, Shape, Window, on_host
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ class Rounds:
         number: of this start; generations count on from it.
         every: passes from one round to the next.
         links: makes the background threads once the model is known.
+        is_checked: whether live slots are compared with the experts of the map.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Rounds:
         deployment: str,
         every: int,
         links: Links,
+        is_checked: bool,
     ) -> None:
         self._manager, self._tap, self._group, self._every = manager, tap, group, every
         self._deployment, self._number, self._links = deployment, number, links
@@ -68,27 +75,30 @@ class Rounds:
         self._shape: Shape | None = None
         self._store: StoreLink | None = None
         self._planner: PlannerLink | None = None
+        self._weights: IntArray | None = None  # of the map that serves; None before the first plan
+        self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
+        self.checks: SlotChecks | None = None
         self.generation = number
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
-        self.max_wait_s = 0.0  # of a pass for the plug-in, without the engine's updater
 
     def pass_ended(self) -> None:
         """Do what is due after a pass; raises only what the engine's updater raises."""
         if self.stopped:
             return
-        begin = time.monotonic()
         self._pass += 1
-        is_round = self._pass % self._every == 0
-        if is_round:
+        if self._pass % self._every == 0:
             try:
                 self._round()
-            except Exception as exc:
+            except Exception as exc:  # of a collective: another rank is gone, or stopped
                 log.debug("round", exc_info=True)
-                self._stop(f"{type(exc).__name__}: {exc}")
-        self.max_wait_s = max(self.max_wait_s, time.monotonic() - begin)
-        if self._chunks and not self.stopped:
+                self._stop(_reason(exc))
+        if self.stopped:
+            return
+        if self._chunks:
             self._move_next()
+        elif self.checks is not None:
+            self.checks.visit(is_idle=self._tap.mode == "IDLE")
 
     def close(self) -> None:
         """End the background threads."""
@@ -97,57 +107,86 @@ class Rounds:
                 link.close()
 
     def _round(self) -> None:
-        if self._shape is None and not self.broken:
-            self._begin_links()
-        ready = self._planner.ready if self._planner is not None and not self._chunks else None
-        if not self._may_rebalance():
-            ready = None
+        """Collectives are the same on all ranks: a rank reports a failure in the next one."""
+        taken, ready = None, None
+        if not self.broken:
+            with self._told():
+                if self._shape is None:
+                    self._begin_links()
+                taken, ready = self._taken(), self._ready()
         word = torch.tensor([int(bool(self.broken)), 0 if ready is None else len(ready[0])])
         dist.all_reduce(word, group=self._group)
         num_broken, size = word.tolist()
-        if num_broken:
+        if num_broken or taken is None:
             self._stop(self.broken or "another rank failed")
             return
-        self._count()
-        if size:
-            self._begin(self._distributed(ready, size), None if ready is None else ready[1])
+        is_moving = bool(self._chunks)
+        if not is_moving:  # else counted under two maps
+            dist.all_reduce(taken[0])
+            self._check_map()
+        record = self._distributed(ready, size) if size else b""
+        with self._told():
+            if not is_moving:
+                self._hand_over(*taken)
+            self._ask_if_due()
+        if record:
+            self._begin(record, None if ready is None else ready[1])
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            log.debug("told in the next round", exc_info=True)
+            self.broken = self.broken or _reason(exc)
+
+    def _check_map(self) -> None:
+        """Collective, once for each map."""
+        assert self._shape is not None, "the model is known"
+        if not self._is_checked or self._checked == self.generation:
+            return
+        if self.checks is None:
+            self.checks = SlotChecks(self._group, self._store, self._shape.run)
+            self.checks.begin(self._manager._get_model(), self._rank, self._shape.num_ranks)
+        else:
+            self.checks.after_map()
+        self._checked = self.generation
+
+    def _ready(self) -> tuple[bytes, Question] | None:
+        is_off = self._manager._rebalance_disabled_reason is not None
+        if self._planner is None or self._chunks or is_off:
+            return None
+        return self._planner.ready
+
+    def _ask_if_due(self) -> None:
         interval = self._manager._rebalance_num_iterations
         is_due = self._pass >= interval and self._pass % interval < self._every
         if is_due and self._planner is not None and not self._planner.questions:
             self._planner.questions.append(Question("interval"))
 
-    def _may_rebalance(self) -> bool:
-        return self._manager._rebalance_disabled_reason is None
-
     def _begin_links(self) -> None:
-        try:
-            self._shape = engine.shape_of(
-                self._manager, self._deployment, f"sglang-{self._number}", self._rank
-            )
-            self._store, self._planner = self._links(self._shape)
-            self._note_placement("the engine's map at the start", None, None)
-        except EplbError as exc:
-            self.broken = str(exc)
-
-    def _count(self) -> None:
-        """Sum the window over ranks, and hand it over."""
-        assert self._shape is not None, "no round counts before the model is known"
-        live = engine.metadata()
-        counts = self._tap.take(
-            tuple(live.physical_to_logical_map.shape), live.physical_to_logical_map.device
+        self._shape = engine.shape_of(
+            self._manager, self._deployment, f"sglang-{self._number}", self._rank
         )
+        self._store, self._planner = self._links(self._shape)
+        self._note_placement("the engine's map at the start", None, None)
+
+    def _taken(self) -> tuple[torch.Tensor, int, Phase]:
+        """Counts of the window, its first pass and its phase."""
+        live = engine.metadata().physical_to_logical_map
+        counts = self._tap.take(tuple(live.shape), live.device)
         first, self._window_begin = self._window_begin, self._pass
-        phase = self._tap.phase()
-        if self._chunks:  # counted under two maps
-            return
-        dist.all_reduce(counts)
+        return counts, first, self._tap.phase()
+
+    def _hand_over(self, counts: torch.Tensor, first: int, phase: Phase) -> None:
+        assert self._shape is not None, "no round counts before the model is known"
         if engine.counts_every_token_on_each_rank():
             counts //= self._shape.num_ranks
-        host, copied = _copied(counts)
-        held = live.physical_to_logical_map_cpu.numpy().copy()
-        window = Window(
-            host, copied, held, first, self._pass - 1, phase, self.generation, time.time()
-        )
+        host, copied = on_host(counts)
+        held = engine.metadata().physical_to_logical_map_cpu.numpy().copy()
+        weights = np.zeros_like(held) if self._weights is None else self._weights
+        last, now = self._pass - 1, time.time()
+        window = Window(host, copied, held, weights, first, last, phase, self.generation, now)
         for link in (self._store, self._planner):
             if link is not None:
                 link.add(window)
@@ -164,23 +203,36 @@ class Rounds:
         return record.numpy().tobytes()
 
     def _begin(self, record: bytes, question: Question | None) -> None:
-        """Begin to move to a plan. All ranks find the same faults in the same bytes."""
+        """Begin to move to a plan, if all ranks can."""
+        prepared = None
+        with self._told():
+            try:
+                prepared = self._prepared(record)
+            except EplbError as exc:  # of the bytes, so on all ranks
+                log.warning("plan refused: %s; the map that serves stays", exc)
+        word = torch.tensor([int(prepared is None)])
+        dist.all_reduce(word, group=self._group)
+        if prepared is not None and not word.item():
+            planned, self._target, self._chunks = prepared
+            self._planned = (planned, question)
+
+    def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
+        """The plan, the engine's metadata for it, and rows to move in each pass."""
         assert self._shape is not None, "the plan is for this model"
-        try:
-            planned = answer_of(record)
-            held = engine.metadata().physical_to_logical_map_cpu.numpy()
-            check_target(planned, held, self._shape)
-            lists = replica_lists(planned.slot_to_expert, planned.weights, self._shape.num_experts)
-        except EplbError as exc:
-            log.warning("plan refused: %s; the map that serves stays", exc)
-            return
-        self._target = engine.metadata_for(planned.slot_to_expert, lists)
+        planned = answer_of(record)
+        held = engine.metadata().physical_to_logical_map_cpu.numpy()
+        check_target(planned, held, self._shape)
+        # Under ``static`` the engine's table has the weights, and its lists only say where an
+        # expert is.
+        times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights
+        lists = replica_lists(planned.slot_to_expert, times, self._shape.num_experts)
+        chosen = planned.sources[:, :, self._rank].copy() if planned.sources.size else None
+        target = engine.metadata_for(planned.slot_to_expert, lists, chosen)
         changed = (planned.slot_to_expert != held).any(axis=1)
         chunks = self._manager._compute_update_layer_ids_chunks()
         kept = [[row for row in chunk if changed[row]] for chunk in chunks]
-        # Without a move there is still a pass that installs the lists.
-        self._chunks = [chunk for chunk in kept if chunk] or [[]]
-        self._planned = (planned, question)
+        # Without a move there is still a pass that installs lists or tables.
+        return planned, target, [chunk for chunk in kept if chunk] or [[]]
 
     def _move_next(self) -> None:
         chunk = self._chunks[0]
@@ -188,12 +240,13 @@ class Rounds:
             engine.move(self._manager, self._target, chunk)
         del self._chunks[0]
         if not self._chunks:
-            self._moved()
+            with self._told():
+                self._moved()
 
     def _moved(self) -> None:
         assert self._planned is not None, "a plan was begun"
         assert self._shape is not None, "the plan is for this model"
-        # Rows without a move too: under ``static`` a draw depends on the rows before it.
+        # Rows without a move too: their replicas may have other weights.
         rows = np.flatnonzero(self._shape.movable).tolist()
         engine.metadata().update(self._target, update_layer_ids=rows)
         engine.forget_records()
@@ -202,6 +255,7 @@ class Rounds:
         self._window_begin = self._pass
         self.generation += 1
         planned, question = self._planned
+        self._weights = planned.weights
         self._target = self._planned = None
         log.info(
             "generation=%d effective=%.3f reason=%r",
@@ -237,32 +291,5 @@ class Rounds:
                 link._end.set()
 
 
-def check_target(planned: Planned, held: IntArray, shape: Shape) -> None:
-    """Refuse a plan that the engine's map cannot take.
-
-    Raises:
-        PlacementError: another shape, an expert that is not there or has no slot, or a row without
-            routed experts that changes.
-    """
-    found = planned.slot_to_expert
-    if found.shape != held.shape or planned.weights.shape != held.shape:
-        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
-    if planned.weights.min() < 1:
-        raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
-    Placement(found.astype(np.int32), shape.num_experts)
-    if found.min() < 0:
-        raise PlacementError("the plan has an empty slot, expected an expert in each")
-    strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable)
-    if strays.size:
-        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
-
-
-def _copied(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Counts on the host, and the event that they are complete with; no wait for the device."""
-    if counts.device.type != "cuda":
-        return counts.cpu(), None
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event
+def _reason(exc: Exception) -> str:
+    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from threading import Event, Thread
+from typing import Any
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -20,7 +21,7 @@ from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
-from rebalance.engines.sglang.planner_link import MOST_WAITING, Outcome, PlannerLink, Question
+from rebalance.engines.sglang.planner.link import MOST_WAITING, Outcome, PlannerLink, Question
 from rebalance.engines.sglang.windows import Shape, Window
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
@@ -30,6 +31,7 @@ from telemetry.store import Lease, LoadStore, RunInfo, TaskResult
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+MOST_EVENTS = 1000  # while the store does not answer
 LEASE_S = 30.0
 BACK_OFF_S = 2.0  # from one failure of the store to the next try
 
@@ -41,6 +43,7 @@ class StoreLink:
         self._settings, self._shape, self._planner = settings, shape, planner
         self._windows: deque[Window] = deque(maxlen=MOST_WAITING)
         self.placements: deque[tuple[Placement, str, Question | None]] = deque()
+        self.events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_EVENTS)
         self._sequence = 0
         self._store: LoadStore | None = None
         self._reporter: Reporter | None = None
@@ -90,6 +93,9 @@ class StoreLink:
         if store is None:
             store = self._opened()
         self._offer()
+        while self.events:
+            store.add_event(*self.events[0])
+            self.events.popleft()
         if self._planner is None:
             return
         self._lease = store.acquire_lease(self._holder, LEASE_S)

@@ -37,6 +37,7 @@ class LoadTap:
 
     counts: torch.Tensor | None = None  # [L, S] int64
     modes: Counter[str] = field(default_factory=Counter)  # forward modes of the passes
+    mode: str = ""  # of the last pass
 
     def add(self, global_physical_count: torch.Tensor) -> None:
         """Add the counts [L, S] of one pass."""
@@ -48,7 +49,8 @@ class LoadTap:
 
     def see(self, forward_batch: Any) -> None:
         """Note the forward mode of the pass that begins."""
-        self.modes[forward_batch.forward_mode.name] += 1
+        self.mode = forward_batch.forward_mode.name
+        self.modes[self.mode] += 1
 
     def take(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
         """Return the counts and begin anew; zeros before the first pass was recorded."""
@@ -89,6 +91,7 @@ class Window:
     counts: torch.Tensor  # [L, S] on the host, complete once ``copied``
     copied: Any  # a CUDA event; None where the counts were on the host
     held: IntArray  # [L, S] the map of these passes
+    weights: IntArray  # [L, S] of its slots; 0 before the first plan
     first: int  # pass
     last: int
     phase: Phase
@@ -125,3 +128,14 @@ class Window:
             slot_to_expert=self.held[shape.movable, own].astype(np.int32),
             tokens=self.on_host()[shape.movable, own],
         )
+
+
+def on_host(counts: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Counts on the host, and the event that they are complete with; no wait for the device."""
+    if counts.device.type != "cuda":
+        return counts.cpu(), None
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event

@@ -14,33 +14,24 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rebalance.engines.vllm.replica_lists import Ints, layer_lists, repetitions
+from rebalance.engines.vllm.replica_lists import Ints, RepeatedLists, repeated_lists
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """A map for all layers, and how often each slot stands in the list of its expert."""
+    """A map for all layers, and how often each slot stands in the list of its expert.
+
+    The lists are made here, on the policy's thread, and not at a commit between two passes.
+    """
 
     before: Ints  # [L, S] the map that it was made from
     held: Ints  # [L, S] the map that it asks for
     repeats: Ints  # [L, S]; 0: vLLM's own list
     num_experts: int
-    width: int  # of vLLM's lists
-    _lists: dict[int, tuple[Ints, Ints]] = field(default_factory=dict)
+    lists: RepeatedLists = field(init=False)
 
-    def lists(self, layer: int) -> tuple[Ints, Ints] | None:
-        """Return the lists of a layer and their lengths; None where vLLM's own are right."""
-        if not self.repeats[layer].any():
-            return None
-        if layer not in self._lists:
-            held, repeats = self.held[layer], self.repeats[layer]
-            self._lists[layer] = layer_lists(held, repeats, self.num_experts, self.width)
-        return self._lists[layer]
-
-    def prepare(self) -> None:
-        """Make all lists now: on the policy's thread, and not at a commit between two passes."""
-        for layer in range(len(self.held)):
-            self.lists(layer)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lists", repeated_lists(self.held, self.repeats))
 
     def shares(self) -> NDArray[np.float64]:
         """[L, S] the part of its expert's rows that each slot gets."""
@@ -84,8 +75,3 @@ class Decisions:
             and np.array_equal(found.before[layer], before)
             and np.array_equal(found.held[layer], before)
         )
-
-
-def repeats_of(held: Ints, share: NDArray[np.float64], num_entries: int) -> Ints:
-    """[L, S] ``repetitions`` of every layer."""
-    return np.stack([repetitions(*layer, num_entries) for layer in zip(held, share, strict=True)])

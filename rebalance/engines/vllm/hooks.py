@@ -23,10 +23,23 @@ Undo = Callable[[], None]
 
 
 def install(process: PluginProcess) -> Undo:
-    """Wrap vLLM's functions, and return what puts them back."""
-    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
-
+    """Wrap vLLM's functions, and return what puts them back; all of them, or none."""
     undo: list[Undo] = []
+
+    def put_back() -> None:
+        while undo:
+            undo.pop()()
+
+    try:
+        _wrap_all(process, undo)
+    except BaseException:
+        put_back()
+        raise
+    return put_back
+
+
+def _wrap_all(process: PluginProcess, undo: list[Undo]) -> None:
+    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
     def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = getattr(owner, name)
@@ -43,12 +56,6 @@ def install(process: PluginProcess) -> Undo:
     wrap(eplb_state, "_commit_eplb_maps", _commits(process))
     wrap(eplb_state.EplbState, "add_model", _models(process, eplb_state))
     wrap(eplb_state.EplbState, "step", _steps(process))
-
-    def put_back() -> None:
-        for one in reversed(undo):
-            one()
-
-    return put_back
 
 
 def _models(process: PluginProcess, eplb_state: Any) -> Callable[[Any], Any]:

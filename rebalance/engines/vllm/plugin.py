@@ -5,17 +5,36 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
 
+if TYPE_CHECKING:
+    from rebalance.engines.vllm.process import PluginProcess
+
 log = logging.getLogger(__name__)
 
-_loaded: list[object] = []  # the plug-in of this process, once it is loaded
+_loaded: list[PluginProcess] = []  # the plug-in of this process, once it is loaded
+
+
+def loaded() -> PluginProcess | None:
+    """Return the plug-in of this process; None where it is not loaded."""
+    return _loaded[0] if _loaded else None
 
 
 def register() -> None:
-    """Load the plug-in if ``EPLB_CONFIG`` names a deployment. Never raises."""
+    """Load the plug-in if ``EPLB_CONFIG`` names a deployment, and a trace to replay. Never raises.
+
+    Without its trace vLLM refuses the strategy ``eplb_trace``, which it does not know then.
+    """
     load(os.environ)
+    if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") == "eplb_trace":
+        try:
+            from rebalance.engines.vllm.tools.replay import register_replay
+
+            register_replay(os.environ)
+        except Exception as exc:
+            log.error("no trace is replayed: %s", exc)
 
 
 def load(environ: Mapping[str, str]) -> bool:

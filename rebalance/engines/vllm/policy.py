@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from rebalance.engines.gauge import set_part
-from rebalance.engines.vllm.decisions import Decision, repeats_of
+from rebalance.engines.vllm.decisions import Decision
 from rebalance.engines.vllm.planning import Call, planned, why_not_planned
-from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
+from rebalance.engines.vllm.replica_lists import Ints, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -84,18 +84,17 @@ def _decided(process: PluginProcess, call: Call) -> Ints:
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
     held, repeats = message.numpy()
-    decision = Decision(
-        call.held, held.copy(), repeats.copy(), call.num_experts, process.list_width
-    )
-    decision.prepare()
-    process.decisions.add(decision)
-    return np.array(decision.held)
+    process.decisions.add(Decision(call.held, held.copy(), repeats.copy(), call.num_experts))
+    return np.array(held)
 
 
 def _proposed(process: PluginProcess, call: Call) -> Ints:
     """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
     standing = process.decisions.of_map(call.held, call.num_experts)
     kept = np.zeros_like(call.held) if standing is None else standing.repeats
+    if process.is_paused:
+        log.info("decision=KEEP reason='paused'")
+        return np.stack([call.held, kept])
     began = time.monotonic()
     try:
         held, share, reason = planned(
@@ -103,7 +102,7 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
         )
         repeats = np.zeros_like(held)
         if process.is_on("shares"):
-            repeats = repeats_of(held, share, ENTRIES)
+            repeats = repetitions(held, share)
         if "decision=KEEP" in reason:
             held, repeats = call.held, kept
     except Exception:

@@ -27,7 +27,7 @@ from rebalance.engines.vllm.agreement import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
 from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.recorder import MapChange, Recorder, RecorderIdentity
-from rebalance.engines.vllm.replica_lists import Ints
+from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from telemetry.reporter.spool import Spool
 from telemetry.store import RunInfo
@@ -54,11 +54,12 @@ class PluginProcess:
         self.settings = settings
         self.decisions = Decisions()
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
-        self.expert_bytes = self.num_experts = self.list_width = 0
+        self.expert_bytes = self.num_experts = 0
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
         self.recorder: Recorder | None = None
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
+        self.is_paused = False  # rank 0 keeps the map that serves
         self._tap: LoadTap | None = None
         self._served: list[Served] = []  # of the target model first
         self._generation = 0
@@ -70,6 +71,19 @@ class PluginProcess:
     def is_on(self, part: str) -> bool:
         """Whether a part works. All but the tap are on on every rank of the group, or on none."""
         return self._on[part]
+
+    def status(self) -> dict[str, Any]:
+        """What an operator asks for, as JSON has it."""
+        recorder = self.recorder
+        return {
+            "deployment": self.settings.deployment,
+            "parts": dict(self._on),
+            "refused": self.refused,
+            "is_paused": self.is_paused,
+            "generation": self._generation,
+            "samples_dropped": 0 if recorder is None else recorder.num_dropped,
+            "store_failures": 0 if recorder is None else recorder.num_failures,
+        }
 
     @property
     def generation(self) -> int:
@@ -121,7 +135,8 @@ class PluginProcess:
             model_state = list(state.model_states.values())[-1]
             held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
             self._served.append(Served(model_state, held.copy(), np.zeros_like(held)))
-            self.list_width = int(model_state.logical_to_physical_map.shape[-1])
+            if model_state.logical_to_physical_map.shape[-1] < ENTRIES:
+                self._switch("shares", is_on=False)  # alike on all ranks: the model is
             if len(self._served) > 1:
                 return
             weights = model_state.model.expert_weights[0]
@@ -214,13 +229,14 @@ class PluginProcess:
             return
         num_layers = len(served.held)
         decision = self.decisions.of_layer(row, layer, num_layers, self.num_experts)
-        lists = None if decision is None else decision.lists(layer)
-        if lists is None:
+        if decision is None:
             return
-        entries, lengths = map(torch.from_numpy, lists)
+        table = model_state.logical_to_physical_map[layer]
+        experts, entries = map(torch.from_numpy, decision.lists.of_layer(layer))
+        experts, width = experts.to(table.device), entries.shape[1]
         # Entries before lengths: between the two writes every list holds replicas of its expert.
-        model_state.logical_to_physical_map[layer, :, : entries.shape[1]].copy_(entries)
-        model_state.logical_replica_count[layer].copy_(lengths)
+        table[:, :width].index_copy_(0, experts, entries.to(table))
+        model_state.logical_replica_count[layer].index_fill_(0, experts, width)
         served.repeats[layer] = repeats
 
     def layer_changed(self, model_state: Any) -> None:

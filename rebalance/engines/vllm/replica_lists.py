@@ -6,10 +6,12 @@ a power of two, consecutive rows visit every entry once before any entry again, 
 multiplier is odd. The ids are ordered so that every prefix of the rows is close to the shares too,
 which matters for batches of fewer rows than entries.
 
-Shapes:  L MoE layers, E experts, S slots (physical experts), W entries of a list.
+Shapes:  L MoE layers, E experts, S slots (physical experts), K lists, W entries of a list.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,82 +20,124 @@ MULTIPLIER = 2654435769  # of the router's hash; ``guards`` compares it with the
 WORD = 2**32
 EQUAL = 2e-3  # shares that differ by less, relative to their mean, are equal
 ENTRIES = 256  # of a list: an error of 0.2 % at most over 4,096 rows
+# Bits of a sorting key: the place of a turn, then the replica. Two places of lists of 256 entries
+# differ by 2**-17 at least, or not at all.
+PLACE_BITS, REPLICA_BITS = 20, 8
 
 Ints = NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedLists:
+    """Lists of the experts that need one, by layer and expert; all others keep vLLM's own."""
+
+    layers: Ints  # [K] ascending
+    experts: Ints  # [K]
+    entries: NDArray[np.int32]  # [K, W] physical ids, as the router indexes them
+
+    def of_layer(self, layer: int) -> tuple[Ints, NDArray[np.int32]]:
+        """[k] experts with a list in a layer, and [k, W] their lists."""
+        first, end = np.searchsorted(self.layers, [layer, layer + 1])
+        return self.experts[first:end], self.entries[first:end]
+
+
 def repetitions(held: Ints, share: NDArray[np.float64], num_entries: int = ENTRIES) -> Ints:
-    """[S] how often each slot of a layer stands in the list of its expert; 0: plain lists.
+    """[L, S] how often each slot stands in the list of its expert; 0: plain lists.
 
     The figures of an expert sum to ``num_entries``. An expert with one replica needs no list, and
     neither has one with equal shares among a power of two of replicas: vLLM's own list is exact.
 
     Args:
-        held: [S] expert of each slot, -1 for an empty one.
-        share: [S] part of its expert's tokens; sums to 1 over the replicas of an expert.
-        num_entries: a power of two.
+        held: [L, S] expert of each slot, -1 for an empty one.
+        share: [L, S] part of its expert's tokens; sums to 1 over the replicas of an expert.
+        num_entries: a power of two, 256 at most.
     """
-    count = np.bincount(held[held >= 0], minlength=int(held.max()) + 1)
-    repeats = np.zeros(len(held), dtype=np.int64)
-    for expert in np.flatnonzero(count > 1):
-        slots = np.flatnonzero(held == expert)
-        parts = share[slots]
-        is_power = len(slots) & (len(slots) - 1) == 0
-        is_equal = float(np.abs(parts * len(slots) - 1.0).max()) < EQUAL
-        if len(slots) > num_entries or (is_power and is_equal):
-            continue
-        repeats[slots] = apportioned(parts, num_entries)
+    repeats = np.zeros(held.shape, dtype=np.int64)
+    layers, slots, groups = _by_expert(held, held >= 0)
+    count = np.bincount(groups)
+    parts = share[layers, slots]
+    is_uneven = np.bincount(groups, np.abs(parts * count[groups] - 1.0) >= EQUAL) > 0
+    needs_list = (is_uneven | (count & (count - 1) > 0)) & (count > 1) & (count <= num_entries)
+    chosen = needs_list[groups]
+    layers, slots, parts = layers[chosen], slots[chosen], parts[chosen]
+    _, groups, sizes = np.unique(groups[chosen], return_inverse=True, return_counts=True)
+    if len(groups):
+        repeats[layers, slots] = _apportioned(parts, groups, sizes, num_entries)
     return repeats
 
 
-def apportioned(parts: NDArray[np.float64], total: int) -> Ints:
-    """Integers that sum to ``total``, in proportion to ``parts`` by largest remainder.
+def _by_expert(held: Ints, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+    """Layers and slots of the chosen ones, and one number for each expert of each layer.
+
+    Sorted by layer, expert and slot.
+    """
+    layers, slots = np.nonzero(chosen)
+    groups = layers * (int(held.max(initial=0)) + 1) + held[layers, slots]
+    order = np.argsort(groups, kind="stable")
+    return layers[order], slots[order], groups[order]
+
+
+def _apportioned(parts: NDArray[np.float64], groups: Ints, sizes: Ints, total: int) -> Ints:
+    """Integers that sum to ``total`` in each group, by largest remainder, and 1 at least.
 
     Every part gets at least 1: a replica that no row chooses would hold memory for nothing.
+
+    Args:
+        parts: [n] in proportion to these.
+        groups: [n] ascending: 0, 0, 1, 1, 1, 2, ...
+        sizes: parts of each group, ``total`` at most.
+        total: of each group.
     """
-    assert len(parts) <= total, "every part gets at least one"
-    exact = parts / parts.sum() * total
-    whole: Ints = np.maximum(np.floor(exact).astype(np.int64), 1)
-    while (left := total - int(whole.sum())) != 0:
-        if left > 0:
-            whole[int(np.argmax(exact - whole))] += 1
-        else:
-            whole[int(np.argmax(np.where(whole > 1, whole - exact, -np.inf)))] -= 1
+    exact = parts / np.bincount(groups, parts)[groups] * total
+    whole = np.maximum(np.floor(exact), 1).astype(np.int64)
+    left = total - np.bincount(groups, whole).astype(np.int64)
+    firsts = np.cumsum(sizes) - sizes
+    by_remainder = np.lexsort((whole - exact, groups))
+    place = np.empty_like(groups)
+    place[by_remainder] = np.arange(len(groups)) - firsts[groups]
+    whole += place < left[groups]
+    for group in np.flatnonzero(left < 0):  # tiny parts were raised to 1: the largest gives
+        own = slice(firsts[group], firsts[group] + sizes[group])
+        for _ in range(-left[group]):
+            over = np.where(whole[own] > 1, whole[own] - exact[own], -np.inf)
+            whole[own.start + int(np.argmax(over))] -= 1
     return whole
 
 
-def layer_lists(held: Ints, repeats: Ints, num_experts: int, width: int) -> tuple[Ints, Ints]:
-    """[E, W] lists of one layer padded with -1, and [E] their lengths, as vLLM's tensors have them.
+def repeated_lists(held: Ints, repeats: Ints) -> RepeatedLists:
+    """Lists of the experts whose slots have repetitions.
 
     Args:
-        held: [S] expert of each slot, -1 for an empty one.
-        repeats: [S] as ``repetitions`` gives them.
-        width: W at most, of the engine's tensor.
+        held: [L, S] expert of each slot.
+        repeats: [L, S] as ``repetitions`` gives them; sums alike for every expert that has any.
     """
-    valid = np.flatnonzero(held >= 0)
-    times = np.maximum(repeats, 1)
-    lengths: Ints = np.bincount(held[valid], times[valid], num_experts).astype(np.int64)
-    if lengths.max() > width:
-        raise ValueError(f"a list of {lengths.max()} entries, expected {width} at most")
-    slots = np.repeat(valid, times[valid])
-    turn = np.arange(len(slots)) - np.repeat(np.cumsum(times[valid]) - times[valid], times[valid])
+    layers, slots, groups = _by_expert(held, repeats > 0)
+    firsts = np.flatnonzero(np.diff(groups, prepend=-1))
+    if not len(firsts):
+        none = np.zeros(0, dtype=np.int64)
+        return RepeatedLists(none, none, np.zeros((0, 0), dtype=np.int32))
+    times = repeats[layers, slots].astype(np.int32)
+    sizes = np.diff(firsts, append=len(slots))
+    replica = (np.arange(len(slots)) - np.repeat(firsts, sizes)).astype(np.int32)
+    begins = np.cumsum(times, dtype=np.int32) - times
+    turn = np.arange(int(times.sum()), dtype=np.int32) - np.repeat(begins, times)
     # The middle of each turn: sorted, the turns of an expert's slots interleave evenly.
-    middle = (turn + 0.5) / times[slots]
-    order = np.argsort(held[slots] + middle, kind="stable")
-    slots = slots[order]
-    experts = held[slots]
-    row = np.arange(len(slots)) - (np.cumsum(lengths) - lengths)[experts]
-    # Where a list repeats ids, entry ``row`` is placed where the router looks for that row.
-    has_repeats = np.zeros(num_experts, dtype=np.bool_)
-    has_repeats[held[valid]] = repeats[valid] > 0
-    hashed = (row.astype(np.uint64) * MULTIPLIER % WORD).astype(np.int64) % lengths[experts]
-    lists = np.full((num_experts, int(lengths.max())), -1, dtype=np.int64)
-    lists[experts, np.where(has_repeats[experts], hashed, row)] = slots
-    return lists, lengths
+    place = ((2 * turn + 1) << PLACE_BITS) // np.repeat(times, times)
+    keys = ((place << REPLICA_BITS) | np.repeat(replica, times)).reshape(len(firsts), -1)
+    keys.sort(axis=1)
+    # The entry for a row is placed where the router looks for that row.
+    replicas = (keys & (2**REPLICA_BITS - 1))[:, np.argsort(hashed(keys.shape[1]))]
+    entries = slots.astype(np.int32)[replicas + firsts[:, None].astype(np.int32)]
+    return RepeatedLists(layers[firsts], held[layers, slots][firsts], entries)
+
+
+def hashed(num_entries: int) -> Ints:
+    """The entry of each of the first rows, in a list of so many entries."""
+    rows = np.arange(num_entries, dtype=np.uint64)
+    return (rows * MULTIPLIER % WORD % num_entries).astype(np.int64)
 
 
 def chosen_replicas(rows: Ints, entries: Ints) -> Ints:
     """The physical id of each row: the router's rule, in numpy."""
-    hashed = rows.astype(np.uint64) * MULTIPLIER % WORD
-    found: Ints = entries[(hashed % len(entries)).astype(np.int64)]
+    found: Ints = entries[(rows.astype(np.uint64) * MULTIPLIER % WORD % len(entries)).astype(int)]
     return found

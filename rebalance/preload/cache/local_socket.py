@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 import struct
@@ -39,9 +40,24 @@ def listen(address: HostCacheAddress) -> socket.socket:
     try:
         return socket.create_server(address.socket, family=socket.AF_UNIX, backlog=64)
     except OSError as exc:
+        why = f"{exc.strerror}"
+        if exc.errno == errno.EADDRINUSE:
+            why = (
+                f"process {_holder(address) or 'unknown'} of this host has its place, expected none"
+            )
         raise MigrationError(
-            f"the preload process of host {address.name} cannot listen: {exc}"
+            f"the preload process of host {address.name} cannot listen: {why}"
         ) from exc
+
+
+def _holder(address: HostCacheAddress) -> int | None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(1.0)
+        try:
+            end.connect(address.socket)
+        except OSError:
+            return None
+        return peer_of(end).pid
 
 
 def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message]:
@@ -65,7 +81,10 @@ def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message
         hello = client_handshake(wire, address.key, protocol=PROTOCOL)
     except OSError as exc:
         end.close()
-        raise MigrationError(f"cannot connect: {exc}") from exc
+        raise MigrationError(
+            f"cannot connect: {exc.strerror or exc}, expected it to run on this host "
+            "(eplb host-cache)"
+        ) from exc
     except BaseException:
         end.close()
         raise

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -288,7 +287,6 @@ def test_pause_finds_the_deployment_of_the_configuration(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
 def test_demo_on_gpus_that_are_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     words = ["demo", "--device", "cuda", "--state-dir", str(tmp_path / "state")]
-    started = time.monotonic()
 
     done = subprocess.run(
         [EPLB, *words], capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -298,5 +296,4 @@ def test_demo_on_gpus_that_are_not_there_is_refused_before_anything_starts(tmp_p
     assert done.stderr == (
         "eplb: device cuda: found 0 GPUs for 4 ranks of this host, expected one for each\n"
     )
-    assert time.monotonic() - started < DEADLINE_S / 2
     assert not (tmp_path / "state").exists()

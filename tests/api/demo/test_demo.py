@@ -303,11 +303,11 @@ def steps_of_all(store: LoadStore, least: int) -> int:
     return min(found) if len(found) == 4 and min(found) >= least else 0
 
 
-def test_default_start_is_contiguous_under_a_higher_generation(switched: dict[str, Any]) -> None:
+def test_default_start_is_unbalanced_under_a_higher_generation(switched: dict[str, Any]) -> None:
     start, last = switched["start"], switched["last"]
 
     assert start.placement.generation == last.placement.generation + 1
-    assert start.reason == "start of the demo: contiguous"
+    assert start.reason == "start of the demo: unbalanced, experts in order"
     of_ranks = [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1], [6, 7, -1, -1]]
     assert start.placement.slot_to_expert[0].reshape(4, 4).tolist() == of_ranks
 

@@ -176,8 +176,8 @@ def test_port_in_use_is_named(tmp_path: Path) -> None:
         sentence = refusal(tmp_path, "--port", str(port))
 
     assert sentence == (
-        f"port {port} of 127.0.0.1 cannot be used (Address already in use), "
-        "expected a free port; 0 takes any"
+        f"port {port} of 127.0.0.1 (http.port, http.host) cannot be used: Address already in use, "
+        "expected a free port of this host; 0 takes any"
     )
     assert store_opens(tmp_path)
 

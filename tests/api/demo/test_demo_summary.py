@@ -38,6 +38,7 @@ def snapshot(series: list[WindowScore], marks: list[RebalanceMark]) -> Snapshot:
         step=8,
         generation=1,
         num_layers=2,
+        layer_ids=(0, 1),
         num_experts=3,
         num_slots=4,
         ranks=(),

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.deploy.checkpoint import accept_checkpoint
+from api.deploy.checkpoint import ServedCheckpoint, accept_checkpoint
 from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
-from api.deploy.checks.finding import Finding
+from api.deploy.checks.finding import Finding, as_finding
 from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.launch import Launch, check_start
 from api.deploy.roles import run_host_cache
-from eplb.errors import CheckpointError, ConfigError
+from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
 from rebalance.network.tls import TlsFiles
+from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
@@ -96,10 +98,8 @@ def test_certificates_are_checked_and_an_expired_one_refuses_the_start(tmp_path:
 
     assert [one for one in wrong(findings(ready)) if "TLS" in one] == []
     assert len(refused) == 2
-    assert refused[0].startswith(
-        f"refused  TLS of links: found certificate {old.certificate.chain}"
-    )
-    assert refused[1].startswith(f"refused  TLS of HTTP: found certificate {old.certificate.chain}")
+    assert refused[0].startswith(f"refused  TLS of links: certificate {old.certificate.chain}")
+    assert refused[1].startswith(f"refused  TLS of HTTP: certificate {old.certificate.chain}")
     assert all("certificate has expired, expected one" in one for one in refused)
     assert ready.host_links.tls == ready.rank_links.tls == good
     with pytest.raises(ConfigError, match=r"TLS of links: .* has expired, expected one for"):
@@ -124,7 +124,7 @@ def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
     )
 
     assert str(first) == (
-        f"refused  ports: found {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
+        f"refused  ports: {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
         "Address already in use, expected a free port"
     )
     assert any("is also network.rendezvous_port" in one.found for one in check_ports(twice, 0))
@@ -149,8 +149,8 @@ def test_rank_and_host_cache_that_run_already_are_refused(
         found = wrong(findings(deployment))
 
     assert found == [
-        f"refused  places: found rank 1 is run by process {os.getpid()}, expected no process",
-        "refused  places: found a process is the cache of host 0, expected no process",
+        f"refused  places: rank 1 is run by process {os.getpid()}, expected no process",
+        "refused  places: a process is the cache of host 0, expected no process",
     ]
 
 
@@ -184,11 +184,11 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
             ensure_first_placement(store, now, "eplb launch, host 0")
         with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
             run_host_cache(now, 0, print)
-        done = accept_checkpoint(store, weights, "an operator")
+        done = accept_checkpoint(store, ServedCheckpoint(weights), "an operator")
         ensure_first_placement(store, now, "eplb launch, host 0")
         back = [line for line in wrong(findings(first)) if "checkpoint" in line]
 
-    assert refused.startswith(f"refused  checkpoint: found {weights} differs from the one that ")
+    assert refused.startswith(f"refused  checkpoint: {weights} differs from the one that ")
     assert f"(eplb serve): {shard.name} has other bytes, of tensor " in refused
     assert refused.endswith(
         "expected the same; to serve this one, stop all ranks and host caches and run `eplb check "
@@ -198,13 +198,47 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
     assert len(back) == 1
 
 
+def test_host_cache_refuses_tensors_that_do_not_fit_the_config_json(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    model = replace(small(tmp_path, small_checkpoint).model, hidden=32)
+    weights = tmp_path / "weights"
+    write_random_checkpoint(weights, model, ExpertSchema.swiglu(32, 8), vocabulary=64, seed=1)
+    shutil.copy(small_checkpoint.path / "config.json", weights / "config.json")
+
+    with pytest.raises(CheckpointError, match=r"has shape \(64, 32\), expected \(64, 16\)"):
+        run_host_cache(small(tmp_path, model__checkpoint=weights), 0, print)
+
+
+def test_checkpoint_without_weight_files_names_both_kinds(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    weights = shutil.copytree(
+        small_checkpoint.path, tmp_path / "w", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+
+    (found,) = wrong(findings(small(tmp_path, model__checkpoint=weights)))
+
+    assert found == (
+        f"refused  checkpoint: {weights} has neither model.safetensors nor "
+        "model.safetensors.index.json, expected one of them"
+    )
+
+
+def test_error_without_an_expectation_is_printed_as_it_is() -> None:
+    found = as_finding("store", StoreError("store: the disk is full"))
+
+    assert not found.is_ok
+    assert str(found) == "refused  store: the disk is full"
+
+
 def test_memory_that_is_not_there_is_refused() -> None:
     costs = Costs(GIB, 10 * GIB, 0, GIB, 64 * GIB, num_local_ranks=2, device="cpu")
 
     found = check_memory(costs, available=80 * GIB)
 
     assert str(found) == (
-        "refused  memory: found 80.0 GiB of host memory are available, 86.0 GiB are needed, "
+        "refused  memory: 80.0 GiB of host memory are available, 86.0 GiB are needed, "
         "expected more memory, or another host_cache.mode than full"
     )
     assert check_memory(costs, available=90 * GIB).is_ok
@@ -280,7 +314,7 @@ def test_command_names_what_is_wrong_and_what_ranks_take(
 
     assert done.exit_code == 2
     assert [line for line in lines if line.startswith("refused")] == [
-        f"refused  ports: found {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
+        f"refused  ports: {port} of 127.0.0.1 (network.rendezvous_port) cannot be used: "
         "Address already in use, expected a free port"
     ]
     assert [line.split("  ")[0] for line in lines[-3:]] == ["each rank", "each host", "an expert"]
@@ -296,7 +330,5 @@ def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
 
     found = findings(deployment)
 
-    assert wrong(found) == [
-        "refused  GPUs: found 0 GPUs for 2 ranks of this host, expected one for each"
-    ]
+    assert wrong(found) == ["refused  GPUs: 0 GPUs for 2 ranks of this host, expected one for each"]
     assert found["DeepEP"][0].found.startswith("not used, all-to-all over NCCL takes its place")

@@ -67,9 +67,14 @@ def test_ports_and_keys_of_two_hosts_are_those_of_the_file(tmp_path: Path) -> No
         (
             TWO_HOSTS | {"deployment__store": "redis://10.0.0.9"},
             {},
-            "no secret in network.secret_file or EPLB_SECRET",
+            r"topology.hosts\[0\] is 10.0.0.1, which is not a loopback address, and there is no",
         ),
-        ({"http__host": "0.0.0.0"}, {}, "because 0.0.0.0 is not a loopback address"),
+        (
+            {"http__host": "0.0.0.0"},
+            {},
+            "http.host is 0.0.0.0, which is not a loopback address, and there is no secret: "
+            "expected one of 16 bytes or more in network.secret_file or EPLB_SECRET",
+        ),
         (
             {"topology__slots_per_rank": 3},
             {},
@@ -159,8 +164,24 @@ def test_first_starter_writes_the_placement_and_the_second_keeps_it(
     assert (wrote, wrote_again) == (True, False)
     assert first.hash == second.hash
     assert [one.reason for one in store.placements()] == [
-        "first placement: contiguous (eplb launch, host 0)"
+        "first placement: unbalanced, experts in order (eplb launch, host 0)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(30.0, "30.000 s ahead of"), (-30.0, "30.000 s behind"), (0.0, "")]
+)
+def test_start_on_a_host_whose_clock_is_off_logs_by_how_much(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s: float, words: str
+) -> None:
+    with closing(MemoryStore("demo", clock=lambda: 1000.0)) as store:
+        ensure_first_placement(
+            store, deployment_in(tmp_path), "eplb serve", clock=lambda: 1000.0 + ahead_s
+        )
+
+    found = [line for line in caplog.messages if line.startswith("clock: ")]
+    assert len(found) == bool(words)
+    assert words in "".join(found)
 
 
 def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: LoadStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -18,7 +19,10 @@ from deployments import EPLB, SMALL, CommandProcess, clean_environ, deployment_i
 
 from api.config.sections import Supervision
 from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
+from api.deploy.local_ranks import LocalRanks
+from api.interrupts import StopSignals
 from eplb.errors import ConfigError, RankError
+from rebalance.build import places
 from rebalance.build.description import DeploymentDescription
 from rebalance.build.places import claim_place
 
@@ -139,11 +143,61 @@ def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
 
 
+HALTS = (
+    "import pathlib, signal, sys, threading\n"
+    "told, rank = threading.Event(), os.environ['RANK']\n"
+    "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+    "report_halt(int(rank), os.environ)\n"
+    "pathlib.Path(f'ready-{rank}').touch()\n"
+    "while not told.wait(0.05): pass\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "deadlines", "how"),
+    [
+        (HALTS, {"halt_deadline_s": 0.0}, ""),
+        (HALTS + "threading.Event().wait()", {"exit_deadline_s": 0.5}, ""),
+        (HALTS + "sys.exit(7)", {"halt_deadline_s": 0.0}, "rank 0 exited with status 7"),
+        (
+            HALTS.replace("report_halt(int(rank), os.environ)", "") + "threading.Event().wait()",
+            {"halt_deadline_s": 0.5},
+            "rank 0 was killed by SIGKILL",
+        ),
+    ],
+    ids=["exits late", "never exits", "fails after it", "never leaves its loop"],
+)
+def test_rank_that_left_its_loop_has_its_own_deadline_to_exit(
+    tmp_path: Path, code: str, deadlines: dict[str, float], how: str
+) -> None:
+    launch = launch_of(tmp_path, inspect.getsource(places.report_halt) + code)
+    launch.command[2] = (
+        "from __future__ import annotations\nimport logging\n"
+        "HALT_FILE_VARIABLE, log = 'EPLB_HALT_FILE', logging.getLogger()\n" + launch.command[2]
+    )
+    ranks = LocalRanks(launch.command, {0: dict(os.environ) | {"RANK": "0"}}, **deadlines)
+    stop = StopSignals()
+
+    def signal_once_ready() -> None:
+        while not (tmp_path / "ready-0").exists():
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_once_ready)
+    thread.start()
+    found = ranks.wait(stop)
+    thread.join()
+
+    assert found == how
+
+
 def test_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
     launch = Launch(deployment_in(tmp_path), 0, ["no-such-program"], dict(os.environ))
 
     with pytest.raises(ConfigError, match="no-such-program cannot be started: No such file"):
         run(launch)
+    with pytest.raises(ConfigError, match="no-such-program cannot be started: found no such prog"):
+        check_start(launch)
 
 
 def test_place_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:

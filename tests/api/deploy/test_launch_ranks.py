@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deployments import OneHost
+from documents import files_of
 
 from rebalance.build.places import holder_of
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -65,6 +66,28 @@ def test_engine_that_formed_its_group_itself_keeps_it(
 
     program = (sys.executable, "own_group.py")
     launch = host.start("eplb", "launch", "--", *program, GLOO_SOCKET_IFNAME="lo")
+    launch.wait_for("engine: generation 0 serves")
+
+    assert launch.ends(signal.SIGTERM) == 0, launch.lines
+    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_engine_that_loads_its_own_weights_fills_the_slots(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    (tmp_path / "weights").symlink_to(small_checkpoint.path)  # as the page names it
+    for name, code in files_of("docs/embedding.md").items():
+        (tmp_path / name).write_text(code)
+    engine = (tmp_path / "engine.py").read_text()
+    given = engine.replace("build_rank_from_env()", "build_rank_from_env(own_experts)")
+    imported = "import torch\n\nfrom own_experts import own_experts\n"
+    (tmp_path / "engine.py").write_text(given.replace("import torch\n", imported, 1))
+
+    launch = host.start("eplb", "launch", *ENGINE)
     launch.wait_for("engine: generation 0 serves")
 
     assert launch.ends(signal.SIGTERM) == 0, launch.lines

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deployments import LINE_DEADLINE_S, OneHost
+from deployments import LINE_DEADLINE_S, OneHost, deployment_in
 
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import ensure_first_placement
+from api.deploy.launch import Launch, prepare_store
+from api.deploy.roles import run_host_cache
+from api.deploy.serve import serve
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
+from eplb.errors import EplbError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import open_store
@@ -23,6 +31,14 @@ from telemetry.store import Event, LoadStore, RunInfo
 SECRET = "0123456789abcdef0123456789abcdef"
 MODEL = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8)
 SHORT_LEASE = ("--setting", "lease_ttl_s=2")
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    kept = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for one, handler in kept.items():
+        signal.signal(one, handler)
 
 
 @pytest.fixture
@@ -108,7 +124,7 @@ def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None
     other = host.start("eplb", "controller", EPLB_SECRET=SECRET)
 
     assert second.ends() == 2
-    words = f"eplb: the preload process of host {host.name}-host0 cannot listen: "
+    words = f"eplb: the preload process of host {host.name}-host0 cannot listen: process "
     assert second.lines[-1].startswith(words), second.lines
     assert other.ends() == 2
     assert "was started with a secret of fingerprint " in other.lines[-1], other.lines
@@ -123,6 +139,57 @@ def test_port_of_the_http_service_in_use_is_refused(host: OneHost) -> None:
 
     assert status == 2
     assert serve.lines == [
-        f"eplb: port {port} of 127.0.0.1 cannot be used (Address already in use), "
-        "expected a free port; 0 takes any"
+        f"eplb: port {port} of 127.0.0.1 (http.port, http.host) cannot be used: Address already in "
+        "use, expected a free port of this host; 0 takes any"
     ]
+    assert not (host.folder / ".eplb" / "store.sqlite").exists()
+
+
+@pytest.mark.parametrize("start", ["serve", "launch", "host-cache"])
+@pytest.mark.parametrize(
+    ("changes", "environ", "refusal"),
+    [
+        ({"topology__slots_per_rank": 6}, {}, "has a placement of"),
+        ({}, {"EPLB_SECRET": SECRET}, "was started with a secret of fingerprint"),
+        ({"model__checkpoint": "other"}, {}, "has other bytes, of tensor"),
+    ],
+    ids=["another topology", "another secret", "another checkpoint"],
+)
+def test_start_that_a_store_refuses_writes_nothing_to_it(
+    tmp_path: Path,
+    small_checkpoint: Checkpoint,
+    start: str,
+    changes: dict[str, Any],
+    environ: dict[str, str],
+    refusal: str,
+) -> None:
+    weights = shutil.copytree(small_checkpoint.path, tmp_path / "other")
+    with sorted(weights.glob("*.safetensors"))[0].open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    known = deployment_in(tmp_path, model__checkpoint=small_checkpoint.path)
+    given = {"model__checkpoint": small_checkpoint.path, "planner__pay_back_s": 77.0} | changes
+    if "model__checkpoint" in changes:
+        given["model__checkpoint"] = weights
+    other = deployment_in(tmp_path, environ, **given)
+    with closing(known.opened_store()) as store:
+        ensure_first_placement(store, known, "eplb serve")
+        before = contents(store)
+
+        with pytest.raises(EplbError, match=refusal):
+            START[start](other)
+
+        assert contents(store) == before
+
+
+START: dict[str, Callable[[Deployment], object]] = {
+    "serve": lambda deployment: serve(deployment, print),
+    "launch": lambda deployment: prepare_store(Launch(deployment, 0, ["true"], {})),
+    "host-cache": lambda deployment: run_host_cache(deployment, 0, print),
+}
+
+
+def contents(store: LoadStore) -> list[Any]:
+    """What a start may write."""
+    placed = [(one.placement.generation, one.reason) for one in store.placements()]
+    return [store.events(), store.live(), placed, store.announced()]

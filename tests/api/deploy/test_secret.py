@@ -9,7 +9,7 @@ from api.deploy.secret import Secret, deployment_secret, write_token
 from eplb.errors import ConfigError
 
 GIVEN = "0123456789abcdef"
-REMOTE = ["127.0.0.1", "10.0.0.1"]
+REMOTE = {"topology.hosts[0]": "127.0.0.1", "topology.hosts[1]": "10.0.0.1"}
 
 
 def secret_of(tmp_path: Path, environ: dict[str, str] | None = None, **more: Any) -> Secret:
@@ -71,13 +71,16 @@ def test_two_secrets_are_refused(tmp_path: Path) -> None:
 
 
 def test_address_of_another_host_without_a_secret_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"because 10\.0\.0\.1 is not a loopback address"):
+    with pytest.raises(
+        ConfigError, match=r"topology.hosts\[1\] is 10\.0\.0\.1, which is not a loop"
+    ):
         secret_of(tmp_path)
     assert not (tmp_path / "state").exists()
 
 
 def test_loopback_alone_makes_one_secret_for_all_processes_of_the_host(tmp_path: Path) -> None:
-    first, second = (secret_of(tmp_path, addresses=["127.0.0.1", "127.0.0.2"]) for _ in range(2))
+    addresses = {"topology.hosts[0]": "127.0.0.1", "http.host": "127.0.0.2"}
+    first, second = (secret_of(tmp_path, addresses=addresses) for _ in range(2))
     path = tmp_path / "state" / "secret"
 
     assert first == second

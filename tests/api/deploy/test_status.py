@@ -14,13 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.deploy.first_placement import START_EVENT
+from api.deploy.secret import deployment_secret
 from api.deploy.status import read_status, render
+from api.processes.controller import StartReports
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
 from telemetry import open_store
-from telemetry.store import Control, LoadStore, RankState, RunInfo
+from telemetry.store import REPORT_EVERY_S, Control, LoadStore, RankState, RunInfo
 
+SECRET = "0123456789abcdef"
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
@@ -44,8 +48,10 @@ def store(tmp_path: Path) -> Iterator[LoadStore]:
 
 
 def report(store: LoadStore, at: float) -> None:
+    """Reports of ranks that count as silent after 3 minutes: a busy host reads them late."""
     for rank in range(2):
-        store.report(RankState("a", rank, at, 7, 1, "idle", 0, 0, 1, 0))
+        detail = {REPORT_EVERY_S: 60.0}
+        store.report(RankState("a", rank, at, 7, 1, "idle", 0, 0, 1, 0, detail=detail))
 
 
 def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
@@ -110,11 +116,70 @@ def test_rank_whose_counters_stay_at_zero_is_a_problem(
     assert tuple(one.partition(",")[0] for one in problems) == (words if is_reported else ())
 
 
+@pytest.mark.parametrize(
+    ("secret", "ranks", "refusal"),
+    [
+        ("another secret of 16", 2, "'west' was started with a secret of fingerprint "),
+        (SECRET, 3, "'west' serves with 2 ranks (run a), expected 3 (topology.nodes x"),
+        (SECRET, 2, ""),
+    ],
+    ids=["another secret", "another number of ranks", "its own"],
+)
+def test_status_by_another_configuration_is_refused(
+    tmp_path: Path, store: LoadStore, secret: str, ranks: int, refusal: str
+) -> None:
+    known = deployment_secret(None, {"EPLB_SECRET": SECRET}, addresses={}, state_dir=tmp_path)
+    store.add_event(START_EVENT, {"by": "eplb serve", "secret": known.fingerprint})
+
+    status, shown = run(
+        tmp_path, "--setting", f"topology.ranks_per_node={ranks}", EPLB_SECRET=secret
+    )
+
+    assert status == (2 if refusal else 0), shown
+    assert refusal in shown
+
+
+def test_status_without_the_host_s_own_secret_makes_none(tmp_path: Path, store: LoadStore) -> None:
+    store.add_event(START_EVENT, {"by": "eplb serve", "secret": "0123456789abcdef"})
+
+    status, shown = run(tmp_path, "--setting", f"deployment.state_dir={tmp_path}/state")
+
+    assert (status, shown) == (
+        2,
+        f"eplb: the host's own secret {tmp_path}/state/secret cannot be read: "
+        "No such file or directory\n",
+    )
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(("age_s", "is_ok"), [(170.0, True), (190.0, False)])
+def test_rank_is_silent_after_three_of_its_own_intervals(
+    store: LoadStore, age_s: float, is_ok: bool
+) -> None:
+    now = time.time()
+    for rank in range(2):
+        detail = {REPORT_EVERY_S: 60.0}  # telemetry.store_interval = 60
+        store.report(RankState("a", rank, now - age_s, 7, 1, "idle", 0, 0, 1, 0, detail=detail))
+
+    silent = "silent ranks: 0, 1, expected a report from all 2 within 180 s"
+
+    found = read_status(store, "here", now=now).problems
+    assert any(one.startswith(silent) for one in found) is not is_ok
+
+
+def test_rank_whose_clock_is_ahead_is_a_problem(store: LoadStore) -> None:
+    report(store, time.time() + 3600.0)
+
+    (found,) = read_status(store, "here").problems
+
+    assert found.startswith("rank 0, 1: reports are dated 3600 s ahead of this host's clock, ")
+
+
 def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: LoadStore) -> None:
     lease = store.lease()
     assert lease is not None
     store.release_lease(lease)
-    report(store, time.time() - 60.0)
+    report(store, time.time() - 600.0)
 
     status, shown = run(tmp_path)
 
@@ -129,6 +194,39 @@ def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: LoadStore) -> N
     assert found.leader == ""
     assert found.problems[0].startswith("no controller leads: the lease of 'someone' ran out ")
     assert "leader     none" in render(found)
+
+
+def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: LoadStore) -> None:
+    lease = store.lease()
+    assert lease is not None
+    store.release_lease(lease)
+    clock = iter([0.0, 1.0, 3.0, 7.0, 8.0])
+    sent: list[str] = []
+    reports = StartReports(store, "another", sent.append, clock=lambda: next(clock))
+    for function in ("eplb.search.improve", "eplb.search.improve", "eplb.search.score"):
+        reports.compiling(function)
+
+    status, shown = run(tmp_path)
+
+    assert status == 1
+    words = "'another' is starting: compiling the planner's kernels: 2 functions in 7 s, as of "
+    assert f"leader     {words}" in shown
+    assert f"problem    no controller leads yet: {words}" in shown
+    assert len(sent) == 3
+    assert [one.kind for one in store.events()][-2:] == ["starting", "starting"]
+    store.acquire_lease("another", 60.0)
+    assert read_status(store, "here").starting == ""
+
+
+def test_deployment_whose_ranks_never_started_can_be_read(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
+        opened.commit(FIRST, expected=None, reason="start")
+
+    status, shown = run(tmp_path)
+
+    assert status == 1
+    assert "serves     nothing yet" in shown
+    assert "problem    no run has begun, expected one" in shown
 
 
 def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:

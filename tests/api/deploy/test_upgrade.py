@@ -233,7 +233,7 @@ def test_every_process_is_upgraded_in_order_and_others_are_refused(
     ranks.wait_for("engine: generation 1 serves")
     _, found = deployed.run(this, "eplb", "check")
     assert (
-        f"refused  versions: found the ranks of {ours} cannot join: found the "
+        f"refused  versions: the ranks of {ours} cannot join: found the "
         f"controller of {older}, expected protocol {PROTOCOL} or later: upgrade controllers and "
         "host caches before ranks"
     ) in found

@@ -554,7 +554,9 @@ def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
         port = taken.getsockname()[1]
         service = HttpService(create_app(store), port=port)
 
-        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 cannot be used"):
+        with pytest.raises(
+            ConfigError, match=rf"port {port} of 127.0.0.1 \(http.port, http.host\) cannot be used"
+        ):
             service.start()
 
 

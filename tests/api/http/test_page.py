@@ -1,8 +1,10 @@
 """The page in a real browser: figures and reasons are seen, and a button asks the controller."""
 
 import os
+import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import RunInfo, TaskResult
+from telemetry.store import RankState, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
@@ -28,7 +30,7 @@ FLAGS = [
 DEADLINE_MS = 20_000.0
 DEADLINE_S = DEADLINE_MS / 1000
 
-MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+MODEL = ModelShape((7,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
 
@@ -80,10 +82,76 @@ def test_page_shows_heatmap_and_last_decision(page: Any) -> None:
     cells.first.wait_for()
 
     assert cells.all_inner_texts() == ["1.60", "0.40"]
+    assert page.locator("#heatmap tbody th").all_inner_texts() == ["7"]  # as the model numbers it
+    assert cells.first.get_attribute("title").startswith("layer 7, rank 0: 1.600 ")
+    assert page.locator("#experts-layers span").all_inner_texts() == ["7"]
+    assert page.locator("#experts-numbers span").all_inner_texts() == ["0", "1", "2"]
     assert "gain <b>1 %</b>" in page.locator("#decisions").inner_text()
     assert (
         page.locator("#chart svg").get_attribute("aria-label").startswith("Imbalance of 1 windows")
     )
+
+
+def test_page_begins_with_health_and_what_balancing_gains(page: Any, store: MemoryStore) -> None:
+    page.locator("#health", has_text="2 problems").wait_for()
+
+    assert page.locator("#problems li").all_inner_texts() == [
+        "no controller leads, expected one (eplb serve or eplb controller)",
+        "silent ranks: 0, 1, expected a report from all 2 within 10 s; a clock that is behind "
+        "looks the same (eplb check)",
+    ]
+    shown = dict(
+        zip(
+            page.locator("#summary dt").all_inner_texts(),
+            page.locator("#summary dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    assert shown["imbalance now"].split("\n")[0].strip() == "1.60"
+    assert shown["unbalanced"].split("\n")[0].strip() == "1.60"
+    assert shown["ranks that report"].strip() == "0 of 2"
+    above, below = (page.locator(one).bounding_box()["y"] for one in ("#summary", "#rebalance"))
+    assert above < below
+
+    store.acquire_lease("gpu7:4242:9f31c2aa-8812345-5be012", 60.0)
+    for rank in range(2):
+        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, 0))
+    page.locator("#health", has_text="healthy").wait_for()
+    assert "process 4242 on host gpu7" in page.locator("#summary").inner_text()
+    assert page.locator("#problems").is_hidden()
+
+
+def test_events_are_sentences_with_a_time_zone(page: Any, store: MemoryStore) -> None:
+    store.add_event(
+        "publish",
+        {"plan_id": 3, "moves": 1, "transactions": 2, "base_generation": 4, "generation": 5},
+    )
+    store.add_event("starting", {"holder": "gpu7:1:9f31c2aa-8-5be012", "work": "compiling"})
+    store.add_event("of a plug-in", {"a_b": [1, {"c": None}], "d": 0.5})
+    page.locator("#events .entry", has_text="of a plug-in").wait_for()
+
+    lines = page.locator("#events .entry .figures").all_inner_texts()
+    assert lines[:3] == [
+        "a b 1, c null, d 0.500.",
+        "The controller, process 1 on host gpu7, starts: compiling.",
+        "Plan 3 is offered: 1 move in 2 transactions, to generation 5.",
+    ]
+    assert not [one for one in lines if "{" in one or '"' in one]
+    shown = page.locator("#events time").first.inner_text()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d (UTC|GMT\S*|[A-Z]{2,5})", shown), shown
+
+
+@pytest.mark.parametrize("width", [1280, 1920, 390])
+def test_page_fits_its_window_and_the_header_of_a_wide_one_is_one_line(
+    page: Any, width: int
+) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.locator("#heatmap td").first.wait_for()
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if width >= 1280:
+        boxes = [page.locator(one).bounding_box() for one in (".brand", "#facts", "#switches")]
+        assert max(one["y"] for one in boxes) < min(one["y"] + one["height"] for one in boxes)
 
 
 def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: MemoryStore) -> None:

@@ -266,21 +266,21 @@ def test_readiness_problem_gives_the_reason(
     for rank, detail in enumerate(details):
         store.report(state(rank, **detail))
 
-    assert str(unready(seen_by(store, now), 10.0, 30.0)).startswith(why)
+    assert str(unready(seen_by(store, now), 30.0)).startswith(why)
 
 
 def test_ranks_that_report_and_step_are_ready(store: MemoryStore) -> None:
     store.report(state(0))
     store.report(state(1, progress_age_s=1.0))
 
-    assert unready(seen_by(store, NOW + 1), 10.0, 30.0) is None
+    assert unready(seen_by(store, NOW + 1), 30.0) is None
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
     assert (seen.run, seen.generation, seen.ranks) == (None, None, ())
-    assert unready(seen, 10.0, 30.0) == "no run has begun, expected one"
+    assert unready(seen, 30.0) == "no run has begun, expected one"
     assert "No run has begun" in printed(seen, 80, 24)
 
 
@@ -325,8 +325,8 @@ def test_plain_lines_print_each_event_once(store: MemoryStore) -> None:
 
     assert list(lines.new(seen)) == [
         "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
-        "generation=1 window=0 steps=0..1 imbalance=1.600 contiguous=1.600",
-        "generation=2 window=1 steps=2..3 imbalance=1.000 contiguous=1.600",
+        "generation=1 window=0 steps=0..1 imbalance=1.600 unbalanced=1.600",
+        "generation=2 window=1 steps=2..3 imbalance=1.000 unbalanced=1.600",
         'generation=1 commit plan=0 reason="start"',
         'generation=1 decision=MOVE reason="worth it"',
         'generation=2 commit plan=1 reason="drift"',
@@ -338,7 +338,7 @@ def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
     score = WindowScore(7, 28, 31, 1.6, 1.8, 2, is_complete=False, is_migrating=True)
 
     assert window_line(score) == (
-        "generation=2 window=7 steps=28..31 imbalance=1.600 contiguous=1.800 migrating incomplete"
+        "generation=2 window=7 steps=28..31 imbalance=1.600 unbalanced=1.800 migrating incomplete"
     )
 
 

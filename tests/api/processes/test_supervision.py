@@ -142,6 +142,37 @@ def test_process_without_a_first_report_is_killed() -> None:
     assert scene.started[-1].is_killed
 
 
+def test_process_whose_start_makes_progress_is_given_as_long_as_it_needs() -> None:
+    scene = Scene()
+    scene.process.retire()
+    scene.process.begin()
+    limit_s = SupervisionSettings.start_deadline_s
+    for functions in range(10):
+        scene.process.starting(f"compiling: {functions} functions")
+        scene.passes(limit_s - 1.0)
+
+    assert not scene.started[-1].is_killed
+    view = scene.process.view()
+    assert (view.state, view.work) == (ProcessState.STARTING, "compiling: 9 functions")
+    scene.passes(1.0)
+    assert scene.started[-1].is_killed
+    assert scene.notes[-1] == (
+        "the controller: no progress of its start (compiling: 9 functions) for 300.0 s, "
+        "expected one within 300 s: killed"
+    )
+
+
+def test_report_ends_a_start() -> None:
+    scene = Scene()
+    scene.process.retire()
+    scene.process.begin()
+    scene.process.starting("compiling")
+    scene.process.reported()
+    scene.process.starting("late, and ignored")
+
+    assert (scene.process.view().state, scene.process.view().work) == (ProcessState.RUNNING, "")
+
+
 def test_suspended_supervisor_kills_no_process() -> None:
     scene = Scene()
     scene.process.check()

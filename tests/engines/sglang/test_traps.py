@@ -33,7 +33,11 @@ from eplb import DispatchRule, Placement, Topology, effective_shares
 from eplb.errors import ConfigError
 from rebalance.engines.gauge import value_of
 from rebalance.engines.sglang import engine, guards
-from rebalance.engines.sglang.planning import replica_lists
+from rebalance.engines.sglang.planner.replica_weights import (
+    list_weights,
+    replica_lists,
+    source_table,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -51,43 +55,74 @@ def random_map(seed: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def installed(rank: int, flags: dict[str, Any], weights: np.ndarray | None) -> dict[str, Any]:
+TOPOLOGY = Topology.uniform(1, NUM_RANKS, NUM_SLOTS // NUM_RANKS)
+
+
+def installed(rank: int) -> dict[str, Any]:
     """The map that the plug-in's call makes, and the engine's call with a rank."""
     from sglang.srt.eplb.expert_location import ExpertLocationMetadata
 
-    make_rank(rank, config=None, **flags)
-    held = random_map(3)
-    lists = replica_lists(held, np.ones_like(held) if weights is None else weights, NUM_EXPERTS)
-    ours = engine.metadata_for(held, lists)
+    made = make_rank(rank, config=None)
+    held, weights = random_map(3), random_weights()
+    table = source_table(held, weights, NUM_EXPERTS, TOPOLOGY)
+    lists = replica_lists(held, np.ones_like(held), NUM_EXPERTS)
+    ours = engine.metadata_for(held, lists, table[:, :, rank].copy())
     theirs = ExpertLocationMetadata.init_by_mapping(None, torch.from_numpy(held), moe_ep_rank=rank)
-    chosen = ours.logical_to_rank_dispatch_physical_map
+    flat = ExpertLocationMetadata.init_by_mapping(None, torch.from_numpy(held))
+    for one in vars(theirs):
+        if isinstance(tensor := getattr(theirs, one), torch.Tensor):
+            other = getattr(ours, one)
+            assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), one
+    made.map.update(ours, list(range(NUM_LAYERS)))
     return {
         "ours": ours.logical_to_all_physical_map_num_valid.tolist(),
         "theirs": theirs.logical_to_all_physical_map_num_valid.tolist(),
-        "chosen": None if chosen is None else chosen.tolist(),
+        "engine's choice": flat.logical_to_rank_dispatch_physical_map.tolist(),
+        "served": [made.choose(layer, np.ones(NUM_EXPERTS)).tolist() for layer in range(3)],
+        "table": table.tolist(),
     }
 
 
-def test_live_map_keeps_all_replicas_where_a_map_with_a_rank_collapses() -> None:
-    found = on_ranks(installed, {}, None)
+def random_weights() -> np.ndarray:
+    held = random_map(3)
+    share = np.random.default_rng(4).uniform(0.1, 1.0, held.shape)
+    return list_weights(held, share, NUM_EXPERTS, NUM_RANKS, is_full=True)
 
+
+@pytest.fixture(scope="module")
+def found_maps() -> list[dict[str, Any]]:
+    return on_ranks(installed)
+
+
+def test_live_map_keeps_all_replicas_where_a_map_with_a_rank_collapses(
+    found_maps: list[dict[str, Any]],
+) -> None:
     counts = [np.bincount(row, minlength=NUM_EXPERTS).tolist() for row in random_map(3)]
-    assert all(one["ours"] == counts for one in found)
-    assert all(one["theirs"] != counts for one in found), "the engine's call with a rank collapses"
+    assert all(one["ours"] == counts for one in found_maps)
+    assert all(one["theirs"] != counts for one in found_maps), "its call with a rank collapses"
 
 
-def test_planned_static_rule_is_the_one_that_the_engine_installs() -> None:
-    found = on_ranks(installed, {}, None)
-
-    held = random_map(3).astype(np.int32)
-    topology = Topology.uniform(1, NUM_RANKS, NUM_SLOTS // NUM_RANKS)
-    placement = Placement(held, NUM_EXPERTS)
-    booked = effective_shares(placement, topology, DispatchRule.SGLANG_STATIC)
+def test_static_rule_as_booked_for_files_is_the_engines(found_maps: list[dict[str, Any]]) -> None:
+    placement = Placement(random_map(3).astype(np.int32), NUM_EXPERTS)
+    booked = effective_shares(placement, TOPOLOGY, DispatchRule.SGLANG_STATIC)
     real = np.zeros_like(booked)
-    for one in found:
-        chosen = np.array(one["chosen"])  # [L, E]
+    for one in found_maps:
+        chosen = np.array(one["engine's choice"])  # [L, E]
         np.add.at(real, (np.arange(NUM_LAYERS)[:, None], chosen), 1 / NUM_RANKS)
     np.testing.assert_allclose(real, booked, atol=1e-12)
+
+
+def test_static_rule_serves_the_slots_of_the_installed_table(
+    found_maps: list[dict[str, Any]],
+) -> None:
+    table, held = np.array(found_maps[0]["table"]), random_map(3)
+    used = np.zeros_like(held)
+    for rank, one in enumerate(found_maps):
+        for layer, slots in enumerate(one["served"]):
+            experts = held[layer, np.array(slots)]
+            assert (np.array(slots) == table[layer, experts, rank]).all()
+    np.add.at(used, (np.arange(NUM_LAYERS)[:, None, None], table), 1)
+    assert (used == random_weights()).all(), "a slot is used by as many ranks as it weighs"
 
 
 def split(rank: int, a2a: str) -> tuple[list[int], list[int]]:
@@ -102,7 +137,7 @@ def split(rank: int, a2a: str) -> tuple[list[int], list[int]]:
     weights = np.ones_like(held)
     weights[:, 0] = 3  # expert 0 is in slots 0 and 16
     made.map.update(
-        engine.metadata_for(held, replica_lists(held, weights, NUM_EXPERTS)),
+        engine.metadata_for(held, replica_lists(held, weights, NUM_EXPERTS), None),
         list(range(NUM_LAYERS)),
     )
     torch.manual_seed(rank)

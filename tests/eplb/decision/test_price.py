@@ -102,7 +102,7 @@ def test_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     assert decide(sure, cost)[0] is Decision.MOVE  # 10 s x 0.5 x 0.4 = 2 s for 1 s
     decision, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9, sure=0.4), cost)
     assert decision is Decision.KEEP
-    assert "40% is counted on: saves 0.8 s in 10 s, costs 1 s" in reason
+    assert "40% of the gain expected to last: saves 0.8 s in 10 s, costs 1 s" in reason
 
 
 def test_placement_without_unseen_windows_is_kept() -> None:
@@ -145,7 +145,7 @@ def test_plan_promises_its_estimate_and_is_decided_on_less() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, unseen=1)
 
     assert found.expected_gain == pytest.approx(0.5 * (found.before - found.after))
-    assert "of which 38% is counted on" in found.reason
+    assert "38% of the gain expected to last" in found.reason
 
 
 def test_large_gain_on_too_few_windows_moves_a_long_serving_placement() -> None:

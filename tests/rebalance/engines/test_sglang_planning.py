@@ -7,20 +7,27 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from eplb import DispatchRule
+from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
-from rebalance.engines.sglang.planning import (
+from rebalance.engines.sglang.planner.planning import (
     RULES,
+    Observed,
     Terms,
     answer,
     answer_of,
-    list_weights,
     make_plan,
-    replica_lists,
     request_record,
+)
+from rebalance.engines.sglang.planner.replica_weights import (
+    evened,
+    list_weights,
+    replica_lists,
     shares_of,
+    source_table,
 )
 
-EXPERTS, SLOTS = 8, 12
+EXPERTS, SLOTS, RANKS = 8, 12, 4
 TRIVIAL = np.tile(np.arange(SLOTS) % EXPERTS, (3, 1))
 MOVABLE = np.array([False, True, True])
 
@@ -28,7 +35,7 @@ MOVABLE = np.array([False, True, True])
 def terms(algorithm: str, **changes: float) -> Terms:
     given = {"list_length": 12, "pay_back_s": 1e9, "target_imbalance": 1.0, "max_moved": 1.0}
     return Terms(
-        algorithm, num_ranks=4, num_nodes=1, num_groups=1, expert_bytes=8, **given | changes
+        algorithm, num_ranks=RANKS, num_nodes=1, num_groups=1, expert_bytes=8, **given | changes
     )  # type: ignore[arg-type]
 
 
@@ -36,6 +43,10 @@ def load(seed: int) -> np.ndarray:
     drawn = np.random.default_rng(seed).lognormal(0, 1.0, (2, 3, EXPERTS)) * 1e4
     drawn[:, ~MOVABLE] = 0
     return np.rint(drawn).astype(np.int64)
+
+
+def observed(seed: int) -> Observed:
+    return Observed(load(seed), TRIVIAL, np.zeros_like(TRIVIAL), MOVABLE)
 
 
 def test_list_names_each_slot_as_often_as_its_weight() -> None:
@@ -94,30 +105,101 @@ def test_even_shares_have_the_shortest_list() -> None:
 
 @pytest.mark.parametrize("algorithm", sorted(RULES))
 def test_plan_leaves_rows_without_routed_experts(algorithm: str) -> None:
-    planned = make_plan(load(1), TRIVIAL, MOVABLE, terms(algorithm))
+    planned = make_plan(observed(1), terms(algorithm))
 
     assert planned.moves
     assert (planned.slot_to_expert[0] == TRIVIAL[0]).all()
     assert planned.effective < planned.before
-    if algorithm != "dynamic":  # whose plans may weigh, and need not
+    if RULES[algorithm] is DispatchRule.EVEN:
         assert (planned.weights == 1).all()
 
 
-def test_plan_for_static_books_the_effective_split() -> None:
-    planned = make_plan(load(2), TRIVIAL, MOVABLE, terms("static"))
+def test_static_plan_has_a_slot_of_the_expert_for_each_source_rank() -> None:
+    planned = make_plan(observed(2), terms("static"))
 
-    assert planned.effective == pytest.approx(planned.after, abs=0.05)
-    assert planned.effective < planned.booked + 0.05
+    rows = np.arange(3)[:, None, None]
+    assert planned.sources.shape == (3, EXPERTS, RANKS)
+    assert (planned.slot_to_expert[rows, planned.sources] == np.arange(EXPERTS)[:, None]).all()
+    used = np.zeros((3, SLOTS), dtype=np.int64)
+    np.add.at(used, (rows, planned.sources), 1)
+    assert (used == planned.weights).all(), "a slot weighs as many ranks as use it"
+
+
+def test_effective_imbalance_is_that_of_the_slots_which_sources_use() -> None:
+    planned = make_plan(observed(5), terms("static"))
+
+    tokens = load(5)[:, MOVABLE].astype(float)  # [T, L, E], a quarter from each source rank
+    loads = np.zeros((*tokens.shape[:2], RANKS))
+    for row, expert, source in np.ndindex(2, EXPERTS, RANKS):
+        rank = planned.sources[1 + row, expert, source] // (SLOTS // RANKS)
+        loads[:, row, rank] += tokens[:, row, expert] / RANKS
+    assert planned.effective == pytest.approx((loads.max(2) / loads.mean(2)).mean())
+
+
+def test_source_ranks_use_their_own_slot_then_their_nodes() -> None:
+    topology = Topology.uniform(2, 2, 2)  # slots 0, 1 on rank 0, ..., 6, 7 on rank 3
+    held = np.array([[0, 1, 2, 3, 0, 4, 5, 6]])
+    weights = np.array([[3, 4, 4, 4, 1, 4, 4, 4]])
+
+    table = source_table(held, weights, 7, topology)
+
+    assert table[0, 0].tolist() == [0, 0, 4, 0], "rank 2 has slot 4, which one rank may use"
+    assert table[0, 6].tolist() == [7, 7, 7, 7]
+
+
+def test_weights_that_leave_a_source_rank_without_a_slot_are_refused() -> None:
+    with pytest.raises(PlacementError, match="expert 0 has weights of 3 in sum, expected 4"):
+        source_table(
+            np.array([[0, 0, 1, 2]]), np.array([[2, 1, 4, 4]]), 3, Topology.uniform(1, 4, 1)
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_evened_weights_keep_sums_and_lower_the_busiest_rank(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    held = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(3)])
+    work = random.lognormal(0, 1.0, (3, EXPERTS))
+    weights = list_weights(held, np.ones(held.shape), EXPERTS, RANKS, is_full=True)
+
+    busiest = []
+    for most in (0, 100):
+        found, evener = evened(
+            held,
+            weights,
+            work / work.sum(axis=1, keepdims=True) * RANKS,
+            np.arange(SLOTS) // (SLOTS // 2),
+            each=SLOTS // RANKS,
+            goal=1.0,
+            most_swaps=most,
+        )
+        assert (evener >= 1).all()
+        loads = []
+        for row in range(3):
+            assert (np.bincount(found[row], evener[row]) == RANKS).all()
+            for half in (slice(0, SLOTS // 2), slice(SLOTS // 2, SLOTS)):
+                assert sorted(found[row, half]) == sorted(held[row, half]), "zones stay"
+            brought = work[row, found[row]] * evener[row]
+            loads.append(np.bincount(np.arange(SLOTS) // 3, brought).max())
+        assert (found == held).all() or most
+        busiest.append(loads)
+
+    start = [
+        np.bincount(np.arange(SLOTS) // 3, work[row, held[row]] * weights[row]).max()
+        for row in range(3)
+    ]
+    assert (np.array(busiest[0]) <= start).all()
+    assert (np.array(busiest[1]) <= busiest[0]).all()
+    assert np.sum(busiest[1]) < np.sum(start)
 
 
 def test_answer_is_the_same_on_every_call() -> None:
-    question = request_record(load(3), TRIVIAL, MOVABLE, terms("static"))
+    question = request_record(observed(3), terms("static"))
 
     assert answer(question) == answer(question)
 
 
 def test_damaged_answer_is_refused() -> None:
-    record = bytearray(answer(request_record(load(4), TRIVIAL, MOVABLE, terms("dynamic"))))
+    record = bytearray(answer(request_record(observed(4), terms("dynamic"))))
     record[len(record) // 2] ^= 1
 
     with pytest.raises(StoreError, match="digest"):

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from rebalance.engines.vllm.decisions import Decision, Decisions, repeats_of
+from rebalance.engines.vllm.decisions import Decision, Decisions
 from rebalance.engines.vllm.replica_lists import (
     ENTRIES,
-    apportioned,
     chosen_replicas,
-    layer_lists,
+    hashed,
+    repeated_lists,
     repetitions,
 )
 
@@ -16,13 +20,64 @@ SEED = 20261122
 HELD = np.array([0, 1, 0, 2, 0, 1, 2])  # expert 0 on three slots, experts 1 and 2 on two
 
 
-def split(share: list[float], rows: int, expert: int) -> np.ndarray:
-    """The part of consecutive rows that each of an expert's slots gets."""
-    repeats = repetitions(HELD, np.array(share))
-    entries, lengths = layer_lists(HELD, repeats, 3, 1024)
-    chosen = chosen_replicas(np.arange(rows), entries[expert, : lengths[expert]])
-    slots = np.flatnonzero(expert == HELD)
-    return np.bincount(chosen, minlength=len(HELD))[slots] / rows
+def apportioned(parts: Any, total: int) -> list[int]:
+    """One at a time by the largest remainder: the slow reference."""
+    exact = parts / parts.sum() * total
+    whole = np.maximum(np.floor(exact), 1)
+    while whole.sum() < total:
+        whole[np.argmax(exact - whole)] += 1
+    while whole.sum() > total:
+        whole[np.argmax(np.where(whole > 1, whole - exact, -np.inf))] -= 1
+    return [int(one) for one in whole]
+
+
+def list_of(slots: list[int], times: list[int]) -> list[int]:
+    """The list of one expert by exact fractions: the slow reference."""
+    turns = [
+        (Fraction(2 * turn + 1, 2 * count), place, slot)
+        for place, (slot, count) in enumerate(zip(slots, times, strict=True))
+        for turn in range(count)
+    ]
+    entries = [0] * len(turns)
+    for row, (_, _, slot) in enumerate(sorted(turns)):
+        entries[row * 2654435769 % 2**32 % len(turns)] = slot
+    return entries
+
+
+def drawn_layers(seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Maps of 3 layers with empty slots, and shares of which some are tiny and some equal."""
+    drawn = np.random.default_rng(seed)
+    spare = drawn.integers(0, 8, (3, 14))
+    held = np.concatenate([np.tile(np.arange(8), (3, 1)), spare, np.full((3, 2), -1)], axis=1)
+    weight = np.where(drawn.random(held.shape) < 0.2, 1e-5, drawn.random(held.shape))
+    weight[0] = 1.0
+    share = np.zeros(held.shape)
+    for layer, expert in np.ndindex(3, 8):
+        own = held[layer] == expert
+        share[layer, own] = weight[layer, own] / weight[layer, own].sum()
+    return held, share
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_equal_those_of_the_slow_reference(seed: int) -> None:
+    held, share = drawn_layers(seed)
+
+    repeats = repetitions(held, share, 64)
+    lists = repeated_lists(held, repeats)
+
+    for layer, expert in np.ndindex(3, 8):
+        slots = np.flatnonzero(held[layer] == expert)
+        experts, entries = lists.of_layer(layer)
+        parts = share[layer, slots]
+        is_power = len(slots) & (len(slots) - 1) == 0
+        if len(slots) == 1 or (is_power and (np.abs(parts * len(slots) - 1) < 2e-3).all()):
+            assert expert not in experts
+            assert not repeats[layer, slots].any()
+            continue
+        times = apportioned(parts, 64)
+        assert repeats[layer, slots].tolist() == times
+        assert entries[experts == expert].tolist() == [list_of(slots.tolist(), times)]
+    assert not repeats[held < 0].any()
 
 
 @pytest.mark.parametrize(("rows", "most"), [(64, 0.02), (4096, 0.005)])
@@ -31,54 +86,49 @@ def test_shares_over_consecutive_rows_are_within_the_target(rows: int, most: flo
     off = []
     for _ in range(200):
         parts = drawn.dirichlet([2.0, 2.0, 2.0])
-        share = [parts[0], 0.7, parts[1], 0.5, parts[2], 0.3, 0.5]
-        off.append(np.abs(split(share, rows, 0) - parts).max())
-        off.append(np.abs(split(share, rows, 1) - [0.7, 0.3]).max())
+        share = np.array([parts[0], 0.7, parts[1], 0.5, parts[2], 0.3, 0.5])
+        lists = repeated_lists(HELD[None], repetitions(HELD[None], share[None]))
+        for expert, entries in zip(*lists.of_layer(0), strict=True):
+            slots = np.flatnonzero(expert == HELD)
+            chosen = chosen_replicas(np.arange(rows), entries)
+            split = np.bincount(chosen, minlength=len(HELD))[slots] / rows
+            off.append(np.abs(split - share[slots]).max())
 
+    assert len(off) == 400
     assert max(off) <= most
 
 
 def test_expert_with_equal_shares_of_two_replicas_keeps_the_list_of_vllm() -> None:
     share = np.array([0.5, 0.6, 0.3, 0.5, 0.2, 0.4, 0.5])
-    repeats = repetitions(HELD, share)
-    entries, lengths = layer_lists(HELD, repeats, 3, 1024)
+    repeats = repetitions(HELD[None], share[None])
+    experts, entries = repeated_lists(HELD[None], repeats).of_layer(0)
 
-    assert repeats[HELD == 2].tolist() == [0, 0]
-    assert lengths.tolist() == [ENTRIES, ENTRIES, 2]
-    assert entries[2, :3].tolist() == [3, 6, -1]
-
-
-def test_lists_name_only_slots_that_hold_the_expert() -> None:
-    drawn = np.random.default_rng(SEED)
-    for _ in range(50):
-        held = np.concatenate([np.arange(8), drawn.integers(0, 8, 6), [-1, -1]])
-        weight = np.where(held >= 0, drawn.random(len(held)) + 0.01, 0.0)
-        total = np.bincount(held[held >= 0], weight[held >= 0], 8)
-        share = np.where(held >= 0, weight / total[held], 0.0)
-        entries, lengths = layer_lists(held, repetitions(held, share), 8, 1024)
-
-        for expert in range(8):
-            listed = entries[expert, : lengths[expert]]
-            assert set(listed.tolist()) == set(np.flatnonzero(held == expert).tolist())
-            assert (entries[expert, lengths[expert] :] == -1).all()
+    assert repeats[0, HELD == 2].tolist() == [0, 0]
+    assert experts.tolist() == [0, 1]
+    assert entries.shape == (2, ENTRIES)
 
 
-def test_apportioned_parts_sum_up_and_none_is_empty() -> None:
-    assert apportioned(np.array([0.999, 0.0005, 0.0005]), 8).tolist() == [6, 1, 1]
-    assert apportioned(np.array([0.55, 0.30, 0.15]), 16).tolist() == [9, 5, 2]
+def test_share_of_almost_nothing_gets_one_entry() -> None:
+    share = np.array([[0.999, 0.0005, 0.0005]])
+
+    assert repetitions(np.zeros((1, 3), dtype=np.int64), share, 8).tolist() == [[6, 1, 1]]
 
 
-def test_list_wider_than_the_tensor_of_vllm_is_refused() -> None:
-    repeats = repetitions(HELD, np.array([0.4, 0.6, 0.3, 0.7, 0.3, 0.4, 0.3]))
+def test_layers_with_equal_shares_need_no_lists() -> None:
+    held = np.array([[0, 1, 0, 1]])
+    lists = repeated_lists(held, repetitions(held, np.full((1, 4), 0.5)))
 
-    with pytest.raises(ValueError, match="a list of 256 entries, expected 128 at most"):
-        layer_lists(HELD, repeats, 3, 128)
+    assert [len(part) for part in lists.of_layer(0)] == [0, 0]
+
+
+def test_consecutive_rows_visit_every_entry_of_a_list_once() -> None:
+    assert sorted(hashed(ENTRIES)) == list(range(ENTRIES))
 
 
 def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
     held = np.stack([HELD, HELD[::-1]])
     share = np.array([[0.4, 0.6, 0.3, 0.5, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.5, 0.3, 0.6, 0.4]])
-    decision = Decision(held[::-1].copy(), held, repeats_of(held, share, 64), 3, 1024)
+    decision = Decision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
     decisions = Decisions()
     decisions.add(decision)
 

@@ -409,8 +409,8 @@ def test_weights_truncated_while_serving_abort_the_plan_until_repaired(
 # -- a host that has no answer for as long as somebody else holds all of its entries
 
 CROWDED = HostCacheSettings(mode="ring", ring_records=8)
+# A wait that is called off ends in a third of a second; one that is not lasts longer than any test.
 PATIENT = StageSettings(preload_deadline_s=10 * DEADLINE_S)
-CALLED_OFF_S = 5.0  # a plan that nobody wants is gone by then; alone it takes a third of a second
 
 
 def meets_a_crowd(group: Group, target: Placement) -> list[Record]:
@@ -430,11 +430,9 @@ def test_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
     group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     held = meets_a_crowd(group, NEXT)
 
-    started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         for begun in [pool.submit(agent.begin_update, 1) for agent in group.agents]:
             begun.result(DEADLINE_S)
-        assert time.monotonic() - started < CALLED_OFF_S
         for ended in [pool.submit(agent.end_update) for agent in group.agents]:
             ended.result(DEADLINE_S)
 
@@ -450,12 +448,10 @@ def test_plan_withdrawn_during_a_preload_leaves_no_lease(
     group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
     held = meets_a_crowd(group, NEXT)
 
-    started = time.monotonic()
     found = group.store.published()
     assert found is not None
     group.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
     group.step_until(lambda: {agent.phase for agent in group.agents} == {"idle"}, "quiet")
-    assert time.monotonic() - started < CALLED_OFF_S
     group.is_settled(START.slot_to_expert)
 
     group.stranger.release(held)
@@ -470,7 +466,7 @@ def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: Mak
     started = time.monotonic()
     group.close()
 
-    assert time.monotonic() - started < CALLED_OFF_S
+    assert time.monotonic() - started < PATIENT.preload_deadline_s / 2
     assert not [thread for thread in threading.enumerate() if thread.name == MOVER]
 
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
 from runtime.checkpoints.families.table import FAMILIES
+from runtime.checkpoints.layouts import transformers_schema
 
 LEAST_FAMILIES = 16
 
@@ -89,6 +90,22 @@ def test_every_expert_is_read_byte_for_byte(saved: Saved) -> None:
             gate_up = torch.cat([expected["gate_proj.weight"], expected["up_proj.weight"]])
             assert torch.equal(views["gate_up"], gate_up)
             assert torch.equal(views["down"], expected["down_proj.weight"])
+
+
+def test_record_in_the_library_s_layout_holds_its_parameters(saved: Saved) -> None:
+    schema = transformers_schema(saved.checkpoint)
+    record = torch.full((schema.record_bytes,), 0xA5, dtype=torch.uint8)
+    saved.checkpoint.check(saved.checkpoint.model_shape(), schema)
+
+    for layer, module in saved.experts.items():
+        own = dict(module.named_parameters(recurse=False))
+        for expert in range(NUM_EXPERTS):
+            saved.checkpoint.repack(layer, expert, schema, record)
+
+            views = schema.views(record)
+            assert views.keys() == own.keys()
+            for name, parameter in own.items():
+                assert torch.equal(views[name], parameter[expert]), name
 
 
 def test_record_as_stored_holds_the_bytes_of_the_files(saved: Saved) -> None:

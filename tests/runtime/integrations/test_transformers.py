@@ -184,5 +184,8 @@ def test_experts_without_computation_are_refused() -> None:
 def test_checkpoint_of_another_precision_is_refused(loaded: Loaded) -> None:
     half = copy.deepcopy(loaded.model).to(torch.bfloat16)
 
-    with pytest.raises(CheckpointError, match=r"of torch.float32 .* expected .* of torch.bfloat16"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"gate_up_proj \[.*\] torch.bfloat16.* expected .* torch.float32.* as in",
+    ):
         library_schema(half, loaded.checkpoint)

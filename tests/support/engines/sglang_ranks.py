@@ -33,6 +33,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from rebalance.engines.sglang import hooks
+
 NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 4, 16, 24
 DENSE = (0,)  # layers without routed experts
 ROWS, TOP_K = 128, 2  # of one pass on one rank
@@ -52,20 +54,44 @@ def config_text(store: str, **engine: Any) -> str:
     )
 
 
-class Model(torch.nn.Module):
-    """Expert weights of one rank: every expert has other bytes in each tensor."""
+class Experts(torch.nn.Module):
+    """Expert weights and scales of one layer and rank: every expert has other bytes in each."""
 
-    def __init__(self, rank: int, held: torch.Tensor) -> None:
+    def __init__(self, layer: int, held: list[int], factor: float) -> None:
         super().__init__()
+        wide, scale = (
+            torch.stack([weights_of(layer, expert)[one] for expert in held]) for one in range(2)
+        )
+        self.weight = torch.nn.Parameter(wide, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.factor = torch.tensor(factor)
+
+
+class Model(torch.nn.Module):
+    """Layers of one rank, and what of them the engine moves.
+
+    Args:
+        forgets: whether scales are left out of what is moved.
+        factor: that this rank derived from its weights.
+    """
+
+    def __init__(
+        self, rank: int, held: torch.Tensor, *, forgets: bool = False, factor: float = 1.0
+    ) -> None:
+        super().__init__()
+        self._rank, self._forgets, self._factor = rank, forgets, factor
+        self.load(held)
+
+    def load(self, held: torch.Tensor) -> None:
+        """Load the weights as a map [L, S] says, as a loader does at the start."""
         each = NUM_SLOTS // NUM_RANKS
-        own = held[:, rank * each : (rank + 1) * each].tolist()
+        own = held[:, self._rank * each : (self._rank + 1) * each].tolist()
+        moe = [layer for layer in range(NUM_LAYERS) if layer not in DENSE]
+        experts = [Experts(layer, own[layer], self._factor) for layer in moe]
+        self.layers = torch.nn.ModuleList(experts)
         self.routed_experts_weights_of_layer = {
-            layer: [
-                torch.stack([weights_of(layer, expert)[one] for expert in own[layer]])
-                for one in range(2)
-            ]
-            for layer in range(NUM_LAYERS)
-            if layer not in DENSE
+            layer: [one.weight.data] if self._forgets else [one.weight.data, one.scale]
+            for layer, one in zip(moe, self.layers, strict=True)
         }
 
 
@@ -107,7 +133,11 @@ class Rank:
         """Slots of the experts of a batch, by the engine's own rule."""
         weight = torch.from_numpy(popularity).expand(rows, -1)
         experts = torch.multinomial(weight, TOP_K, generator=self.generator)
-        return topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(layer))
+        slots = topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(layer))
+        # A list or a table that names a slot without its expert would be a wrong answer of the
+        # model.
+        assert torch.equal(self.map.physical_to_logical_map[layer, slots], experts), "wrong slot"
+        return slots
 
     def check_weights(self) -> None:
         """Every live slot has the bytes of the expert that the map names."""
@@ -126,7 +156,14 @@ def popularity_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(0, 1.0, NUM_EXPERTS)
 
 
-def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **flags: Any) -> Rank:
+def make_rank(
+    rank: int,
+    *,
+    config: Path | None,
+    chunk: int | None = None,
+    model: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Rank:
     """Start the engine's balancer in this process, with the plug-in if a file is given."""
     if config is not None:
         os.environ["EPLB_CONFIG"] = str(config)
@@ -141,11 +178,11 @@ def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **fla
         init_expert_location="trivial",
         expert_distribution_recorder_mode="stat",
         expert_distribution_recorder_buffer_size=INTERVAL,
-        eplb_rebalance_num_iterations=INTERVAL,
         eplb_rebalance_layers_per_chunk=chunk,
-        **flags,
+        **{"eplb_rebalance_num_iterations": INTERVAL} | flags,
     ).install()
     get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+    hooks.ROUND_DEADLINE_S = DEADLINE_S  # a busy machine is no fault of the plug-in
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     expert_distribution.get_device = lambda: "cpu"
     shape = ModelConfigForExpertLocation(NUM_LAYERS, NUM_EXPERTS, None)
@@ -155,15 +192,18 @@ def make_rank(rank: int, *, config: Path | None, chunk: int | None = None, **fla
     expert_location.set_global_expert_location_metadata(live)
     recorder = expert_distribution.ExpertDistributionRecorder.init_new(live, rank)
     expert_distribution.set_global_expert_distribution_recorder(recorder)
-    model, updater = Model(rank, live.physical_to_logical_map), ExpertLocationUpdater()
+    made, updater = (
+        Model(rank, live.physical_to_logical_map, **model or {}),
+        ExpertLocationUpdater(),
+    )
     manager = eplb_manager.EPLBManager(
         model_config=None,
-        get_model=lambda: model,
+        get_model=lambda: made,
         get_expert_location_updater=lambda: updater,
         get_expert_backup_client=lambda: None,
         get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
     )
-    return Rank(rank, model, manager, rounds_of(), torch.Generator().manual_seed(rank))
+    return Rank(rank, made, manager, rounds_of(), torch.Generator().manual_seed(rank))
 
 
 def rounds_of() -> Any:
@@ -175,7 +215,12 @@ def rounds_of() -> Any:
     return None
 
 
-def on_ranks(work: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
+def on_ranks(
+    work: Callable[..., Any],
+    *args: Any,
+    num_ranks: int = NUM_RANKS,
+    deadline_s: float = DEADLINE_S,
+) -> list[Any]:
     """Run ``work(rank, *args)`` in forked ranks with a gloo group, and return what each returns."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,7 +237,7 @@ def on_ranks(work: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -
     try:
         found = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(DEADLINE_S), f"rank {rank} answered within {DEADLINE_S} s"
+            assert pipe.poll(deadline_s), f"rank {rank} answered within {deadline_s} s"
             found.append(pipe.recv())
         failed = [f"rank {rank}: {one[1]}" for rank, one in enumerate(found) if not one[0]]
         assert not failed, "\n".join(failed)
@@ -210,7 +255,7 @@ def _child(pipe: Any, port: int, rank: int, num_ranks: int, work: Any, args: Any
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=DEADLINE_S),
         )
         pipe.send((True, work(rank, *args)))
         dist.barrier()

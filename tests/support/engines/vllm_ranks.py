@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -110,6 +111,39 @@ class Rank:
                 expert = int(held[layer, self.rank * num_local + row])
                 for tensor, expected in zip(weights, weights_of(layer, expert), strict=True):
                     assert torch.equal(tensor[row], expected), (layer, row, expert)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one call of a part of the plug-in took of a step."""
+
+    elapsed_ms: float
+    num_waits: int  # times that the thread gave the processor up
+    num_preemptions: int  # times that the kernel took it
+
+
+def watched(process: Any) -> list[Spent]:
+    """Record every call that the plug-in makes on the thread of vLLM's steps."""
+    found: list[Spent] = []
+
+    def wrap(name: str) -> None:
+        own = getattr(process, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, began = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - began
+                after = resource.getrusage(resource.RUSAGE_THREAD)
+                waits = after.ru_nvcsw - before.ru_nvcsw
+                found.append(Spent(1e3 * elapsed, waits, after.ru_nivcsw - before.ru_nivcsw))
+
+        setattr(process, name, call)
+
+    for name in ("before_step", "after_step", "committed", "map_ended"):
+        wrap(name)
+    return found
 
 
 def popularity_of(seed: int) -> Any:
@@ -276,4 +310,4 @@ def _result(rank: int, pipe: Any, deadline_s: float) -> Any:
     return value
 
 
-__all__ = ["make_rank", "on_ranks", "popularity_of", "replace", "settings_for"]
+__all__ = ["make_rank", "on_ranks", "popularity_of", "replace", "settings_for", "watched"]

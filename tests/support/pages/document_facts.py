@@ -20,7 +20,7 @@ from repository import ROOT
 from api.config.tree import known_settings
 
 METRICS = ROOT / "api" / "metrics" / "definitions.py"
-DEADLINE_S = 100.0  # of a block, or of all Python of a page
+DEADLINE_S = 100.0  # of a block
 ENDING_OF = {"_gauge": "", "_histogram": "", "_counter": "_total"}
 
 
@@ -82,7 +82,11 @@ def is_ready(address: str) -> bool:
 
 
 def run_to_end(
-    command: list[str], folder: Path, environ: dict[str, str], given: str = ""
+    command: list[str],
+    folder: Path,
+    environ: dict[str, str],
+    given: str = "",
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[int, str, str]:
     """Status, output and errors of a program. No process that it started outlives it."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -90,7 +94,7 @@ def run_to_end(
         command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes
     )
     try:
-        output, errors = program.communicate(given, DEADLINE_S)
+        output, errors = program.communicate(given, deadline_s)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)

@@ -266,10 +266,8 @@ def test_stopped_server_opens_the_breaker_until_it_responds(server: RedisProcess
             with pytest.raises(StoreError):
                 store.version()
 
-        began = time.monotonic()
         with pytest.raises(StoreError, match="was not tried, because 3 attempts in a row"):
             store.version()
-        assert time.monotonic() - began < HASTY.timeout_s
 
         server.process.send_signal(signal.SIGCONT)
         answers_again(store)

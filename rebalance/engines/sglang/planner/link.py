@@ -15,9 +15,15 @@ import numpy as np
 
 from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
-from rebalance.engines.sglang.planner_process import PlannerProcess
-from rebalance.engines.sglang.planning import IntArray, Planned, Terms, answer_of, request_record
-from rebalance.engines.sglang.windows import Shape, Window
+from rebalance.engines.sglang.planner.planning import (
+    Observed,
+    Planned,
+    Terms,
+    answer_of,
+    request_record,
+)
+from rebalance.engines.sglang.planner.process import PlannerProcess
+from rebalance.engines.sglang.windows import IntArray, Shape, Window
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +60,7 @@ class PlannerLink:
         self._max_moved = max_moved
         self._inbox: deque[Window] = deque(maxlen=MOST_WAITING)
         self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
-        self._held: IntArray | None = None
-        self._generation = 0
+        self._latest: Window | None = None
         self._asked: Question | None = None
         self._pause_ticks = 0
         self.planner = PlannerProcess()
@@ -76,9 +81,14 @@ class PlannerLink:
         """End the thread and the planner."""
         self._end.set()
         self._thread.join(10.0)
-        self.planner.close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self.planner.close()
+
+    def _serve(self) -> None:
         while not self._end.wait(TICK_S):
             try:
                 self._turn()
@@ -108,29 +118,30 @@ class PlannerLink:
             return
         if self._pause_ticks > 0:
             self._pause_ticks -= 1
-        elif self.questions and self._windows and self.ready is None and self._held is not None:
+        elif self.questions and self._windows and self.ready is None and self._latest is not None:
             self._asked = self.questions.popleft()
             self.planner.ask(self._request())
 
     def _take(self, window: Window) -> None:
         self._windows.append(window.by_expert(self._shape.num_experts))
-        self._held, self._generation = window.held, window.generation
+        self._latest = window
 
     def _request(self) -> bytes:
-        assert self._held is not None, "there is a window"
-        shape = self._shape
+        assert self._latest is not None, "there is a window"
+        shape, latest = self._shape, self._latest
         terms = Terms(
             algorithm=shape.algorithm,
             num_ranks=shape.num_ranks,
             num_nodes=shape.num_nodes,
             num_groups=shape.num_groups,
             expert_bytes=shape.expert_bytes,
-            list_length=min(LIST_LENGTH, self._held.shape[1]),
+            list_length=min(LIST_LENGTH, latest.held.shape[1]),
             pay_back_s=self._pay_back_s,
             target_imbalance=self._target,
             max_moved=1.0 if self._is_first else self._max_moved,
         )
-        return request_record(np.stack(self._windows), self._held, shape.movable, terms)
+        observed = Observed(np.stack(self._windows), latest.held, latest.weights, shape.movable)
+        return request_record(observed, terms)
 
     def _answered(self, record: bytes, question: Question) -> None:
         planned = answer_of(record)

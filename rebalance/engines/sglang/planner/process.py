@@ -4,7 +4,7 @@ A plan takes up to seconds and needs the interpreter; beside the forward thread 
 pass. The process ends with the connection, so that it never outlives the engine. One that was
 killed is started again with the next question.
 
-    python -m rebalance.engines.sglang.planner_process FD
+    python -m rebalance.engines.sglang.planner.process FD
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from eplb.errors import EplbError
-from rebalance.engines.sglang.planning import answer
+from rebalance.engines.sglang.planner.planning import answer
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,57 @@
+// Figures and events as people read them.
+
+export const count = (number) => number.toLocaleString("en");
+export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+export function size(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
+  return `${(bytes / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+// "gpu7:4242:9f31c2aa-8812345-5be012" is a process of a host.
+const process = (holder) => {
+  const [, host, number] = /^(.*):(\d+):[0-9a-f]{8}-\d+-[0-9a-f]+$/.exec(holder) ?? [];
+  return host === undefined ? holder : `process ${number} on host ${host}`;
+};
+const why = (detail) => (detail.reason ? `: ${detail.reason}` : "");
+const SENTENCES = {
+  abort: (d) => `Plan ${d.plan_id} was aborted${why(d)}`,
+  check: (d) => `eplb check ran on host ${d.host}`,
+  checkpoint: (d) => `${d.by} stored the identity of the checkpoint`,
+  commit: (d) => `Generation ${d.generation} serves${why(d)}`,
+  control: (d) => `Movement is ${d.movement ? "on" : "off"}, observe is ${d.observe ? "on" : "off"}${why(d)}`,
+  deployment: (d) => `${d.by} started`,
+  error: (d) => `${d.where}: ${d.message}`,
+  lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
+    (d.state === "leads" ? "has it" : `lost it${why(d)}`),
+  plan: (d) => `${d.decision} from generation ${d.generation}`,  // whole in the list of decisions
+  promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
+  publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +
+    `${plural(d.transactions, "transaction")}, to generation ${d.generation}`,
+  recovery: (d) => `Ranks ${d.survivors?.join(", ")} continue with generation ${d.generation}${why(d)}`,
+  reject: (d) => `Plan ${d.plan_id} was rejected${why(d)}`,
+  restore: (d) => `A rank wrote what the store had lost${why(d)}`,
+  run: (d) => `The ranks started: run ${d.run}, windows of ${plural(d.window_steps, "step")}`,
+  samples: (d) => `Samples: ${plain(d.samples)}`,
+  scrub: (d) => `Scrub of rank ${d.rank}: ${d.result}${why(d)}`,
+  serving: (d) => `All ranks serve again after ${fixed(d.unserved_s)} s${why(d)}`,
+  settings: (d) => `Settings were changed: ${plain(d.live)}${why(d)}`,
+  starting: (d) => `The controller, ${process(d.holder)}, starts: ${d.work}`,
+  task: (d) => `Request ${d.task} (${d.kind}) is ${d.state}`,
+};
+
+const fixed = (value) => (Number.isInteger(value) ? count(value) : Number(value).toFixed(3));
+
+// A value of any kind without brackets and quotes.
+function plain(value) {
+  if (typeof value === "number") return fixed(value);
+  if (Array.isArray(value)) return value.map(plain).join(", ");
+  if (value === null || typeof value !== "object") return String(value);
+  return Object.entries(value).map(([key, one]) => `${key.replaceAll("_", " ")} ${plain(one)}`).join(", ");
+}
+
+export function sentence(event) {
+  const text = (SENTENCES[event.kind] ?? plain)(event.detail);
+  return /[.!?]$/.test(text) ? text : `${text}.`;
+}

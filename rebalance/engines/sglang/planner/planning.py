@@ -1,0 +1,216 @@
+"""A plan for the engine's map, made outside the engine's process: records in, records out.
+
+The map has all rows of the engine, dense layers included. Uneven shares are whole weights of slots:
+``dynamic`` gets lists that repeat slots, and ``static``, where each source rank uses one replica,
+gets the table of these choices (``sources``) in place of the engine's random draws.
+
+Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.problem import Budget
+from eplb.core.topology import Topology
+from eplb.decision.gate import CostModel, Decision
+from eplb.dispatch_rules.rules import DispatchRule, effective_shares
+from eplb.measure.balance import imbalance
+from eplb.migration.serialisation import pack_record, unpack_record
+from eplb.planner import Plan, plan
+from rebalance.engines.sglang.planner.replica_weights import (
+    IntArray,
+    evened,
+    list_weights,
+    shares_of,
+    source_table,
+)
+
+# ``lp`` solves for its own split in each batch, over the slots that a plan gives it.
+RULES = {
+    "static": DispatchRule.WEIGHTED,
+    "dynamic": DispatchRule.WEIGHTED,
+    "lp": DispatchRule.EVEN,
+    "fake": DispatchRule.EVEN,
+}
+REQUEST, ANSWER = "sglang-request", "sglang-plan"
+GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
+ARRAYS = ("slot_to_expert", "weights", "sources")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan depends on beside load and map."""
+
+    algorithm: str  # the engine's --ep-dispatch-algorithm
+    num_ranks: int
+    num_nodes: int
+    num_groups: int  # the model's expert groups; 1: none
+    expert_bytes: int
+    list_length: int  # of the lists of ``dynamic`` that weigh; 1: no uneven shares
+    pay_back_s: float
+    target_imbalance: float
+    max_moved: float  # part of all slots
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A map for all ranks, and what it is worth under the engine's rule."""
+
+    slot_to_expert: IntArray  # [L, S]
+    weights: IntArray  # [L, S] how often a slot stands in its list, or how many ranks use it
+    sources: IntArray  # [L, E, R] slot that each source rank uses under ``static``, else [L, E, 0]
+    moves: bool  # whether anything changes
+    reason: str
+    before: float
+    after: float
+    booked: float  # by the planned shares
+    effective: float  # by the weights that stand for them
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """Load, and the map that serves."""
+
+    windows: IntArray  # [T, L, E]
+    held: IntArray  # [L, S]
+    weights: IntArray  # [L, S] of the map that serves; 0 while the engine's own choices serve
+    movable: NDArray[np.bool_]  # [L] rows that may change
+
+
+def request_record(observed: Observed, terms: Terms) -> bytes:
+    """Pack a observed."""
+    return pack_record(REQUEST, asdict(terms), vars(observed))
+
+
+def answer_record(planned: Planned) -> bytes:
+    """Pack an answer; it has a digest."""
+    fields = dict(vars(planned))
+    arrays = {name: fields.pop(name).astype(np.int32) for name in ARRAYS}
+    return pack_record(ANSWER, fields, arrays)
+
+
+def answer_of(record: bytes) -> Planned:
+    """Unpack an answer.
+
+    Raises:
+        StoreError: the record is damaged.
+    """
+    meta, arrays = unpack_record(ANSWER, record)
+    fields: dict[str, Any] = {name: array.astype(np.int64) for name, array in arrays.items()}
+    return Planned(**_fields(meta), **fields)
+
+
+def answer(record: bytes) -> bytes:
+    """Plan for a packed observed."""
+    meta, arrays = unpack_record(REQUEST, record)
+    arrays["movable"] = arrays["movable"].astype(np.bool_)
+    return answer_record(make_plan(Observed(**arrays), Terms(**_fields(meta))))
+
+
+def _fields(meta: dict[str, Any]) -> dict[str, Any]:
+    """A record's header without what describes the record."""
+    return {name: value for name, value in meta.items() if name not in ("kind", "version")}
+
+
+def make_plan(observed: Observed, terms: Terms) -> Planned:
+    """Plan for the rule by which the engine chooses among replicas.
+
+    Raises:
+        EplbError: load, map and ranks do not describe one system.
+    """
+    held, windows = observed.held, observed.windows
+    num_rows, num_slots = held.shape
+    num_experts = windows.shape[2]
+    each = num_slots // terms.num_ranks
+    topology = Topology.uniform(terms.num_nodes, terms.num_ranks // terms.num_nodes, each)
+    used = windows[windows.any(axis=(1, 2))]  # a window without a pass has nothing to say
+    # An engine that moves weights blocks one pass for it: the gate weighs that against the gain.
+    model = ModelShape(
+        tuple(range(num_rows)), num_experts, 1, 1, 1, 0, terms.num_groups, terms.expert_bytes
+    )
+    made = plan(
+        used,
+        topology,
+        model=model,
+        current=_serving(observed, topology, terms),
+        budget=Budget(
+            max_moves=int(terms.max_moved * held.size) if terms.max_moved < 1 else None,
+            target_imbalance=1.0 if terms.max_moved >= 1 else terms.target_imbalance,
+        ),
+        cost=CostModel(pay_back_s=math.inf if terms.max_moved >= 1 else terms.pay_back_s),
+        dispatch=RULES[terms.algorithm],
+    )
+    wanted = np.where(observed.movable[:, None], made.target.slot_to_expert, held).astype(np.int64)
+    share = np.where(observed.movable[:, None], made.target.slot_share, 1.0)
+    kept, weights = wanted, np.ones(held.shape, dtype=np.int64)
+    sources = np.zeros((num_rows, num_experts, 0), dtype=np.int64)
+    if RULES[terms.algorithm] is DispatchRule.WEIGHTED:
+        is_table = terms.algorithm == "static"
+        length = terms.num_ranks if is_table else terms.list_length
+        weights = list_weights(wanted, share, num_experts, length, is_full=is_table)
+        kept, weights = evened(
+            wanted,
+            weights,
+            made.problem.scaled.mean(axis=1),
+            topology.node_of_slot.astype(np.int64) * (terms.num_groups > 1),
+            each=each,
+            goal=GOAL if terms.max_moved >= 1 else terms.target_imbalance,
+            most_swaps=_moves_left(made) // 2,
+        )
+        if is_table:
+            sources = source_table(kept, weights, num_experts, topology)
+    booked, effective = (
+        float(imbalance(made.problem.work, placement, topology)[..., observed.movable].mean())
+        for placement in (
+            Placement(wanted.astype(np.int32), num_experts, 0, _whole(wanted, share)),
+            Placement(kept.astype(np.int32), num_experts, 0, shares_of(kept, weights)),
+        )
+    )
+    return Planned(
+        slot_to_expert=kept,
+        weights=weights,
+        sources=sources,
+        moves=made.decision is not Decision.KEEP,
+        reason=made.reason,
+        before=float(made.before),
+        after=float(made.after),
+        booked=booked,
+        effective=effective,
+    )
+
+
+def _serving(observed: Observed, topology: Topology, terms: Terms) -> Placement:
+    """The map that serves, with the shares by which it is dispatched."""
+    placement = Placement(observed.held.astype(np.int32), observed.windows.shape[2])
+    if observed.weights.any():
+        share = shares_of(observed.held, observed.weights)
+    elif terms.algorithm == "static":
+        share = effective_shares(placement, topology, DispatchRule.SGLANG_STATIC).clip(0.0, 1.0)
+    else:
+        return placement
+    return Placement(placement.slot_to_expert, placement.num_experts, 0, share)
+
+
+def _moves_left(made: Plan) -> int:
+    """Moves that a plan that moves weights may still add."""
+    limit = made.problem.max_moves
+    if made.decision is not Decision.MOVE:
+        return 0
+    return made.target.slot_to_expert.size if limit is None else max(limit - len(made.moves), 0)
+
+
+def _whole(held: IntArray, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shares that sum to 1 for each expert, those of rows without a plan too."""
+    total = np.zeros((len(held), int(held.max()) + 1))
+    rows = np.arange(len(held))[:, None]
+    np.add.at(total, (rows, held), share)
+    normal: NDArray[np.float64] = share / total[rows, held]
+    return normal

@@ -1,0 +1,148 @@
+"""A deployment whose links and HTTP service have TLS: all its commands, on two addresses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+from deployments import TOY_ENGINE, CommandProcess, clean_environ, free_ports
+from repository import ROOT
+
+from runtime.checkpoints.checkpoint import Checkpoint
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+SECRET = "0123456789abcdef0123456789abcdef"
+DEADLINE_S = 30.0
+CONFIG = """
+[deployment]
+name = "tls-{ports[0]}"
+store = "{folder}/store.sqlite"
+[model]
+{checkpoint}
+layers = 2
+experts = 8
+top_k = 2
+hidden = 16
+intermediate = 8
+precision = "float32"
+[topology]
+nodes = 2
+ranks_per_node = 1
+hosts = ["127.0.0.1", "127.0.0.2"]
+device = "cpu"
+[host_cache]
+other_hosts = "before_disk"
+[network]
+rendezvous_port = {ports[0]}
+host_cache_port = {ports[1]}
+rank_port = {ports[2]}
+join_deadline_s = 120.0
+tls_certificate_file = "{links.certificate.chain}"
+tls_key_file = "{links.certificate.key}"
+tls_ca_file = "{links.authority}"
+[http]
+port = 0
+tls_certificate_file = "{http.certificate.chain}"
+tls_key_file = "{http.certificate.key}"
+"""
+
+
+class TwoAddresses:
+    """Two hosts of a deployment, both of this machine. Only the first has weights for its cache."""
+
+    def __init__(self, stack: ExitStack, folder: Path, weights: Path) -> None:
+        self._stack, self.folder = stack, folder
+        self.links, self.http = Authority(folder / "links"), Authority(folder / "http", "http")
+        shutil.copy(TOY_ENGINE, folder / "engine.py")
+        given = {"folder": folder, "ports": free_ports(3), "http": self.http.issue(HOSTS[0])}
+        for host, address in enumerate(HOSTS):
+            given["links"] = self.links.issue(address)
+            for name, line in (("ranks", f'checkpoint = "{weights}"'), ("cache", "")):
+                line = f'checkpoint = "{weights}"' if host == 0 else line
+                text = CONFIG.format(checkpoint=line, **given)
+                (folder / f"{name}-{host}.toml").write_text(text)
+
+    def start(self, config: str, *words: str) -> CommandProcess:
+        environ = clean_environ(EPLB_CONFIG=config, EPLB_SECRET=SECRET, PYTHONPATH=str(ROOT))
+        process = CommandProcess(["eplb", *words], self.folder, environ)
+        self._stack.callback(process.kill)
+        return process
+
+    def ask(self, url: str) -> dict[str, object]:
+        """Ask the HTTP service as a program with its token, which trusts its authority alone."""
+        token = (self.folder / ".eplb" / "http-token").read_text().strip()
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+        context = ssl.create_default_context(cafile=self.http.file)
+        with urllib.request.urlopen(request, timeout=DEADLINE_S, context=context) as answer:
+            found: dict[str, object] = json.loads(answer.read())
+            return found
+
+
+@pytest.fixture
+def two(tmp_path: Path, small_checkpoint: Checkpoint) -> Iterator[TwoAddresses]:
+    with ExitStack() as stack:
+        yield TwoAddresses(stack, tmp_path, small_checkpoint.path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
+    check = two.start("ranks-0.toml", "check", "--host", "0")
+    assert check.ends() == 0, check.lines
+    assert [line for line in check.lines if re.match(r"ok +TLS of (links|HTTP): the cert", line)]
+    serve = two.start("ranks-0.toml", "serve")
+    url = serve.wait_for("eplb serve: https://").split()[-1]
+    caches = [two.start(f"cache-{host}.toml", "host-cache", "--host", str(host)) for host in (0, 1)]
+    for cache in caches:
+        cache.wait_for("ready: 16 records")
+    engine = ("--", sys.executable, "engine.py")
+    launches = [
+        two.start(f"ranks-{host}.toml", "launch", "--host", str(host), *engine) for host in (0, 1)
+    ]
+
+    launches[0].wait_for("engine: generation 1 serves")
+    state = two.ask(f"{url}/api/v1/state")
+    with pytest.raises((urllib.error.URLError, ConnectionError, TimeoutError)):
+        urllib.request.urlopen(url.replace("https:", "http:") + "/livez", timeout=DEADLINE_S)
+    assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
+    assert launches[0].ends() == 0, launches[0].lines
+
+    assert isinstance(state["generation"], int)
+    assert state["generation"] >= 1
+    # What rank 1 serves has come over the link of the caches: that of its host reads no disk.
+    printed = "".join(line for one in launches for line in one.lines)
+    assert len(re.findall(r"rank \d ended, 0 of [1-9]\d* wrong", printed)) == 2, printed
+    for process in (serve, *caches):
+        assert process.ends(signal.SIGTERM) == 0, process.lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_host_with_a_stranger_s_certificate_gets_no_records(two: TwoAddresses) -> None:
+    stranger = Authority(two.folder / "stranger", "stranger").issue(HOSTS[1])
+    ours = two.links.issue(HOSTS[1])
+    for name in ("ranks-1.toml", "cache-1.toml"):
+        text = (two.folder / name).read_text()
+        text = text.replace(str(ours.certificate.chain), str(stranger.certificate.chain))
+        (two.folder / name).write_text(
+            text.replace(str(ours.certificate.key), str(stranger.certificate.key))
+        )
+
+    cache = two.start("cache-1.toml", "host-cache", "--host", "1")
+    check = two.start("ranks-1.toml", "check", "--host", "1")
+
+    assert cache.ends() == 2
+    assert "the certificate is refused" in cache.lines[-1], cache.lines
+    assert check.ends() == 2
+    assert any(re.match(r"refused +TLS of links", line) for line in check.lines), check.lines

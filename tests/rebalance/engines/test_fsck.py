@@ -1,0 +1,279 @@
+"""The placement check without an engine: what it finds, what it leaves alone, what it costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from rebalance.engines.fsck.check import PART, PlacementCheck, begin_check
+from rebalance.engines.fsck.choices import check_choices
+from rebalance.engines.fsck.faults import Fault
+from rebalance.engines.fsck.references import agreed, digests_of, from_message, to_message
+from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
+
+ROWS, RANKS, EACH, EXPERTS = 58, 2, 9, 12
+SLOTS = RANKS * EACH
+
+
+class Experts(torch.nn.Module):
+    """Weights, scales and factors of a rank's slots: of each expert other bytes."""
+
+    def __init__(self, row: int, rank: int, held: np.ndarray) -> None:
+        super().__init__()
+        own = held[rank * EACH : (rank + 1) * EACH]
+        self.weight = torch.nn.Parameter(torch.zeros(EACH, 4, 6), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(EACH, 3, dtype=torch.float8_e4m3fn))
+        self.alpha = torch.zeros(EACH)  # no parameter, as engines keep derived factors
+        self.table = torch.zeros(SLOTS)  # of all slots
+        self.factor = torch.tensor(2.5)
+        self.counts = torch.arange(EACH)  # no weight
+        for slot, expert in enumerate(own):
+            self.fill(slot, row, int(expert))
+        for slot, expert in enumerate(held):
+            self.table[slot] = expert + 0.5
+
+    def fill(self, slot: int, row: int, expert: int) -> None:
+        salt = 1000.0 * row + expert + 1
+        self.weight.data[slot] = torch.arange(24).reshape(4, 6) + 100 * salt
+        self.scale[slot] = torch.tensor([salt % 13, expert + 1, 3.0]).to(torch.float8_e4m3fn)
+        self.alpha[slot] = salt / 7
+
+
+@dataclass(eq=False)
+class Rank:
+    """One rank of an engine that moves ``weight`` and ``scale``."""
+
+    rank: int
+    layers: list[Experts]
+    maps: np.ndarray  # [L, S], shared by all ranks
+    num_ranks: int = RANKS
+    num_experts: int = EXPERTS
+
+    @property
+    def rows(self) -> range:
+        return range(len(self.layers))
+
+    def tensors(self, row: int) -> LayerTensors:
+        layer = self.layers[row]
+        moved = [layer.weight.data.view(EACH, -1), layer.scale]  # a view, as vLLM moves it
+        return tensors_of(moved, layer, owners_of(layer, moved), self.rank, RANKS)
+
+    def held(self, row: int) -> np.ndarray:
+        return self.maps[row]
+
+
+def ranks_with(seed: int, rows: int = ROWS) -> list[Rank]:
+    random = np.random.default_rng(seed)
+    maps = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(rows)])
+    return [
+        Rank(rank, [Experts(row, rank, held) for row, held in enumerate(maps)], maps)
+        for rank in range(RANKS)
+    ]
+
+
+def checks_of(ranks: list[Rank]) -> tuple[list[PlacementCheck], list[Fault]]:
+    references, faults = agreed(ranks[0], [digests_of(rank) for rank in ranks])
+    return [PlacementCheck(rank, references, lambda: 0.0, PART) for rank in ranks], faults
+
+
+def move(ranks: list[Rank], seed: int) -> None:
+    """A rebalance that forgets nothing."""
+    random = np.random.default_rng(seed)
+    for row in ranks[0].rows:
+        random.shuffle(ranks[0].maps[row])
+        for rank in ranks:
+            fresh = Experts(row, rank.rank, ranks[0].maps[row])
+            for name in ("scale", "alpha", "table"):
+                getattr(rank.layers[row], name).copy_(getattr(fresh, name))
+            rank.layers[row].weight.data.copy_(fresh.weight.data)
+
+
+def found_by(checks: list[PlacementCheck]) -> set[tuple[str, int, int, str]]:
+    faults = [fault for check in checks for fault in check.sweep()]
+    return {(fault.kind, fault.row, fault.slot, fault.name) for fault in faults}
+
+
+def test_right_placement_has_no_fault_before_and_after_moves() -> None:
+    ranks = ranks_with(1)
+    checks, faults = checks_of(ranks)
+
+    assert faults == []
+    assert found_by(checks) == set()
+    move(ranks, 2)
+    assert found_by(checks) == set()
+    assert [check.num_checked for check in checks] == [2 * ROWS * EACH] * RANKS
+
+
+def test_tensors_are_found_once_and_counters_are_left_out() -> None:
+    (rank, _) = ranks_with(1, rows=1)
+    found = rank.tensors(0)
+
+    assert [one.name for one in found.slots] == ["weight", "scale", "alpha", "table"]
+    assert [name for name, _ in found.factors] == ["factor"]
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "alpha", "table"])
+def test_every_planted_slot_fault_is_found_with_its_slot(name: str) -> None:
+    ranks = ranks_with(3)
+    checks, _ = checks_of(ranks)
+    move(ranks, 4)
+    random = np.random.default_rng(5)
+    planted = set()
+    for row in random.choice(ROWS, 20, replace=False).tolist():
+        rank, slot = int(random.integers(RANKS)), int(random.integers(EACH))
+        layer = ranks[rank].layers[row]
+        tensor = layer.weight.data if name == "weight" else getattr(layer, name)
+        place = slot + rank * EACH if name == "table" else slot
+        view = tensor[place].reshape(-1)[:1].view(torch.uint8)
+        view[int(random.integers(len(view)))] ^= 1 << int(random.integers(8))
+        planted.add(("slot", row, rank * EACH + slot, name))
+
+    assert found_by(checks) == planted
+
+
+def test_scales_that_stayed_behind_are_found_and_named() -> None:
+    ranks = ranks_with(6, rows=2)
+    checks, _ = checks_of(ranks)
+    kept = ranks[0].layers[1].alpha.clone()
+    before = ranks[0].maps[1].copy()
+    move(ranks, 7)
+    ranks[0].layers[1].alpha.copy_(kept)
+    wrong = [slot for slot in range(EACH) if before[slot] != ranks[0].maps[1][slot]]
+
+    faults = checks[0].sweep()
+
+    assert [fault.slot for fault in faults] == wrong
+    assert f"has the bytes of expert {before[wrong[0]]}, expected" in faults[0].what
+    assert str(faults[0]).startswith(f"layer 1 slot {wrong[0]} expert ")
+
+
+def test_reload_by_the_first_map_after_a_move_is_found_in_every_moved_slot() -> None:
+    ranks = ranks_with(8)
+    checks, _ = checks_of(ranks)
+    first = ranks[0].maps.copy()
+    move(ranks, 9)
+    for rank in ranks:  # the loader writes each expert where it was at the start
+        for row in rank.rows:
+            fresh = Experts(row, rank.rank, first[row])
+            rank.layers[row].weight.data = fresh.weight.data
+            rank.layers[row].scale = fresh.scale
+            rank.layers[row].alpha = fresh.alpha
+
+    moved = {(row, slot) for row, slot in np.argwhere(first != ranks[0].maps).tolist()}
+    assert {(row, slot) for _, row, slot, _ in found_by(checks)} == moved
+
+
+def test_factor_of_one_rank_is_a_fault_of_loading() -> None:
+    ranks = ranks_with(10, rows=3)
+    ranks[1].layers[2].factor.fill_(9.0)
+
+    _, faults = checks_of(ranks)
+
+    (fault,) = faults
+    assert (fault.kind, fault.row, fault.name) == ("factor", 2, "factor")
+    assert "another value on ranks [1]" in fault.what
+
+
+def test_factor_that_changes_later_is_found() -> None:
+    ranks = ranks_with(11, rows=3)
+    checks, _ = checks_of(ranks)
+    ranks[0].layers[1].factor.fill_(9.0)
+
+    assert found_by(checks) == {("factor", 1, -1, "factor")}
+
+
+def test_replicas_that_differ_at_the_start_are_found_and_not_judged_later() -> None:
+    ranks = ranks_with(12, rows=2)
+    held = ranks[0].maps[0]
+    expert = int(np.flatnonzero(np.bincount(held) == 2)[0])
+    slot = int(np.flatnonzero(held == expert)[1])
+    ranks[slot // EACH].layers[0].alpha[slot % EACH] += 1
+
+    checks, faults = checks_of(ranks)
+
+    assert [(one.kind, one.slot, one.name) for one in faults] == [("replicas", slot, "alpha")]
+    assert found_by(checks) == set()
+
+
+def test_rank_without_a_tensor_is_a_fault() -> None:
+    ranks = ranks_with(13, rows=1)
+    del ranks[1].layers[0].alpha
+
+    _, faults = checks_of(ranks)
+
+    assert [fault.kind for fault in faults] == ["tensors"]
+    assert "'alpha'" in faults[0].what
+
+
+def test_slot_that_moves_between_look_and_judgement_is_not_a_fault() -> None:
+    ranks = ranks_with(14, rows=1)
+    (check, _), _ = checks_of(ranks)
+
+    assert check.visit(is_idle=True) == []
+    move(ranks, 15)
+    assert check.visit(is_idle=True) == []
+    assert check.num_checked == 1
+
+
+def test_visits_take_a_thousandth_of_the_time() -> None:
+    ranks = ranks_with(16, rows=4)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.5e-3  # of processor time, each time that the check asks
+        return now
+
+    references, _ = agreed(ranks[0], [digests_of(rank) for rank in ranks])
+    check = PlacementCheck(ranks[0], references, clock, PART)
+    spent = 0.0
+    for _ in range(200_000):
+        now += 0.02  # a pass
+        begin, looked = now, check.num_checked
+        check.visit(is_idle=False)
+        if check.num_checked != looked:
+            spent += now - begin
+    assert check.num_rounds > 10
+    assert spent / now <= 0.001
+
+
+def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:
+    ranks = ranks_with(17, rows=1)
+
+    def fails() -> Rank:
+        raise RuntimeError("no tensors")
+
+    others = (to_message(digests_of(ranks[0])), "")
+    check, faults, reason = begin_check(fails, lambda own: [others, own], lambda: 0.0)
+
+    assert (check, faults) == (None, [])
+    assert reason == "rank 1: RuntimeError: no tensors"
+
+
+def test_digests_of_a_rank_arrive_as_they_were_sent() -> None:
+    own = digests_of(ranks_with(17, rows=2)[0])
+
+    assert from_message(json.loads(json.dumps(to_message(own)))) == own
+
+
+def test_different_choices_are_a_fault_where_ranks_share_tokens() -> None:
+    held = np.array([0, 1, 0, 2])
+    experts = np.array([[0], [1], [2], [0]])
+    mine, other = np.array([[0], [1], [3], [2]]), np.array([[2], [1], [3], [0]])
+
+    (fault,) = check_choices(5, experts, [mine, other], held, is_shared=True)
+    assert check_choices(5, experts, [mine, other], held, is_shared=False) == []
+    assert "rank 1 differs from rank 0's slot 0 for 2 of 4 choices" in fault.what
+
+
+def test_choice_of_a_slot_without_the_expert_is_a_fault() -> None:
+    held = np.array([0, 1, 0, 2])
+    wrong = [np.array([[0], [3]]), np.array([[0], [-1]])]
+
+    faults = check_choices(5, np.array([[0], [1]]), wrong, held, is_shared=False)
+
+    assert [(one.slot, one.expert) for one in faults] == [(3, 1), (-1, 1)]
