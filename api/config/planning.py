@@ -152,7 +152,7 @@ class Controller(Section):
     )
     interval_tokens: Whole = setting(
         TriggerRules.interval_tokens,
-        "routed tokens from one plan to the next; 0: not a trigger",
+        "prefill tokens from one plan to the next; see operations.md; 0: not a trigger",
         ge=0,
         le=10**15,
         live=True,
@@ -188,7 +188,10 @@ class Controller(Section):
         live=True,
     )
     stage: Literal["observe", "propose", "layers", "all"] = setting(
-        "all", "how much of a plan is carried out; see Staged rollout in operations.md", live=True
+        "observe",
+        "how much of a plan is carried out; the demo's default is `all`; see Staged rollout in "
+        "operations.md",
+        live=True,
     )
     stage_layers: Whole = setting(
         4,

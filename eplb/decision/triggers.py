@@ -1,7 +1,7 @@
 """When the controller makes a plan: triggers, hysteresis and cool-down.
 
     membership, first, change      at once
-    interval                       every so many tokens, or seconds
+    interval                       every so many tokens of prefill, or seconds
     imbalance                      above ``start_imbalance``; again only after it fell below
                                    ``rearm_imbalance``, or after another placement was committed
     load                           each window, where neither interval nor imbalance is set
@@ -61,7 +61,7 @@ class Observed:
     """The latest window, as the triggers see it."""
 
     now: float  # seconds since the epoch
-    tokens: int  # in the windows since the last call
+    tokens: int  # of prefill, in the windows since the last call
     imbalance: float  # mean over layers
     generation: int  # that serves
     committed_at: float  # seconds since the epoch; of the placement that serves

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eplb.clock import Clock
-from eplb.core.load import LoadHistory
+from eplb.core.load import LoadHistory, Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure.balance import imbalance
 from rebalance.controller.load import Group
@@ -37,6 +37,15 @@ class Due:
         self.state = TriggerState(is_member_change=not is_first)
         self._seen, self._num_past, self._changed = -1, 0, False
 
+    @property
+    def memory(self) -> tuple[TriggerState, int, int, bool]:
+        """All that is remembered; a caller that could not plan puts it back."""
+        return self.state, self._seen, self._num_past, self._changed
+
+    @memory.setter
+    def memory(self, memory: tuple[TriggerState, int, int, bool]) -> None:
+        self.state, self._seen, self._num_past, self._changed = memory
+
     def trigger(
         self,
         rules: TriggerRules,
@@ -46,14 +55,14 @@ class Due:
         group: Group,
     ) -> str | None:
         """Return what makes a plan due now; None: nothing does."""
-        new = [window for window in windows if window.index > self._seen]
+        tokens = driving_tokens(group, self._seen) if rules.interval_tokens else 0
         self._seen = windows[-1].index
         trigger, self.state = due(
             rules,
             self.state,
             Observed(
                 now=self._clock(),
-                tokens=sum(int(window.tokens.sum()) for window in new),
+                tokens=tokens,
                 imbalance=self._imbalance(rules, windows[-1], committed, group),
                 generation=committed.placement.generation,
                 committed_at=committed.time,
@@ -79,3 +88,18 @@ class Due:
         self._changed |= past.num_windows < self._num_past
         self._num_past = past.num_windows
         return self._changed
+
+
+def driving_tokens(group: Group, after: int) -> int:
+    """Tokens, as requests have them, of the complete windows past the index ``after``.
+
+    Prefill drives rebalancing: its batches are large, and what it routes tells what decoding will.
+    So decode steps count only where the ranks report nothing else, or plans are made on them. A
+    phase that the engine does not tell apart ("mixed") counts whole.
+    """
+    phases: tuple[Phase, ...] = (group.phase,) if group.phase else ("prefill", "mixed")
+    held = [window for phase in phases for window in group.folder.windows(phase)]
+    held = held or group.folder.windows("decode")
+    new = (window for window in held if window.is_complete and window.index > after)
+    routed = sum(int(window.tokens.sum()) for window in new)
+    return routed // (group.model.num_layers * group.model.top_k)

@@ -189,12 +189,12 @@ class Controller:
     # -- plans
 
     def _plan_if_due(self, group: Group) -> None:
-        before, due = self._planned_window, self._due.state
+        before, due = self._planned_window, self._due.memory
         try:
             self._plan_on_new_window(group)
         except StoreError:
             # not planned: this window remains due
-            self._planned_window, self._due.state = before, due
+            self._planned_window, self._due.memory = before, due
             raise
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)

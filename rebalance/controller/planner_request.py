@@ -6,6 +6,7 @@ All are settings of the deployment. What was asked is recorded with each plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from telemetry.forecast.forecasters import Ewma
 
 HALF_LIFE = 4.0  # windows, of the forecast
 SHOWN = 32  # uncovered experts that an event lists
+SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ class PlannerRequest:
             found[rank] = speed
         return replace(topology, rank_speed=found)
 
-    def coverage(self, past: LoadHistory, topology: Topology) -> Coverage:
+    def coverage(self, past: LoadHistory, topology: Topology, num_groups: int) -> Coverage:
         """Constraints on failure domains that fit, and the experts that they leave out."""
         tokens = past.tokens.sum(axis=0)
         room = room_of(Constraints(), topology, len(tokens))
-        return coverage_of(tokens, room, topology, self.min_domains)
+        return coverage_of(tokens, room, topology, self.min_domains, num_groups)
 
     def scenarios(self, past: LoadHistory) -> Scenarios | None:
         """The forecast of the next window, or None."""
@@ -87,12 +89,16 @@ class PlannerRequest:
         return Scenarios(windows, np.array([self.forecast_weight]))
 
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
-        """What differs from the defaults, as details of an event."""
-        usual = vars(PlannerRequest())
-        asked = {name: value for name, value in vars(self).items() if value != usual[name]}
+        """What was asked and what of it does not fit, as details of an event."""
+        asked = dict(vars(self))
+        if len(self.rank_speed) > SHOWN_TEXT:
+            digest = sha256(self.rank_speed.encode()).hexdigest()
+            asked["rank_speed"] = f"{len(self.rank_speed)} characters, sha256 {digest}"
         if coverage.uncovered:
             asked["num_uncovered"] = len(coverage.uncovered)
             asked["uncovered"] = [list(one) for one in coverage.uncovered[:SHOWN]]
+        if coverage.releases_groups:
+            asked["releases_groups"] = True
         return asked
 
 

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from eplb.clock import Clock
+from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
+from eplb.decision.coverage import Coverage
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
-from rebalance.controller.settings import ControllerSettings
-from rebalance.controller.track_record import Judged, TrackRecord
+from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
+from rebalance.controller.track_record import Judged, Promises, TrackRecord
 from telemetry.drift.detector import LOOK_BACK, planning_history
-from telemetry.store import EventStore
 from telemetry.windows.folder import Window, history
 
 
@@ -29,11 +30,11 @@ class Planning:
     """Makes plans, and holds them to what they promise.
 
     Args:
-        store: with the events of earlier plans, which are read with the first plan.
+        store: with earlier plans and their events, which are read with the first plan.
         clock: for how long a plan takes.
     """
 
-    def __init__(self, store: EventStore, clock: Clock) -> None:
+    def __init__(self, store: Promises, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._track: TrackRecord | None = None
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
@@ -58,7 +59,8 @@ class Planning:
         topology = settings.request.topology(group.topology)
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
-        coverage = settings.request.coverage(past, topology)
+        groups = group.model.num_expert_groups
+        coverage = settings.request.coverage(past, topology, groups)
         begun = self._clock()
         proposal = plan(
             past,
@@ -77,7 +79,7 @@ class Planning:
             dispatch=DispatchRule(settings.request.dispatch),
         )
         took_s = round(self._clock() - begun, 4)
-        asked = settings.request.recorded(coverage)
+        asked = _asked(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         return proposal
 
@@ -111,7 +113,7 @@ class Planning:
             objective=settings.request.objective,
             dispatch=DispatchRule(settings.request.dispatch),
         )
-        self.how = {"windows": past.num_windows}
+        self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
         return plan_to(problem, earlier, why=why)
 
     def judge(
@@ -136,6 +138,13 @@ def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
     return planning_history(seen, last=last) if seen is not None else None
 
 
+def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
+    """Return what the planner was asked, as details of an event: request, budget and cost."""
+    cost = {name: getattr(settings.cost, name) for name in OF_COST}
+    budget = {name: getattr(settings.budget, name) for name in OF_BUDGET}
+    return settings.request.recorded(coverage) | budget | cost
+
+
 def summary(proposal: Plan) -> dict[str, Any]:
     """Return a plan as the detail of an event."""
     return {
@@ -149,6 +158,7 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "bytes": proposal.num_moves * proposal.expert_bytes,
         "cost_s": round(cost_s_of(proposal), 4),
         "generation": proposal.base_generation,
+        "target_generation": proposal.target.generation,
     }
 
 

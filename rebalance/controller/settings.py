@@ -19,7 +19,7 @@ from telemetry.live import SWITCHES, LiveSettings
 from telemetry.retention.pruning import Retention
 from telemetry.store import LiveStore
 
-_OF_COST = (
+OF_COST = (
     "pay_back_s",
     "expert_part",
     "bytes_per_s",
@@ -28,7 +28,7 @@ _OF_COST = (
     "node_traffic",
     "dead_zone",
 )
-_OF_BUDGET = ("max_moves", "target_imbalance")
+OF_BUDGET = ("max_moves", "target_imbalance")
 _OF_REQUEST = tuple(one.name for one in fields(PlannerRequest))
 _OF_TRIGGERS = tuple(one.name for one in fields(TriggerRules))
 
@@ -78,8 +78,8 @@ class ControllerSettings:
             ConfigError: a value that cannot be used.
         """
         values: dict[str, Any] = live.set_values()
-        cost = {name: values.pop(name) for name in _OF_COST if name in values}
-        budget = {name: values.pop(name) for name in _OF_BUDGET if name in values}
+        cost = {name: values.pop(name) for name in OF_COST if name in values}
+        budget = {name: values.pop(name) for name in OF_BUDGET if name in values}
         asked = {name: values.pop(name) for name in _OF_REQUEST if name in values}
         rules = {name: values.pop(name) for name in _OF_TRIGGERS if name in values}
         if "max_moves" in budget:
