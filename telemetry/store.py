@@ -236,6 +236,9 @@ class LeaseStore(Protocol):
     def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now, as far as this object has seen, or None."""
 
+    def latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+        """Return the lease that was given out last, also where it is over; None before any."""
+
 
 class PlacementStore(Protocol):
     """Committed placements, and the open migration."""

@@ -209,7 +209,8 @@ class Controller:
         if committed is None or past is None:
             return
         control = self._store.control()
-        serving, is_free = committed.placement, control.movement and not control.observe
+        serving = committed.placement
+        is_free = control.movement and not control.observe and self._settings.stage != "observe"
         judged = self._planning.judge(group, serving, self._settings)
         if judged is not None:
             self._step_back_if_due(judged)
