@@ -7,6 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from eplb.core.constraints import Constraints
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.decision.coverage import coverage_of
 from eplb.errors import ConfigError
@@ -64,3 +67,49 @@ def test_one_domain_asks_for_nothing_and_less_is_refused() -> None:
     assert not coverage_of(tokens, room, topology(3, 3), 1).constraints.binds_experts
     with pytest.raises(ConfigError, match="min_domains is 0, expected 1 or more"):
         coverage_of(tokens, room, topology(3, 3), 0)
+
+
+# -- with expert groups
+
+GROUPED = ModelShape((0,), 8, 2, hidden=16, intermediate=8, num_expert_groups=2)
+GROUPED_TOKENS = np.array([[10, 40, 20, 30, 15, 5, 35, 25]])
+
+
+def two_nodes(domains: list[int]) -> Topology:
+    """Two nodes of two ranks of three slots; the ranks are in these failure domains."""
+    return Topology(np.array([0, 0, 1, 1]), np.full(4, 3), failure_domain=np.array(domains))
+
+
+def ranks_of(placement: Placement, expert: int) -> list[int]:
+    """Return the ranks that hold an expert of the only layer."""
+    return (np.flatnonzero(placement.slot_to_expert[0] == expert) // 3).tolist()
+
+
+def test_groups_stay_on_nodes_that_have_enough_domains() -> None:
+    ranks, room = two_nodes([0, 1, 2, 3]), np.full((1, 4), 3)
+
+    found = coverage_of(GROUPED_TOKENS, room, ranks, 2, num_groups=2)
+    target = plan(GROUPED_TOKENS, ranks, model=GROUPED, constraints=found.constraints).target
+
+    # Six slots of a node for four experts: two of each group have a second replica.
+    assert sorted(found.constraints.min_domains) == [(0, 1), (0, 3), (0, 6), (0, 7)]
+    assert not found.releases_groups
+    nodes = [{rank // 2 for rank in ranks_of(target, expert)} for expert in range(8)]
+    assert all(len(found) == 1 for found in nodes), "each expert stays on one node"
+    assert nodes[:4] == [nodes[0]] * 4
+    assert all(len(set(ranks_of(target, expert))) == 2 for expert in (1, 3, 6, 7))
+
+
+def test_groups_are_released_where_the_domains_are_nodes() -> None:
+    ranks, room = two_nodes([0, 0, 1, 1]), np.full((1, 4), 3)
+    with pytest.raises(ConfigError, match="must be in 2 failure domains, expected at most 1"):
+        plan(GROUPED_TOKENS, ranks, model=GROUPED, constraints=Constraints(min_domains={1: 2}))
+
+    found = coverage_of(GROUPED_TOKENS, room, ranks, 2, num_groups=2)
+    target = plan(GROUPED_TOKENS, ranks, model=GROUPED, constraints=found.constraints).target
+
+    assert found.releases_groups
+    assert sorted(found.constraints.min_domains) == [(0, 1), (0, 3), (0, 6), (0, 7)]
+    assert all(
+        {rank // 2 for rank in ranks_of(target, expert)} == {0, 1} for expert in (1, 3, 6, 7)
+    )
