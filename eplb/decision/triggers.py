@@ -85,9 +85,10 @@ def due(
 ) -> tuple[Trigger | None, TriggerState]:
     """The trigger of a plan that is due now, or None; and the state that follows.
 
-    A clock that was set back counts as no time.
+    A clock that was set back counts as no time: intervals begin again.
     """
-    state = replace(state, tokens=state.tokens + seen.tokens)
+    planned_at = min(state.planned_at, seen.now)
+    state = replace(state, tokens=state.tokens + seen.tokens, planned_at=planned_at)
     if seen.imbalance < rules.rearms_below or seen.generation != state.generation:
         state = replace(state, is_armed=True)
     trigger = _trigger(rules, state, seen)
