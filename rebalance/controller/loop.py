@@ -353,8 +353,9 @@ class Controller:
         return migration
 
     def _note_keep(self, proposal: Plan, window: int, trigger: str) -> None:
-        """Record a KEEP decision if it is the first one or the previous record is old enough."""
+        """Record a KEEP decision; of those made at each window, one in a while."""
         is_due = window - self._noted_window >= self._settings.keep_every_windows
+        is_due |= trigger != "load"
         if is_due or self._noted_decision != proposal.decision.value:
             self._note(proposal, window, trigger=trigger)
 

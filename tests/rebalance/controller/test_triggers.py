@@ -87,12 +87,10 @@ def test_first_window_and_then_the_interval_are_triggers(clock: Clock) -> None:
 
 def test_imbalance_above_the_limit_is_a_trigger_until_it_is_armed_again(clock: Clock) -> None:
     watched = Watched(clock, start_imbalance=1.4, rearm_imbalance=1.2)
+    watched.store.change_live({"stage": "observe"}, reason="no commit arms it again")
     assert watched.serve(EVEN, windows=2) == ["first"]
 
     assert watched.serve(SKEWED) == ["imbalance"]
-    published = watched.store.published()
-    assert published is not None
-    watched.store.withdraw(published.plan_id, outcome="aborted", reason="a rank cannot stage")
     assert watched.serve(SKEWED, windows=2) == []  # hysteresis
     assert watched.serve(EVEN) == []
     assert watched.serve(SKEWED) == ["imbalance"]
@@ -191,7 +189,10 @@ def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) ->
     assert event["reason"].startswith("imbalance 1.600 -> ")
     asked = event["asked"]
     names = {*vars(SETTINGS.request), *OF_BUDGET, *OF_COST}
-    assert set(asked) == names, "what is not recorded cannot be explained later"
+    assert set(asked) == names | {"num_uncovered", "uncovered"}, (
+        "what is not recorded cannot be explained later"
+    )
+    assert asked["uncovered"] == [[0, 2], [0, 3]]
     assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "tokens")
 
 
