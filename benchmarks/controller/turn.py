@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stores", nargs="+", default=["sqlite", "redis"])
     parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--slots", type=int, default=2, help="of each rank")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -125,12 +126,14 @@ def main() -> None:
         f"python {sys.version.split()[0]}, numpy {np.__version__}, {LAYERS} x {EXPERTS}, {RANKS} "
         f"ranks x {given.slots} slots, {given.windows} windows, seed {given.seed}, load average "
         f"{os.getloadavg()[0]:.1f}\n"
-        "| store | turns | processor ms: median | p99 | most | server ms: median | decisions |\n"
-        "|---|---|---|---|---|---|---|"
+        "| store | turns | processor ms: median | p99 | most | of it the plan: median | server ms: "
+        "median | decisions |\n|---|---|---|---|---|---|---|---|"
     )
     with ExitStack() as stack:
         for kind, url, pid in stores(given.stores, stack):
             for number, (name, settings) in enumerate(cases.items()):
+                if given.only not in name:
+                    continue
                 with closing(open_store(url, f"turn-{number}")) as store:
                     print(row(kind, name, store, settings, topology, first, load, pid), flush=True)
 
@@ -146,7 +149,9 @@ def row(
     pid: int | None,
 ) -> str:
     """Measure one case; the first turn, which folds what is there and loads kernels, apart."""
-    ranks, controller = Ranks(store, topology, first), Controller(store, settings)
+    ranks = Ranks(store, topology, first)
+    # Its clock tells how long a plan takes: by processor time here.
+    controller = Controller(store, settings, monotonic=time.process_time)
     ranks.serve(load[0])
     controller.turn()
     own, of_server = [], []
@@ -157,11 +162,14 @@ def row(
         controller.turn()
         own.append(1e3 * (time.process_time() - begun))
         of_server.append(1e3 * (server_seconds(pid) - server))
-    decided = [event.detail["decision"] for event in store.events() if event.kind == "plan"]
+    plans = [event.detail for event in store.events() if event.kind == "plan"]
+    decided = [one["decision"] for one in plans]
+    took = [1e3 * one["plan_seconds"] for one in plans[1:]]
+    plan_ms = f"{np.median(took):.0f}" if took else "-"
     counts = ", ".join(f"{decided.count(one)} {one}" for one in sorted(set(decided)))
     p50, p99 = np.quantile(own, [0.5, 0.99])
     server_ms = f"{np.median(of_server):.0f}" if pid else "-"
-    figures = f"{len(own)} | {p50:.0f} | {p99:.0f} | {max(own):.0f} | {server_ms}"
+    figures = f"{len(own)} | {p50:.0f} | {p99:.0f} | {max(own):.0f} | {plan_ms} | {server_ms}"
     return f"| {kind}, {name} | {figures} | {counts} |"
 
 

@@ -87,7 +87,8 @@ def test_first_window_and_then_the_interval_are_triggers(clock: Clock) -> None:
 
 def test_imbalance_above_the_limit_is_a_trigger_until_it_is_armed_again(clock: Clock) -> None:
     watched = Watched(clock, start_imbalance=1.4, rearm_imbalance=1.2)
-    watched.store.change_live({"stage": "observe"}, reason="no commit arms it again")
+    # No commit arms it again, and no change of the load is a trigger of its own.
+    watched.store.change_live({"stage": "observe", "plan_windows": 1}, reason="a test")
     assert watched.serve(EVEN, windows=2) == ["first"]
 
     assert watched.serve(SKEWED) == ["imbalance"]
