@@ -226,12 +226,12 @@ class Controller:
             return
         if self._settings.stage == "layers":
             proposal = for_few_layers(proposal, self._settings.stage_layers)
-        why = self._held_back(control)
+        why = self._held_back(control, serving)
         self._note(proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
             self._publish(group, proposal, serving)
 
-    def _held_back(self, control: Control) -> str:
+    def _held_back(self, control: Control, serving: Placement) -> str:
         """Why no plan of the controller's own is published now; "" if one may be."""
         if control.observe or self._settings.stage == "observe":
             return "observe only"
@@ -239,6 +239,8 @@ class Controller:
             return "movement is switched off"
         if self._settings.stage == "propose":
             return "a proposal: a request for a rebalance carries it out"
+        if self._settings.stage == "layers" and self._planning.is_judging(serving):
+            return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._settings.back_off_s)
 
     def _step_back_if_due(self, judged: Judged) -> None:

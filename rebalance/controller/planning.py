@@ -123,6 +123,10 @@ class Planning:
         topology = settings.request.topology(group.topology)
         return self._record().judge(group.complete_windows(), serving, topology)
 
+    def is_judging(self, serving: Placement) -> bool:
+        """Whether a plan serves that has not had its windows yet."""
+        return self._record().is_judging(serving)
+
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
         """Hold a published plan to its promise."""
         self._record().published(proposal, base, target)

@@ -74,6 +74,10 @@ class TrackRecord:
         if proposal.decision is Decision.MOVE:
             self._open = Promise(base, target, proposal.before - proposal.after)
 
+    def is_judging(self, committed: Placement) -> bool:
+        """Whether a plan serves that has not had its windows yet."""
+        return self._open is not None and committed.generation >= self._open.target.generation
+
     def judge(
         self, windows: Sequence[Window], committed: Placement, topology: Topology
     ) -> Judged | None:

@@ -83,6 +83,27 @@ def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment, clock
     assert stages == ["observe", "propose", "layers", "all"]
 
 
+def test_next_layers_wait_until_the_ones_before_were_judged(
+    deployment: Deployment, clock: Clock
+) -> None:
+    store, controller = deployment.store, controller_at(deployment, clock, "layers")
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+
+    for _ in range(ENOUGH - 1):
+        deployment.serve(SKEWED)
+        controller.turn()
+        assert store.published() is None
+    assert last_reason(deployment).endswith("the plan before it is judged first, on 4 windows)")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert len(events(store, "promise")) == 1
+    further = deployment.swap()
+    assert changed_layers(further.base, further.target) == [0]
+
+
 def test_request_moves_in_propose_and_is_refused_in_observe(
     deployment: Deployment, clock: Clock
 ) -> None:
