@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,13 @@ TTL_S, DEADLINE_S, MIGRATION_S, WAIT_S = 2.0, 120.0, 3.0, 0.05
 SETTINGS = ControllerSettings(lease_ttl_s=TTL_S, migration_deadline_s=MIGRATION_S, back_off_s=0.0)
 
 
-def control(url: str, holder: str) -> None:
+def control(url: str, holder: str, is_ready: Event) -> None:
     """A controller's process, until it is killed."""
     with closing(open_store(url, "failover")) as store:
-        Controller(store, SETTINGS, holder=holder).run(lambda: False, poll_s=WAIT_S)
+        controller = Controller(store, SETTINGS, holder=holder)
+        controller.turn()
+        is_ready.set()
+        controller.run(lambda: False, poll_s=WAIT_S)
 
 
 class Crew:
@@ -54,6 +58,7 @@ class Crew:
     def __init__(self, url: str) -> None:
         self._url, self._number = url, 0
         self.processes: dict[str, BaseProcess] = {}
+        self._ready: dict[str, Event] = {}
         for _ in range(2):
             self.add()
 
@@ -62,8 +67,16 @@ class Crew:
         self._number += 1
         name = f"controller-{self._number}"
         context = multiprocessing.get_context("spawn")
-        self.processes[name] = context.Process(target=control, args=(self._url, name), daemon=True)
+        self._ready[name] = ready = context.Event()
+        given = (self._url, name, ready)
+        self.processes[name] = context.Process(target=control, args=given, daemon=True)
         self.processes[name].start()
+
+    def wait(self) -> None:
+        """Wait until all have made a turn: one leads, the other stands by."""
+        for name in self.processes:
+            if not self._ready[name].wait(DEADLINE_S):
+                raise SystemExit(f"{name} has not made a turn in {DEADLINE_S:g} s")
 
     def kill(self, name: str) -> None:
         """SIGKILL one."""
@@ -129,8 +142,8 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
             finishes = number % 2 == 0
             # The load changes when a migration was finished; one that was dropped is planned again.
             load = LOADS[(number + 1) // 2 % 2]
+            crew.wait()
             leader = wait_for(store, "leader", store.lease).holder
-            wait_for(store, "stand-by", lambda: len(store.announced()) >= 0)
 
             def served(load: list[int] = load) -> Any:
                 ranks.serve(load)
