@@ -176,7 +176,7 @@ def test_user_of_the_docs_may_do_all_that_a_store_does(server: RedisProcess) -> 
         store.wait(store.version(), 0.05)
         store.prune(99.0)
         store.prune_events(0)
-        assert store.durability == "everysec"
+        assert store.durability == "always"
 
 
 def test_missing_permission_is_an_error(server: RedisProcess) -> None:
