@@ -49,6 +49,28 @@ class LiveSettings:
     back_off_s: float | None = None
     task_expiry_s: float | None = None  # 0: tasks do not expire
     rollback_loss: float | None = None  # 0: no plan is taken back by rule
+    # What is asked of the planner: see rebalance/controller/planner_request.py and CostModel.
+    objective: str | None = None
+    dispatch: str | None = None
+    min_domains: int | None = None
+    rank_speed: str | None = None
+    forecast_weight: float | None = None
+    expert_part: float | None = None
+    bytes_per_s: float | None = None
+    seconds_per_rebalance: float | None = None
+    far_moves: float | None = None
+    node_traffic: float | None = None
+    dead_zone: bool | None = None
+    # When a plan is made: see eplb/decision/triggers.py. 0: that rule is off.
+    interval_tokens: int | None = None
+    interval_s: float | None = None
+    start_imbalance: float | None = None
+    rearm_imbalance: float | None = None
+    cool_down_s: float | None = None
+    # How much of a plan is carried out: see eplb/decision/rollout.py.
+    stage: str | None = None
+    stage_layers: int | None = None
+    stage_loss: float | None = None  # 0: no step back by rule
 
     def set_values(self) -> dict[str, Value]:
         """Return the values that are set, by name."""
@@ -71,6 +93,20 @@ _AT_LEAST = {
     "back_off_s": 0,
     "task_expiry_s": 0,
     "rollback_loss": 0,
+    "min_domains": 1,
+    "forecast_weight": 0,
+    "expert_part": 0,
+    "bytes_per_s": 1,
+    "seconds_per_rebalance": 0,
+    "far_moves": 0,
+    "node_traffic": 0,
+    "interval_tokens": 0,
+    "interval_s": 0,
+    "start_imbalance": 0,
+    "rearm_imbalance": 0,
+    "cool_down_s": 0,
+    "stage_layers": 1,
+    "stage_loss": 0,
 }
 
 

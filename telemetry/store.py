@@ -236,6 +236,9 @@ class LeaseStore(Protocol):
     def lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that holds now, as far as this object has seen, or None."""
 
+    def latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+        """Return the lease that was given out last, also where it is over; None before any."""
+
 
 class PlacementStore(Protocol):
     """Committed placements, and the open migration."""
@@ -387,6 +390,12 @@ class TaskStore(Protocol):
 
         Raises:
             FencedOut: as ``publish``.
+        """
+
+    def cancel(self, task_id: int, *, reason: str) -> bool:
+        """Fail a task that is still queued; False for one that was claimed, ended or is unknown.
+
+        A task is claimed or cancelled, never both.
         """
 
     def task(self, task_id: int) -> Task | None:

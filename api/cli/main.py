@@ -24,7 +24,7 @@ from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, configure
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.config.loader import load
-from api.demo.settings import DEPLOYMENT
+from api.demo.settings import DEMO_DEFAULTS, DEPLOYMENT
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
@@ -102,7 +102,7 @@ def demo(
     try:
         check_packages()
         named = named_settings(setting or [])
-        loaded = load(flags, config=config, environ=os.environ, named=named)
+        loaded = load(flags, config=config, environ=os.environ, named=named, defaults=DEMO_DEFAULTS)
         log = loaded.settings.log
         set_up_logging(LogSettings(log.format, log.level, DEPLOYMENT), process="demo")
         if loaded.settings.demo.device == "cuda":  # at once, and not by ranks that cannot start

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from api.config.tree import Settings
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
+from eplb.decision.triggers import TriggerRules
 from eplb.migration.build import Pace
 from rebalance.build.config import ReportingConfig
 from rebalance.controller.loop import ControllerSettings
+from rebalance.controller.planner_request import PlannerRequest
 from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from telemetry.reporter.drain import Tempo
@@ -23,7 +26,15 @@ def controller_settings(settings: Settings, pace: Pace, seed: int = 0) -> Contro
     return ControllerSettings(
         policy=settings.planner.policy,
         plan_windows=settings.planner.plan_windows,
-        cost=CostModel(pay_back_s=settings.planner.pay_back_s),
+        cost=CostModel(
+            pay_back_s=settings.planner.pay_back_s,
+            expert_part=settings.planner.expert_part,
+            bytes_per_s=settings.planner.bytes_per_s,
+            seconds_per_rebalance=settings.planner.seconds_per_rebalance,
+            far_moves=settings.planner.far_moves,
+            node_traffic=settings.planner.node_traffic,
+            dead_zone=settings.planner.dead_zone,
+        ),
         budget=Budget(
             max_moves=settings.planner.max_moves or None,
             target_imbalance=settings.planner.target_imbalance,
@@ -42,6 +53,15 @@ def controller_settings(settings: Settings, pace: Pace, seed: int = 0) -> Contro
         back_off_s=settings.controller.back_off_s,
         task_expiry_s=settings.controller.task_expiry_s,
         rollback_loss=settings.controller.rollback_loss,
+        request=PlannerRequest(
+            **{one.name: getattr(settings.planner, one.name) for one in fields(PlannerRequest)}
+        ),
+        triggers=TriggerRules(
+            **{one.name: getattr(settings.controller, one.name) for one in fields(TriggerRules)}
+        ),
+        stage=settings.controller.stage,
+        stage_layers=settings.controller.stage_layers,
+        stage_loss=settings.controller.stage_loss,
     )
 
 

@@ -11,6 +11,7 @@ from api.config.reference import toml_value
 from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
+from rebalance.controller.planner_request import speeds_of
 from telemetry.live import LiveChange, LiveSettings, LiveState, Value
 
 
@@ -45,14 +46,16 @@ def parsed_changes(texts: Mapping[str, str | None], *, given_by: str) -> dict[st
 
 
 def check_policy(changes: Mapping[str, Value | None]) -> None:
-    """Refuse a placement policy that is not there.
+    """Refuse a placement policy that is not there, and rank speeds that cannot be read.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: the policy is unknown, or the text is no list of speeds.
     """
-    policy = changes.get("policy")
+    policy, speeds = changes.get("policy"), changes.get("rank_speed")
     if policy is not None:
         policy_named(str(policy))
+    if speeds is not None:
+        speeds_of(str(speeds))
 
 
 def overriding(state: LiveState) -> list[str]:

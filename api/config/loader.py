@@ -82,6 +82,7 @@ def load(
     environ: Mapping[str, str],
     named: Mapping[str, Any] | None = None,
     named_by: str = "--setting",
+    defaults: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Merge flags, environment, TOML file and defaults, in this order of precedence.
 
@@ -92,6 +93,7 @@ def load(
             separator between them, ``EPLB_TOPOLOGY__HOSTS`` addresses with commas.
         named: values of ``--setting NAME=VALUE``, which stand above all others.
         named_by: the flag that gives them.
+        defaults: of the command, by full name, in place of those of the settings.
 
     Raises:
         ConfigError: an unknown key, a setting that one place gives twice, a value of the wrong
@@ -122,6 +124,7 @@ def load(
         sizes = {f"demo.{name}": value for name, value in CUDA_DEFAULTS.items()}
         places = dict.fromkeys(sizes, "the defaults of device cuda") | places
         values = sizes | values
+    values = dict(defaults or {}) | values
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         section, _, name = path.partition(".")

@@ -16,8 +16,6 @@ from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, files_toge
 from api.demo.settings import DEPLOYMENT
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
-from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from rebalance.engines.plugin_settings import EngineSettings
 from rebalance.network.tls import Certificate
 from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
@@ -46,74 +44,6 @@ class Deployment(Section):
         if store == "memory:":
             raise ValueError("expected a store that several processes can share")
         return store
-
-
-class Planner(Section):
-    """What a plan aims at."""
-
-    policy: str = setting("auto", "placement policy", min_length=1, live=True)
-    plan_windows: Whole = setting(16, "load windows that a plan uses", ge=1, le=64, live=True)
-    pay_back_s: Number = setting(
-        CostModel.pay_back_s,
-        "serving time within which a move must save what it costs",
-        ge=0,
-        le=1_000_000_000,
-        live=True,
-    )
-    max_moves: Whole = setting(
-        0,
-        "most experts that one plan moves; 0: no limit",
-        unit="experts",
-        ge=0,
-        le=10**9,
-        live=True,
-    )
-    target_imbalance: Number = setting(
-        Budget.target_imbalance,
-        "max/mean rank load of a layer at or below which the layer is not changed",
-        ge=1,
-        le=1_000_000,
-        live=True,
-    )
-
-
-class Controller(Section):
-    """When plans are made, and which are carried out."""
-
-    movement: bool = setting(True, "the kill switch: off means that no weight moves", live=True)
-    observe: bool = setting(False, "plan and report, publish no migration", live=True)
-    poll_s: Number = setting(0.2, "longest wait for a change of the store", gt=0, le=HOUR_S)
-    lease_ttl_s: Number = setting(
-        10.0,
-        "time to live of the controller's and the deployment's lease; longer than a plan takes",
-        gt=0,
-        le=HOUR_S,
-    )
-    migration_deadline_s: Number = setting(
-        60.0, "age at which an open migration is withdrawn", gt=0, le=HOUR_S, live=True
-    )
-    keep_every_windows: Whole = setting(
-        8, "windows between two events of the same KEEP decision", ge=1, le=1_000_000, live=True
-    )
-    back_off_s: Number = setting(
-        10.0,
-        "wait after a migration that failed, twice as long after each further one, 600 s at most",
-        ge=0,
-        le=HOUR_S,
-        live=True,
-    )
-    task_expiry_s: Number = setting(
-        300.0, "age at which a queued request is refused; 0: never", ge=0, le=YEAR_S, live=True
-    )
-    rollback_loss: Number = setting(
-        0.0,
-        "imbalance by which a plan has made its first windows worse, at which it is taken back; "
-        "0: never",
-        unit="",
-        ge=0,
-        le=1_000_000,
-        live=True,
-    )
 
 
 class Engine(Section):

@@ -18,13 +18,12 @@ from pydantic.fields import FieldInfo
 from api.config.deployment import ModelSettings, NetworkSettings, TopologySettings
 from api.config.fields import Section, about
 from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
+from api.config.planning import Controller, Planner
 from api.config.sections import (
-    Controller,
     Deployment,
     Engine,
     Http,
     Log,
-    Planner,
     Supervision,
     Telemetry,
 )

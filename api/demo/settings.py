@@ -16,6 +16,9 @@ DEFAULT_REDUNDANCY = 1.25  # slots over experts when the slots are not given
 View = Literal["auto", "live", "plain", "off"]
 Precision = Literal["float32", "bfloat16", "fp8"]
 
+# A deployment begins by observing; the demo is to show rebalances.
+DEMO_DEFAULTS: dict[str, Any] = {"controller.stage": "all"}
+
 # On GPUs the sizes are those that DeepEP's kernels know, and ranks are GPUs of one host.
 CUDA_DEFAULTS: dict[str, Any] = {
     "nodes": 1,

@@ -87,6 +87,8 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             say(f"eplb serve: the token of the HTTP service is in {token_file}")
         did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
+        if store.live().effective.stage == "observe":
+            say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")
         while not stop.received:
             helpers.look()
 

@@ -30,6 +30,7 @@ class Status:
     store: str  # without a password
     leader: str  # its process; "": none leads
     lease_left_s: float  # until the leader's lease runs out without a renewal
+    turn_age_s: float | None  # since a turn of a controller renewed the lease; None: there was none
     starting: str  # a controller that compiles, and how far it is; "": none does
     run: str | None
     generation: int | None
@@ -93,6 +94,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         store=store_shown,
         leader=leads.leader,
         lease_left_s=leads.left_s,
+        turn_age_s=leads.turn_age_s,
         starting=leads.starting,
         run=seen.run,
         generation=seen.generation,
@@ -118,7 +120,8 @@ def _versions(store: LoadStore, now: float) -> dict[str, str]:
 
 def render(status: Status) -> str:
     """Give a status as lines for people."""
-    leader = f"{status.leader}, lease for {status.lease_left_s:.0f} s more"
+    turn = f"last turn {status.turn_age_s or 0.0:.0f} s ago"
+    leader = f"{status.leader}, {turn}, lease for {status.lease_left_s:.0f} s more"
     window, moving = status.window, status.migration
     lines = {
         "deployment": f"{status.deployment} in {status.store}",

@@ -57,7 +57,7 @@ from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
 from eplb import __version__
-from telemetry.store import LoadStore
+from telemetry.store import LoadStore, TaskState
 
 STATIC = Path(__file__).parent / "static"
 
@@ -166,6 +166,23 @@ def get_events(
 def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
     """A request that the controller works off, and its result."""
     return service.task(task_id)
+
+
+@watch.get("/tasks", summary="Tasks in a state")
+def get_tasks(
+    service: Service,
+    state: TaskState = "queued",
+    after: Id = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> list[TaskAnswer]:
+    """Oldest first, past an id: repeat with the last id to continue."""
+    return service.tasks(state, after, limit)
+
+
+@act.post("/tasks/{task_id}/cancel", summary="Cancel a queued task", responses=documented(404, 409))
+def post_cancel(service: Service, task_id: TaskId, body: ReasonRequest) -> TaskAnswer:
+    """Only before the controller begins it; a migration is stopped by a pause."""
+    return service.cancel(task_id, body.reason)
 
 
 @act.post(

@@ -114,6 +114,10 @@ class State(Answer):
     generation: int | None
     leader: str = Field(description="the controller that leads; empty: none does")
     starting: str = Field(description="a controller that compiles; empty: none, or one leads")
+    led_s: float = Field(description="how long the leader has held the lease; 0: none leads")
+    turn_age_s: float | None = Field(
+        description="since a turn of a controller renewed the lease, at a third of its time to live"
+    )
     problems: list[str] = Field(description="all that is wrong; empty: it serves as it should")
     num_layers: int
     layer_ids: list[int] = Field(description="[L] of the MoE layers, as the model numbers them")

@@ -39,13 +39,13 @@ from api.metrics.exposition import Exposition
 from api.monitor.health import leadership, problems
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.readiness import unready
+from api.monitor.readiness import leaderless, unready
 from api.monitor.snapshot import Snapshot
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, LoadStore, Task
+from telemetry.store import CommittedPlacement, LoadStore, Task, TaskState
 
 
 class Refused(EplbError):
@@ -95,10 +95,13 @@ class AdminService:
         """Report that every rank serves.
 
         Raises:
-            Refused: no run, ranks that are silent or frozen, or no step for too long.
+            Refused: no run, ranks that are silent or frozen, no step or no leader for too long.
         """
         seen = self._snapshot()
-        why_not = unready(seen, self._stalled_after_s)
+        leads = leadership(self.store, time.time())
+        why_not = unready(seen, self._stalled_after_s) or leaderless(
+            leads.why_none, leads.turn_age_s, self._stalled_after_s
+        )
         if why_not is not None:
             raise Refused(503, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
@@ -110,6 +113,8 @@ class AdminService:
         fields: dict[str, Any] = {
             "leader": leads.leader,
             "starting": leads.starting,
+            "led_s": leads.held_s,
+            "turn_age_s": leads.turn_age_s,
             "problems": list(problems(seen, leads, self._stalled_after_s)),
         }
         others = State.model_fields.keys() - fields.keys()
@@ -203,7 +208,24 @@ class AdminService:
             raise Refused(404, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
+    def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
+        """Tasks in a state past an id, oldest first."""
+        found = self.store.tasks(state, after=after, limit=limit)
+        return [task_answer(self.store, task) for task in found]
+
     # -- requests
+    def cancel(self, task_id: int, reason: str) -> TaskAnswer:
+        """Cancel a task that is still queued.
+
+        Raises:
+            Refused: there is no such task, or the controller has begun it.
+        """
+        is_cancelled = self.store.cancel(task_id, reason=reason)
+        answer = self.task(task_id)
+        if not is_cancelled:
+            raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
+        return answer
+
     def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
         """Ask the controller, and wait for a while; the task may not be done when this returns.
 

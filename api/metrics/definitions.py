@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api.monitor.drift_watch import largest_layer
+from api.monitor.health import Leadership
 from api.monitor.snapshot import PHASES, Snapshot
 from api.monitor.tally import Durations
 from api.processes.supervision import ProcessState
@@ -58,6 +59,7 @@ class Scrape:
     migration: Migration | None  # the open one
     samples_stored: int
     backend: str  # kind of store
+    leads: Leadership
     received: NDArray[np.int64] | None = None  # [L, R] if requested
 
 
@@ -66,6 +68,7 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     seen = scrape.seen
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
     yield from _health(seen)
+    yield from _leader(scrape)
     yield from _supervision(seen)
     yield from _balance(scrape)
     yield from _plans(seen)
@@ -95,9 +98,18 @@ def _health(seen: Snapshot) -> Iterator[Metric]:
     yield _counter("anomalies", anomalies_help, seen.anomalies, "type")
 
 
+def _leader(scrape: Scrape) -> Iterator[Metric]:
+    leads = scrape.leads
+    leads_help = "1 while a controller leads."
+    yield _gauge("controller_leads", leads_help, float(not leads.why_none))
+    # By a clock that never jumps where this process supervises the controller.
+    seen_s = scrape.seen.supervision.lease_age_s
+    lease_help = "Time since a turn of a controller renewed the lease."
+    age_s = leads.turn_age_s if seen_s is None else seen_s
+    yield _gauge("controller_lease_age_seconds", lease_help, age_s)
+
+
 def _supervision(seen: Snapshot) -> Iterator[Metric]:
-    lease_help = "Time since a renewal of the controller's lease was last seen."
-    yield _gauge("controller_lease_age_seconds", lease_help, seen.supervision.lease_age_s)
     report_ages: dict[str, float] = {}
     restarts: dict[str, float] = {}
     up: dict[str, float] = {}

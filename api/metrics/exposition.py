@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
+from api.monitor.health import leadership
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
 from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError
@@ -76,6 +77,7 @@ class Exposition:
             drift=self._drift.update(seen, windows),
             migration=self._store.published(),
             samples_stored=sum(counts.values()),
+            leads=leadership(self._store, seen.time),
             backend=type(self._store).__name__.removesuffix("Store").lower(),
             received=self._monitor.received() if self._level == "rank" else None,
         )

@@ -23,6 +23,9 @@ class Leadership:
     left_s: float  # until its lease runs out without a renewal
     starting: str  # where none leads: one that compiles, and how far it is; "": none does
     why_none: str  # "": one leads
+    # The leader renews its lease in its turns, at a third of the time to live, and nowhere else.
+    turn_age_s: float | None = None  # since a turn renewed the latest lease; None: there was none
+    held_s: float = 0.0  # that this leader has led
 
 
 def leadership(store: LoadStore, now: float) -> Leadership:
@@ -31,17 +34,21 @@ def leadership(store: LoadStore, now: float) -> Leadership:
     Raises:
         StoreError: the store cannot be read.
     """
-    lease = store.lease()
-    held = lease is not None and bool(lease.ttl_s)
+    lease = store.latest_lease()
+    held = lease is not None and bool(lease.ttl_s)  # 0: it was given up
+    age_s = None if lease is None else max(0.0, now - (lease.expires - lease.ttl_s))
     if lease is not None and held and lease.expires >= now and not is_dead(lease.holder):
-        return Leadership(shown(lease.holder), lease.expires - now, "", "")
+        left_s, held_s = lease.expires - now, max(0.0, now - lease.since)
+        return Leadership(shown(lease.holder), left_s, "", "", age_s, held_s)
     if starting := _starting(store, now):
-        return Leadership("", 0.0, starting, f"no controller leads yet: {starting}")
+        return Leadership("", 0.0, starting, f"no controller leads yet: {starting}", age_s)
     why = "no controller leads, expected one (eplb serve or eplb controller)"
-    if lease is not None and held:
-        age_s = max(0.0, now - lease.expires)
-        why = f"no controller leads: the lease of {shown(lease.holder)} ran out {age_s:.0f} s ago"
-    return Leadership("", 0.0, "", why)
+    if lease is not None and held and lease.expires < now:
+        since_s = now - lease.expires
+        why = f"no controller leads: the lease of {shown(lease.holder)} ran out {since_s:.0f} s ago"
+    elif lease is not None and held:
+        why = f"no controller leads: {shown(lease.holder)} has exited"
+    return Leadership("", 0.0, "", why, age_s)
 
 
 def _starting(store: LoadStore, now: float) -> str:

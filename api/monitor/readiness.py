@@ -6,6 +6,16 @@ from api.monitor.snapshot import Snapshot
 from api.processes.supervision import ProcessState
 
 
+def leaderless(why_none: str, turn_age_s: float | None, stalled_after_s: float) -> str | None:
+    """Return why a deployment without a leader is not ready, once the last turn is too old.
+
+    A deployment that never had a controller serves without one.
+    """
+    if not why_none or turn_age_s is None or turn_age_s <= stalled_after_s:
+        return None
+    return f"{why_none}; the last turn of one is {turn_age_s:.0f} s old"
+
+
 def unready(seen: Snapshot, stalled_after_s: float) -> str | None:
     """Return why a deployment is not ready, the worst first; None when it is.
 

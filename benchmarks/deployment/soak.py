@@ -57,6 +57,8 @@ join_deadline_s = 120.0
 plan_windows = 1
 pay_back_s = 1e9  # every gain pays
 target_imbalance = 1.0
+[controller]
+stage = "all"
 [telemetry]
 window_steps = {window_steps}
 sample_steps = 4

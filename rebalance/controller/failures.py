@@ -42,7 +42,9 @@ class Failures:
             first_s: the wait after one failure; it doubles with each further one.
         """
         self._read()
-        left_s = self._failed_at + back_off(self._num_failed, first_s) - self._clock()
+        now = self._clock()
+        self._failed_at = min(self._failed_at, now)  # a clock that was set back: wait from now on
+        left_s = self._failed_at + back_off(self._num_failed, first_s) - now
         if self._num_failed == 0 or left_s <= 0:
             return ""
         times = "time" if self._num_failed == 1 else "times in a row"

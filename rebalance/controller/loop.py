@@ -19,13 +19,22 @@ from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.decision.gate import Decision
 from eplb.decision.promises import ENOUGH
-from eplb.errors import ConfigError, EplbError, FencedOut, StaleGeneration, StoreError
+from eplb.decision.rollout import breach, for_few_layers, stage_before
+from eplb.errors import (
+    ConfigError,
+    EplbError,
+    FencedOut,
+    StaleGeneration,
+    StaleRevision,
+    StoreError,
+)
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.candidates import Candidates, candidates_for
 from eplb.migration.spares import expand
 from eplb.planner import Plan
 from eplb.policies.table import policy_named
 from eplb.versions import CONTROLLER, Announcement, refusal
+from rebalance.controller.due import Due
 from rebalance.controller.failures import Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
@@ -37,7 +46,7 @@ from rebalance.controller.track_record import Judged
 from telemetry.joining import ranks_of
 from telemetry.log_context import set_log_fields
 from telemetry.retention.pruning import Keeper
-from telemetry.store import LoadStore, Task, TaskResult
+from telemetry.store import Control, LoadStore, Task, TaskResult
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
 PAUSE_WINDOWS = 16  # after a rollback by rule: the history is then of windows after it
@@ -83,6 +92,7 @@ class Controller:
         self._open = OpenPlan(store, clock)
         self._failures = Failures(store, clock)
         self._planning = Planning(store, monotonic)
+        self._due = Due(clock)
         self._paused_until = -1  # window before which no plan follows a rollback by rule
         self._noted_errors: set[str] = set()
         self._keeper, self._kept_at = Keeper(store, settings.retention), clock()
@@ -111,6 +121,7 @@ class Controller:
         if group is not self._group:
             self._noted_errors.clear()
             self._check_version(group)
+            self._due.ranks_changed()
             self._group, self._planned_window, self._noted_window = group, -1, -1
             self._paused_until = -1
         try:
@@ -178,11 +189,12 @@ class Controller:
     # -- plans
 
     def _plan_if_due(self, group: Group) -> None:
-        before = self._planned_window
+        before, due = self._planned_window, self._due.memory
         try:
             self._plan_on_new_window(group)
         except StoreError:
-            self._planned_window = before  # not planned: this window remains due
+            # not planned: this window remains due
+            self._planned_window, self._due.memory = before, due
             raise
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
@@ -197,22 +209,56 @@ class Controller:
         if committed is None or past is None:
             return
         control = self._store.control()
-        serving, is_free = committed.placement, control.movement and not control.observe
-        judged = self._planning.judge(group, serving)
-        if judged is not None and is_free and self._take_back(group, judged, serving):
+        serving = committed.placement
+        is_free = control.movement and not control.observe and self._settings.stage != "observe"
+        judged = self._planning.judge(group, serving, self._settings)
+        if judged is not None:
+            self._step_back_if_due(judged)
+            if is_free and self._take_back(group, judged, serving):
+                return
+        trigger = self._due.trigger(self._settings.triggers, windows, past, committed, group)
+        if trigger is None:
             return
         proposal = self._plan(group, past, serving, self._settings.policy)
         self._suggest(candidates_for(past.tokens.sum(axis=0), serving, group.topology))
         if proposal.decision is Decision.KEEP:
-            self._note_keep(proposal, windows[-1].index)
-        elif control.observe or not control.movement:
-            why = "observe only" if control.observe else "movement is switched off"
-            self._note(proposal, windows[-1].index, held_back=why)
-        elif why := self._paused() or self._failures.held_back(self._settings.back_off_s):
-            self._note(proposal, windows[-1].index, held_back=why)
-        else:
-            self._note(proposal, windows[-1].index)
+            self._note_keep(proposal, windows[-1].index, trigger)
+            return
+        if self._settings.stage == "layers":
+            proposal = for_few_layers(proposal, self._settings.stage_layers)
+        why = self._held_back(control, serving)
+        self._note(proposal, windows[-1].index, held_back=why, trigger=trigger)
+        if not why:
             self._publish(group, proposal, serving)
+
+    def _held_back(self, control: Control, serving: Placement) -> str:
+        """Why no plan of the controller's own is published now; "" if one may be."""
+        if control.observe or self._settings.stage == "observe":
+            return "observe only"
+        if not control.movement:
+            return "movement is switched off"
+        if self._settings.stage == "propose":
+            return "a proposal: a request for a rebalance carries it out"
+        if self._settings.stage == "layers" and self._planning.is_judging(serving):
+            return f"the plan before it is judged first, on {ENOUGH} windows"
+        return self._paused() or self._failures.held_back(self._settings.back_off_s)
+
+    def _step_back_if_due(self, judged: Judged) -> None:
+        """Set the stage before this one where a plan made its windows worse than allowed."""
+        stage, why = self._settings.stage, breach(judged.given, self._settings.stage_loss)
+        before = stage_before(stage)
+        if not why or before == stage:
+            return
+        reason = f"rollout of generation {judged.promise.target.generation}: {why}"
+        self._lease.check()
+        state = self._store.live()
+        try:
+            self._store.change_live({"stage": before}, expected=state.revision, reason=reason)
+        except StaleRevision:
+            log.info("stage not changed: live settings were changed at the same time")
+            return
+        self._follow_live_settings()
+        log.warning("stage=%s, was %s: %s", before, stage, reason)
 
     def _plan(self, group: Group, past: LoadHistory, serving: Placement, policy: str) -> Plan:
         set_log_fields(generation=serving.generation)
@@ -261,10 +307,10 @@ class Controller:
         )
 
     def _carry_out(
-        self, group: Group, proposal: Plan, serving: Placement, trigger: str
+        self, group: Group, proposal: Plan, serving: Placement, trigger: str, actor: str = ""
     ) -> Migration | None:
         """Record a decision and publish its migration."""
-        self._note(proposal, self._planned_window, trigger=trigger)
+        self._note(proposal, self._planned_window, trigger=trigger, actor=actor)
         return self._publish(group, proposal, serving, is_promise=trigger != "rollback")
 
     def _suggest(self, candidates: Candidates) -> None:
@@ -308,18 +354,20 @@ class Controller:
             self._planning.published(proposal, current, migration.target)
         return migration
 
-    def _note_keep(self, proposal: Plan, window: int) -> None:
-        """Record a KEEP decision if it is the first one or the previous record is old enough."""
+    def _note_keep(self, proposal: Plan, window: int, trigger: str) -> None:
+        """Record a KEEP decision; of those made at each window, one in a while."""
         is_due = window - self._noted_window >= self._settings.keep_every_windows
+        is_due |= trigger != "load"
         if is_due or self._noted_decision != proposal.decision.value:
-            self._note(proposal, window)
+            self._note(proposal, window, trigger=trigger)
 
     def _note(
-        self, proposal: Plan, window: int, *, held_back: str = "", trigger: str = "load"
+        self, proposal: Plan, window: int, *, held_back: str = "", trigger: str, actor: str = ""
     ) -> None:
         self._noted_window, self._noted_decision = window, proposal.decision.value
         reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
         detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
+        detail |= {"actor": actor or "controller", "stage": self._settings.stage}
         detail |= self._planning.how
         self._store.add_event("plan", detail)
         log.info(
@@ -388,7 +436,7 @@ class Controller:
             return TaskResult(detail=detail)
         self._refuse_if_held_back()
         trigger = "request" if task.kind == "rebalance" else task.kind
-        migration = self._carry_out(group, proposal, serving, trigger)
+        migration = self._carry_out(group, proposal, serving, trigger, f"task {task.id}")
         return TaskResult(plan_id=migration.plan_id if migration else 0, detail=detail)
 
     def _refuse_if_expired(self, task: Task) -> None:
@@ -403,7 +451,9 @@ class Controller:
         control = self._store.control()
         if not control.movement:
             raise EplbError("movement is switched off, expected it on for a rebalance")
-        if control.observe:
-            raise EplbError("this deployment is observed only, expected observe off")
+        if control.observe or self._settings.stage == "observe":
+            raise EplbError(
+                "this deployment is observed only, expected observe off and a later stage"
+            )
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")

@@ -9,17 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from eplb.clock import Clock
+from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
+from eplb.decision.coverage import Coverage
+from eplb.decision.gate import Decision
+from eplb.dispatch_rules.rules import DispatchRule
 from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
-from rebalance.controller.settings import ControllerSettings
-from rebalance.controller.track_record import Judged, TrackRecord
+from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
+from rebalance.controller.track_record import Judged, Promises, TrackRecord
 from telemetry.drift.detector import LOOK_BACK, planning_history
-from telemetry.store import EventStore
 from telemetry.windows.folder import Window, history
 
 
@@ -27,11 +30,11 @@ class Planning:
     """Makes plans, and holds them to what they promise.
 
     Args:
-        store: with the events of earlier plans, which are read with the first plan.
+        store: with earlier plans and their events, which are read with the first plan.
         clock: for how long a plan takes.
     """
 
-    def __init__(self, store: EventStore, clock: Clock) -> None:
+    def __init__(self, store: Promises, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._track: TrackRecord | None = None
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
@@ -53,9 +56,11 @@ class Planning:
         unseen = track.unseen(group.complete_windows(), current)
         if past.num_windows < settings.plan_windows:
             unseen = min(unseen, past.num_windows)  # a change of load restarts the count
-        topology = group.topology
+        topology = settings.request.topology(group.topology)
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
+        groups = group.model.num_expert_groups
+        coverage = settings.request.coverage(past, topology, groups)
         begun = self._clock()
         proposal = plan(
             past,
@@ -68,9 +73,14 @@ class Planning:
             seed=settings.seed,
             unseen=unseen,
             record=track.record,
+            objective=settings.request.objective,
+            constraints=coverage.constraints,
+            scenarios=settings.request.scenarios(past),
+            dispatch=DispatchRule(settings.request.dispatch),
         )
         took_s = round(self._clock() - begun, 4)
-        self.how = {"plan_seconds": took_s, "windows": past.num_windows}
+        asked = _asked(settings, coverage)
+        self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         return proposal
 
     def plan_back(
@@ -87,18 +97,35 @@ class Planning:
         Raises:
             PlacementError: the ranks of this run cannot serve it.
         """
-        topology = group.topology
+        topology = settings.request.topology(group.topology)
         check_fits(earlier, topology)
         if settings.spare_slots:
             earlier, _ = compact(earlier, topology, settings.spare_slots)
             current, topology = compact(current, topology, settings.spare_slots)
-        problem = Problem(past, topology, group.model, current, settings.budget, settings.cost)
-        self.how = {"windows": past.num_windows}
+        # Constraints on domains bind the planner, not an operator: what served may serve again.
+        problem = Problem(
+            past,
+            topology,
+            group.model,
+            current,
+            settings.budget,
+            settings.cost,
+            objective=settings.request.objective,
+            dispatch=DispatchRule(settings.request.dispatch),
+        )
+        self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
         return plan_to(problem, earlier, why=why)
 
-    def judge(self, group: Group, serving: Placement) -> Judged | None:
+    def judge(
+        self, group: Group, serving: Placement, settings: ControllerSettings
+    ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
-        return self._record().judge(group.complete_windows(), serving, group.topology)
+        topology = settings.request.topology(group.topology)
+        return self._record().judge(group.complete_windows(), serving, topology)
+
+    def is_judging(self, serving: Placement) -> bool:
+        """Whether a plan serves that has not had its windows yet."""
+        return self._record().is_judging(serving)
 
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
         """Hold a published plan to its promise."""
@@ -115,6 +142,13 @@ def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
     return planning_history(seen, last=last) if seen is not None else None
 
 
+def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
+    """Return what the planner was asked, as details of an event: request, budget and cost."""
+    cost = {name: getattr(settings.cost, name) for name in OF_COST}
+    budget = {name: getattr(settings.budget, name) for name in OF_BUDGET}
+    return settings.request.recorded(coverage) | budget | cost
+
+
 def summary(proposal: Plan) -> dict[str, Any]:
     """Return a plan as the detail of an event."""
     return {
@@ -126,5 +160,16 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "expected_gain": round(proposal.expected_gain, 4),
         "moves": proposal.num_moves,
         "bytes": proposal.num_moves * proposal.expert_bytes,
+        "cost_s": round(cost_s_of(proposal), 4),
         "generation": proposal.base_generation,
+        "target_generation": proposal.target.generation,
     }
+
+
+def cost_s_of(proposal: Plan) -> float:
+    """Serving time that the plan's moves and swaps take; 0 for a plan that changes nothing."""
+    if proposal.decision is Decision.KEEP:
+        return 0.0
+    cost, num_ranks = proposal.problem.cost, int(proposal.topology.alive.sum())
+    moves_s = proposal.num_moves * cost.move_seconds(proposal.expert_bytes) / num_ranks
+    return cost.seconds_per_rebalance + moves_s

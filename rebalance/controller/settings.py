@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
+from eplb.decision.rollout import STAGES, Stage
+from eplb.decision.triggers import TriggerRules
+from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from eplb.policies.table import policy_named
+from rebalance.controller.planner_request import PlannerRequest
 from telemetry.live import SWITCHES, LiveSettings
 from telemetry.retention.pruning import Retention
 from telemetry.store import LiveStore
 
-_OF_COST = ("pay_back_s",)
-_OF_BUDGET = ("max_moves", "target_imbalance")
+OF_COST = (
+    "pay_back_s",
+    "expert_part",
+    "bytes_per_s",
+    "seconds_per_rebalance",
+    "far_moves",
+    "node_traffic",
+    "dead_zone",
+)
+OF_BUDGET = ("max_moves", "target_imbalance")
+_OF_REQUEST = tuple(one.name for one in fields(PlannerRequest))
+_OF_TRIGGERS = tuple(one.name for one in fields(TriggerRules))
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +56,15 @@ class ControllerSettings:
     # Imbalance by which a plan must have made its first windows worse to be taken back; 0: never.
     rollback_loss: float = 0.0
     keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
+    request: PlannerRequest = field(default_factory=PlannerRequest)
+    triggers: TriggerRules = field(default_factory=TriggerRules)
+    stage: Stage = "all"  # of the rollout
+    stage_layers: int = 4  # that move in the stage "layers"
+    stage_loss: float = 0.0  # imbalance that a plan may make worse before a step back; 0: any
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ConfigError(f"stage is {self.stage!r}, expected one of: {', '.join(STAGES)}")
 
     @property
     def spare_slots(self) -> int:
@@ -55,14 +78,21 @@ class ControllerSettings:
             ConfigError: a value that cannot be used.
         """
         values: dict[str, Any] = live.set_values()
-        cost = {name: values.pop(name) for name in _OF_COST if name in values}
-        budget = {name: values.pop(name) for name in _OF_BUDGET if name in values}
+        cost = {name: values.pop(name) for name in OF_COST if name in values}
+        budget = {name: values.pop(name) for name in OF_BUDGET if name in values}
+        asked = {name: values.pop(name) for name in _OF_REQUEST if name in values}
+        rules = {name: values.pop(name) for name in _OF_TRIGGERS if name in values}
         if "max_moves" in budget:
             budget["max_moves"] = budget["max_moves"] or None
         own = {name: value for name, value in values.items() if name not in SWITCHES}
         policy_named(own.get("policy", self.policy))
         return replace(
-            self, cost=replace(self.cost, **cost), budget=replace(self.budget, **budget), **own
+            self,
+            cost=replace(self.cost, **cost),
+            budget=replace(self.budget, **budget),
+            request=replace(self.request, **asked),
+            triggers=replace(self.triggers, **rules),
+            **own,
         )
 
 

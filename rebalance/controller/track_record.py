@@ -1,14 +1,15 @@
 """Compares the promised with the measured gain of the controller's plans.
 
 A committed plan is judged once enough windows were measured under its placement. The sums are
-stored as an event, so that a restarted controller continues from them.
+stored as an event, so that a restarted controller continues from them. It also finds the plan that
+an earlier controller published and nobody has judged yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from eplb.core.topology import Topology
 from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 from eplb.decision.promises import ENOUGH, Promise, Record
-from telemetry.events import read_event
-from telemetry.store import EventStore, events_backwards
+from telemetry.events import PlanOffer, plan_offer, read_event
+from telemetry.store import Event, EventStore, PlacementStore, events_backwards
 from telemetry.windows.folder import Window
 
 KIND = "promise"  # of the event
@@ -34,6 +35,10 @@ class Judgement:
     record: list[float]  # promised, given
 
 
+class Promises(EventStore, PlacementStore, Protocol):
+    """Where decisions, judgements and placements are."""
+
+
 class Judged(NamedTuple):
     """A plan that has served for long enough."""
 
@@ -47,10 +52,10 @@ class TrackRecord:
     A RESPLIT is a new generation with the same slots, and does not end a judgement.
     """
 
-    def __init__(self, store: EventStore) -> None:
+    def __init__(self, store: Promises) -> None:
         self._store = store
         self.record = _latest(store)
-        self._open: Promise | None = None
+        self._open = _unjudged(store)
         self._serving: Placement | None = None
         self._generations: set[int] = set()  # with the experts where they are now
 
@@ -68,6 +73,10 @@ class TrackRecord:
         """Hold a plan to what it promises; only the latest one can be judged."""
         if proposal.decision is Decision.MOVE:
             self._open = Promise(base, target, proposal.before - proposal.after)
+
+    def is_judging(self, committed: Placement) -> bool:
+        """Whether a plan serves that has not had its windows yet."""
+        return self._open is not None and committed.generation >= self._open.target.generation
 
     def judge(
         self, windows: Sequence[Window], committed: Placement, topology: Topology
@@ -96,6 +105,36 @@ class TrackRecord:
         )
         self._store.add_event(KIND, vars(judgement))
         return Judged(promise, given)
+
+
+def _unjudged(store: Promises) -> Promise | None:
+    """The promise of the latest published plan, if it is a MOVE that nobody has judged."""
+    offer: PlanOffer | None = None
+    for event in events_backwards(store, {KIND, "publish", "plan"}):
+        if event.kind == KIND:
+            return None  # everything before was judged, or followed by what was
+        if event.kind == "publish":
+            offer = offer or plan_offer(event)
+        elif offer is not None and event.detail.get("decision") == Decision.RESPLIT.value:
+            offer = None  # the slots stay, and so does the promise of the MOVE before it
+        elif offer is not None:
+            return _promise(store, offer, event)
+    return None
+
+
+def _promise(store: Promises, offer: PlanOffer, decision: Event) -> Promise | None:
+    detail = decision.detail
+    before, after = detail.get("imbalance_before"), detail.get("imbalance_after")
+    is_other = detail.get("generation") != offer.base_generation
+    if is_other or before is None or after is None or detail.get("trigger") == "rollback":
+        return None  # a rollback promises no gain
+    base, target = store.placement(offer.base_generation), store.placement(offer.generation)
+    published = store.published()
+    if published is not None and published.plan_id == offer.plan_id:
+        return Promise(published.base, published.target, before - after)
+    if base is None or target is None or target.plan_id != offer.plan_id:
+        return None
+    return Promise(base.placement, target.placement, before - after)
 
 
 def _latest(store: EventStore) -> Record:

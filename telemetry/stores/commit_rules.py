@@ -341,6 +341,7 @@ def control_detail(control: Control, reason: str) -> Details:
     return vars(control) | {"reason": reason}
 
 
-def task_detail(task_id: int, kind: str, state: TaskState) -> Details:
-    """Detail of the event "task"."""
-    return {"task": task_id, "kind": kind, "state": state}
+def task_detail(task_id: int, kind: str, state: TaskState, reason: object = "") -> Details:
+    """Detail of the event "task"; reason: of the request, or why it failed."""
+    why = {"reason": str(reason)} if reason else {}
+    return {"task": task_id, "kind": kind, "state": state} | why

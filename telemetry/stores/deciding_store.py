@@ -208,6 +208,10 @@ class DecidingStore(ABC):
         latest = self._latest_lease(of)
         return None if latest is None or self._watch.is_over(latest) else latest
 
+    def latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
+        """Return the lease that was given out last."""
+        return self._latest_lease(of)
+
     def commit(
         self,
         placement: Placement,
@@ -379,7 +383,8 @@ class DecidingStore(ABC):
 
         def decision(ledger: Ledger) -> Task:
             task = ledger.add_task(kind, asked)
-            ledger.add_event("task", commit_rules.task_detail(task.id, kind, "queued"))
+            detail = commit_rules.task_detail(task.id, kind, "queued", asked.get("reason"))
+            ledger.add_event("task", detail)
             return task
 
         return self._decide(f"task {kind!r}", decision)
@@ -411,9 +416,25 @@ class DecidingStore(ABC):
             commit_rules.check_finish(task_id, found.state if found else None, state)
             assert found is not None, "check_finish refuses a task that is not there"
             ledger.put_task(replace(found, state=state, result=kept))
-            ledger.add_event("task", commit_rules.task_detail(task_id, found.kind, state))
+            detail = commit_rules.task_detail(task_id, found.kind, state, kept.error)
+            ledger.add_event("task", detail)
 
         self._decide(f"end of task {task_id}", decision)
+
+    def cancel(self, task_id: int, *, reason: str) -> bool:
+        """Cancel a task that is still queued."""
+        result = TaskResult(error=f"cancelled: {reason}")
+
+        def decision(ledger: Ledger) -> bool:
+            found = ledger.task(task_id)
+            if found is None or found.state != "queued":
+                return False
+            ledger.put_task(replace(found, state="failed", result=result))
+            detail = commit_rules.task_detail(task_id, found.kind, "failed", result.error)
+            ledger.add_event("task", detail)
+            return True
+
+        return self._decide(f"cancellation of task {task_id}", decision)
 
 
 def _check_fence(ledger: Ledger, fence: int | None) -> None:

@@ -1,4 +1,4 @@
-"""A deployment as its controller sees it: ranks report to the shipped fake store."""
+"""A deployment as its controller sees it: what its ranks would write to a store."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from rank_reports import rank_report
 
-from eplb.core.load import LoadSample
+from eplb.core.load import LoadSample, Phase
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import Event, RunInfo, Task
-from telemetry.stores.memory import MemoryStore
+from telemetry.store import Event, LoadStore, RunInfo, Task
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -41,26 +40,40 @@ class Deployment:
 
     def __init__(
         self,
-        store: MemoryStore,
+        store: LoadStore,
         run: str = "run-1",
         window_seconds: float = 0.0,
         topology: Topology = TOPOLOGY,
+        model: ModelShape = MODEL,
     ) -> None:
         self.store, self.run, self.next_window = store, run, 0
-        described = model_to_dict(MODEL), topology_to_dict(topology)
+        described = model_to_dict(model), topology_to_dict(topology)
         store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
         for rank in range(topology.num_ranks):
             store.report(rank_report(run, rank))
 
-    def serve(self, load: list[int], *, windows: int = 1, silent: int | None = None) -> None:
-        """Report windows in which each expert got ``load`` tokens; a silent rank reports none."""
+    def serve(
+        self,
+        load: list[int] | list[list[int]],
+        *,
+        windows: int = 1,
+        silent: int | None = None,
+        phase: Phase = "mixed",
+    ) -> None:
+        """Report windows in which each expert got ``load`` tokens; a silent rank reports none.
+
+        Args:
+            load: of every layer, or a list for each.
+        """
         committed = self.store.committed()
         assert committed is not None
         placement = committed.placement
-        tokens = np.array(load)[np.maximum(placement.slot_to_expert, 0)] * placement.slot_share
+        held = np.maximum(placement.slot_to_expert, 0)
+        of_layer = np.broadcast_to(load, (len(held), placement.num_experts))
+        tokens = np.take_along_axis(of_layer, held, axis=1) * placement.slot_share
         for _ in range(windows):
             samples = [self.sample(rank, placement, tokens) for rank in range(2) if rank != silent]
-            self.store.append(samples)
+            self.store.append([replace(sample, phase=phase) for sample in samples])
             self.next_window += 1
 
     def sample(self, rank: int, placement: Placement, tokens: Any, **changes: int) -> LoadSample:
@@ -97,11 +110,11 @@ class Deployment:
         return migration
 
 
-def events(store: MemoryStore, kind: str) -> list[Event]:
+def events(store: LoadStore, kind: str) -> list[Event]:
     return [event for event in store.events() if event.kind == kind]
 
 
-def decisions(store: MemoryStore) -> list[str]:
+def decisions(store: LoadStore) -> list[str]:
     return [event.detail["decision"] for event in events(store, "plan")]
 
 

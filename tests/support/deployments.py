@@ -145,6 +145,8 @@ join_deadline_s = {deadline_s}
 port = 0
 [planner]
 pay_back_s = 1e9
+[controller]
+stage = "all"
 """
 
 

@@ -5,7 +5,7 @@ import tomllib
 from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from click.testing import Result
@@ -95,11 +95,16 @@ def test_example_of_the_reference_page_loads(tmp_path: Path) -> None:
     assert settings.transport.deadline_s == RankLinkSettings.deadline_s
 
 
+def plain(annotation: Any) -> Any:
+    """The type that a store keeps; a choice is text to it."""
+    return str if get_origin(annotation) is Literal else annotation
+
+
 def test_every_setting_has_a_meaning_and_live_ones_are_in_the_store() -> None:
     known = known_settings().values()
 
     assert all(one.field.description for one in known)
-    assert {one.name: one.field.annotation for one in known if one.is_live} == {
+    assert {one.name: plain(one.field.annotation) for one in known if one.is_live} == {
         name: get_args(hint)[0] for name, hint in get_type_hints(LiveSettings).items()
     }
     assert [one.path for one in known if about(one.field, "secret")] == ["deployment.store"]
@@ -189,8 +194,9 @@ def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) ->
     assert plan.staging.applied_to(serving) == serving
     controller = ControllerSettings()
     for one in fields(ControllerSettings):
-        if one.name not in ("pace", "seed"):  # of the model's size, and the demo's
+        if one.name not in ("pace", "seed", "stage"):  # of the model's size, and the demo's
             assert getattr(plan.controller, one.name) == getattr(controller, one.name), one.name
+    assert (plan.controller.stage, controller.stage) == ("observe", "all")  # of a new deployment
     assert plan.reporting.tempo == Tempo()
     assert plan.controller.retention == Retention()
     settings = load()

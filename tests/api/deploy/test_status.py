@@ -68,7 +68,7 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
 
     assert status == 0, shown
     assert f"deployment west in {tmp_path}/store.sqlite" in shown
-    assert "leader     'someone', lease for " in shown
+    assert "leader     'someone', last turn " in shown
     assert "serves     generation 1, step 7, run a" in shown
     assert "imbalance  1.60 in the latest window, 1.60 unbalanced" in shown
     assert "switches   movement on, observe off" in shown

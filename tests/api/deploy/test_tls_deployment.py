@@ -55,6 +55,8 @@ tls_ca_file = "{links.authority}"
 port = 0
 tls_certificate_file = "{http.certificate.chain}"
 tls_key_file = "{http.certificate.key}"
+[controller]
+stage = "all"
 """
 
 

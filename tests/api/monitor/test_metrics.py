@@ -65,6 +65,7 @@ TYPES = {
     "eplb_digest_failures": "counter",
     "eplb_scrubbed_slots": "counter",
     "eplb_telemetry_samples": "counter",
+    "eplb_controller_leads": "gauge",
     "eplb_controller_lease_age_seconds": "gauge",
     "eplb_process_report_age_seconds": "gauge",
     "eplb_process_up": "gauge",

@@ -21,6 +21,7 @@ from api.cli.main import app
 from api.metrics.definitions import Metric, Scrape, metrics_of
 from api.metrics.exposition import Exposition
 from api.metrics.observability import ALERTS, DASHBOARD
+from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from telemetry.drift.detector import Drift
@@ -45,6 +46,7 @@ SHOWN = {
 }
 ALERTED = {
     "eplb_balancedness",
+    "eplb_controller_leads",
     "eplb_layers_pending",
     "eplb_telemetry_lag_seconds",
     "eplb_placement_mismatch_ranks",
@@ -68,7 +70,8 @@ def metrics() -> dict[str, Metric]:
     none: frozenset[int] = frozenset()
     window = Window("a", 0, 0, 1, "mixed", none, none, tokens, tokens)
     drift = Drift(np.zeros(1), 0.0, 0.0)
-    scrape = Scrape(seen, window, drift, None, 0, "memory", received=tokens)
+    leads = Leadership("one", 9.0, "", "", turn_age_s=1.0)
+    scrape = Scrape(seen, window, drift, None, 0, "memory", leads, received=tokens)
     return {metric.name: metric for metric in metrics_of(scrape, "rank")}
 
 

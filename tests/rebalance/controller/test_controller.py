@@ -434,12 +434,32 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "back_off_s": 3.0,
         "task_expiry_s": 5.0,
         "rollback_loss": 0.25,
+        "objective": "time",
+        "dispatch": "even",
+        "min_domains": 2,
+        "rank_speed": "1:0.5",
+        "forecast_weight": 0.25,
+        "expert_part": 0.5,
+        "bytes_per_s": 1e9,
+        "seconds_per_rebalance": 0.5,
+        "far_moves": 2.0,
+        "node_traffic": 0.1,
+        "dead_zone": True,
+        "interval_tokens": 1000,
+        "interval_s": 60.0,
+        "start_imbalance": 1.4,
+        "rearm_imbalance": 1.2,
+        "cool_down_s": 30.0,
+        "stage": "propose",
+        "stage_layers": 2,
+        "stage_loss": 0.1,
     }
     assert set(values) | set(SWITCHES) == set(LIVE_NAMES)
 
     found = SETTINGS.with_live(LiveSettings(movement=False, observe=True, **values))
 
     named = vars(found) | vars(found.cost) | vars(found.budget)
+    named |= vars(found.request) | vars(found.triggers)
     assert {name: named[name] for name in values} == values
     assert SETTINGS.with_live(LiveSettings(max_moves=0)).budget.max_moves is None
     assert SETTINGS.with_live(LiveSettings(movement=False)) == SETTINGS

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from controller_processes import control_until_killed, wait_for
 from rank_reports import rank_report
 
 from eplb.core.load import LoadSample
@@ -41,7 +40,6 @@ START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
 SKEWED = [60_000, 20_000, 10_000, 10_000]  # rank 0 gets 80 %: imbalance 1.6
 TTL_S = 9.0
 SETTINGS = ControllerSettings(lease_ttl_s=TTL_S)
-DEADLINE_S = 30.0
 
 
 class Clock:
@@ -324,34 +322,8 @@ def test_open_migration_is_watched_by_the_leader(store: Asked, clock: Clock) -> 
 # -- two real processes
 
 
-def control_until_killed(pipe: Connection, url: str, holder: str, ttl_s: float) -> None:
-    """A controller's process. It begins when it is told to."""
-    pipe.recv()
-    pipe.send(os.getpid())
-    with closing(open_store(url, "test")) as store:
-        settings = ControllerSettings(lease_ttl_s=ttl_s)
-        Controller(store, settings, holder=holder).run(lambda: False, poll_s=0.05)
-
-
-def wait_for(store: LoadStore, what: str, look: Callable[[], Any]) -> Any:
-    """Look at the store with each of its changes, until something is found."""
-    deadline, version = time.monotonic() + DEADLINE_S, -1
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S:g} s"
-        version = store.wait(version, 0.2)
-    return found
-
-
 def leaders(store: LoadStore) -> list[str]:
     return [holder for holder, state in lease_states(store) if state == "leads"]
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:{tmp_path / 'store.sqlite'}"
-    server: RedisProcess = request.getfixturevalue("redis_server")
-    return f"{server.url}?prefix={tmp_path.name}"
 
 
 def test_when_the_first_controller_is_killed_the_second_leads_in_time(

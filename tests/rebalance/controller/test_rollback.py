@@ -236,6 +236,26 @@ def test_plan_after_a_failed_migration_waits_twice_as_long_each_time(
     assert waits == [10, 20, 40]
 
 
+def test_back_off_of_a_clock_that_was_set_back_begins_again(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    plan_id = deployment.published().plan_id
+    deployment.store.withdraw(plan_id, outcome="aborted", reason="rank 1 cannot stage")
+
+    clock.now -= 500
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert deployment.store.published() is None
+    clock.now += 10
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert deployment.store.published() is not None
+
+
 def test_new_leader_continues_the_back_off_and_a_commit_ends_it(
     deployment: Deployment, clock: Clock
 ) -> None:

@@ -1,0 +1,117 @@
+"""When the controller makes a plan: triggers, hysteresis and cool-down.
+
+    membership, first, change      at once
+    interval                       every so many tokens of prefill, or seconds
+    imbalance                      above ``start_imbalance``; again only after it fell below
+                                   ``rearm_imbalance``, or after another placement was committed
+    load                           each window, where neither interval nor imbalance is set
+
+After a commit no plan follows for ``cool_down_s``, whatever the load does. Membership does not
+wait, and neither does an operator, who asks by a task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from eplb.errors import ConfigError
+
+Trigger = Literal["membership", "first", "change", "interval", "imbalance", "load"]
+
+
+@dataclass(frozen=True)
+class TriggerRules:
+    """When a plan is due. 0 switches a rule off.
+
+    Raises:
+        ConfigError: a figure that is out of range, or limits that contradict each other.
+    """
+
+    interval_tokens: int = 0
+    interval_s: float = 0.0
+    start_imbalance: float = 0.0  # of the latest window
+    rearm_imbalance: float = 0.0  # 0: as start_imbalance
+    cool_down_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < inf:
+                raise ConfigError(f"triggers: {name} is {value}, expected a number, 0 or more")
+        if self.rearm_imbalance > self.start_imbalance:
+            raise ConfigError(
+                f"triggers: rearm_imbalance is {self.rearm_imbalance}, expected at most "
+                f"start_imbalance, which is {self.start_imbalance}"
+            )
+
+    @property
+    def is_each_window(self) -> bool:
+        """Whether no rule says otherwise."""
+        return not (self.interval_tokens or self.interval_s or self.start_imbalance)
+
+    @property
+    def rearms_below(self) -> float:
+        """Imbalance below which it may trigger again."""
+        return self.rearm_imbalance or self.start_imbalance
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The latest window, as the triggers see it."""
+
+    now: float  # seconds since the epoch
+    tokens: int  # of prefill, in the windows since the last call
+    imbalance: float  # mean over layers
+    generation: int  # that serves
+    committed_at: float  # seconds since the epoch; of the placement that serves
+    is_rebalanced: bool  # whether a plan led to what serves; a first placement cools nothing down
+    is_changed: bool  # whether the load changed suddenly since the last plan
+
+
+@dataclass(frozen=True)
+class TriggerState:
+    """What was seen since the last plan. ``-1``: nothing was planned yet."""
+
+    planned_at: float = 0.0
+    tokens: int = 0
+    generation: int = -1
+    is_armed: bool = True
+    is_member_change: bool = False  # ranks came or went
+
+
+def due(
+    rules: TriggerRules, state: TriggerState, seen: Observed
+) -> tuple[Trigger | None, TriggerState]:
+    """The trigger of a plan that is due now, or None; and the state that follows.
+
+    A clock that was set back counts as no time: intervals begin again.
+    """
+    planned_at = min(state.planned_at, seen.now)
+    state = replace(state, tokens=state.tokens + seen.tokens, planned_at=planned_at)
+    if seen.imbalance < rules.rearms_below or seen.generation != state.generation:
+        state = replace(state, is_armed=True)
+    trigger = _trigger(rules, state, seen)
+    cools = seen.is_rebalanced and 0 <= seen.now - seen.committed_at < rules.cool_down_s
+    if trigger is None or (cools and trigger != "membership"):
+        return None, state
+    is_armed = not (rules.start_imbalance and seen.imbalance >= rules.start_imbalance)
+    return trigger, TriggerState(seen.now, 0, seen.generation, is_armed)
+
+
+def _trigger(rules: TriggerRules, state: TriggerState, seen: Observed) -> Trigger | None:
+    if state.is_member_change:
+        return "membership"
+    if rules.is_each_window:
+        return "load"
+    if state.generation < 0:
+        return "first"
+    if seen.is_changed:
+        return "change"
+    if rules.interval_tokens and state.tokens >= rules.interval_tokens:
+        return "interval"
+    if rules.interval_s and seen.now - state.planned_at >= rules.interval_s:
+        return "interval"
+    if rules.start_imbalance and state.is_armed and seen.imbalance >= rules.start_imbalance:
+        return "imbalance"
+    return None

@@ -1,0 +1,53 @@
+"""Requests of two controllers, real processes over one store: each is executed exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from controlled_deployment import SKEWED, START, Deployment, events
+from controller_processes import control_until_killed, wait_for
+
+from telemetry import open_store
+from telemetry.store import LoadStore, Task
+
+NUM_TASKS = 12
+
+
+def ended(store: LoadStore) -> list[Task]:
+    return store.tasks("done") + store.tasks("failed")
+
+
+def test_each_request_is_executed_once_although_the_leader_is_killed_among_them(
+    url: str, fork: Callable[..., Any]
+) -> None:
+    crew = {name: fork(control_until_killed, url, name, 1.0) for name in ("one", "two")}
+    with closing(open_store(url, "test")) as store:
+        store.commit(START, expected=None, reason="start")
+        deployment = Deployment(store)
+        # No plan but the requested one is published.
+        store.change_live({"stage": "propose", "task_expiry_s": 0.0}, reason="a test")
+        for controller in crew.values():
+            controller.send("begin")
+        deployment.serve(SKEWED)
+        first = wait_for(store, "leader", store.lease).holder
+
+        moves = store.submit("rebalance", {"dry_run": False, "reason": "now"})
+        ids = [moves.id, *(store.submit("rebalance", {"n": n}).id for n in range(NUM_TASKS))]
+        wait_for(store, "end of the first request", lambda: ended(store))
+        crew[first].kill()
+        wait_for(store, "end of all requests", lambda: len(ended(store)) == len(ids))
+
+        ends = Counter(
+            event.detail["task"]
+            for event in events(store, "task")
+            if event.detail["state"] in ("done", "failed")
+        )
+        assert ends == Counter(ids), "each ends once"
+        lost = [task for task in store.tasks("failed") if "controller exited" in task.result.error]
+        assert len(store.tasks("failed")) == len(lost) <= 1, "at most the one that was running"
+        assert len(events(store, "publish")) == 1
+        by_task = [one for one in events(store, "plan") if one.detail["trigger"] == "request"]
+        assert [one.detail["actor"] for one in by_task] == [f"task {moves.id}"]

@@ -1,0 +1,236 @@
+"""Each trigger of a plan as the controller sees it: one decision event, and what is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    Clock,
+    Deployment,
+    events,
+)
+
+from eplb.core.load import Phase
+from eplb.decision.promises import ENOUGH
+from eplb.decision.triggers import TriggerRules
+from rebalance.controller.loop import Controller
+from rebalance.controller.settings import OF_BUDGET, OF_COST
+from telemetry.stores.memory import MemoryStore
+
+RARELY_S = 1e6
+REVERSED = SKEWED[::-1]
+
+
+class Watched:
+    """A controller under trigger rules, and the decisions that it noted since the last look."""
+
+    def __init__(self, clock: Clock, **rules: Any) -> None:
+        self.clock, store = clock, MemoryStore("test", clock=clock)
+        store.commit(START, expected=None, reason="start")
+        self.deployment, self.store = Deployment(store), store
+        settings = replace(SETTINGS, triggers=TriggerRules(**rules))
+        self.controller, self._seen = Controller(store, settings, clock=clock), 0
+
+    def decided(self) -> list[dict[str, Any]]:
+        """Turn twice, as the controller is woken for other things; return the new decisions."""
+        for _ in range(2):
+            self.controller.turn()
+        found = [one for one in events(self.store, "plan") if one.id > self._seen]
+        self._seen = max((one.id for one in found), default=self._seen)
+        return [dict(one.detail) for one in found]
+
+    def serve(self, load: list[int], windows: int = 1, phase: Phase = "mixed") -> list[str]:
+        """Serve windows one after the other; return the triggers of the decisions after each."""
+        found = []
+        for _ in range(windows):
+            self.deployment.serve(load, phase=phase)
+            found += [one["trigger"] for one in self.decided()]
+        return found
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def settle(watched: Watched) -> None:
+    """Serve the first window, and commit what its plan asks for."""
+    assert watched.serve(SKEWED) == ["first"]
+    watched.deployment.swap()
+
+
+# -- one event for each
+
+
+def test_without_rules_each_window_is_a_trigger(clock: Clock) -> None:
+    watched = Watched(clock)
+
+    assert watched.serve(SKEWED) == ["load"]
+
+
+def test_first_window_and_then_the_interval_are_triggers(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=60.0)
+    settle(watched)
+
+    clock.now += 59
+    assert watched.serve(SKEWED) == []
+    clock.now += 1
+    assert watched.serve(SKEWED) == ["interval"]
+    assert watched.serve(SKEWED) == []
+
+
+def test_imbalance_above_the_limit_is_a_trigger_until_it_is_armed_again(clock: Clock) -> None:
+    watched = Watched(clock, start_imbalance=1.4, rearm_imbalance=1.2)
+    # No commit arms it again, and no change of the load is a trigger of its own.
+    watched.store.change_live({"stage": "observe", "plan_windows": 1}, reason="a test")
+    assert watched.serve(EVEN, windows=2) == ["first"]
+
+    assert watched.serve(SKEWED) == ["imbalance"]
+    assert watched.serve(SKEWED, windows=2) == []  # hysteresis
+    assert watched.serve(EVEN) == []
+    assert watched.serve(SKEWED) == ["imbalance"]
+
+
+def test_sudden_change_of_load_is_a_trigger(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    settle(watched)
+    assert watched.serve(SKEWED, windows=6) == []
+
+    assert watched.serve(REVERSED) == ["change"]
+
+
+def test_other_ranks_are_a_trigger_despite_the_cool_down(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S, cool_down_s=RARELY_S)
+    settle(watched)
+
+    again = Deployment(watched.store, "run-2")
+    again.serve(SKEWED)
+
+    assert [one["trigger"] for one in watched.decided()] == ["membership"]
+
+
+def test_cool_down_after_a_commit_keeps_the_load_from_starting_a_plan(clock: Clock) -> None:
+    watched = Watched(clock, cool_down_s=30.0)
+    watched.serve(SKEWED)
+    watched.deployment.swap()
+
+    clock.now += 29
+    assert watched.serve(REVERSED, windows=5) == []
+    clock.now += 1
+    assert watched.serve(REVERSED) == ["load"]
+
+
+def test_request_is_a_trigger_with_its_task_as_actor(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    watched.deployment.serve(SKEWED)
+    watched.store.set_control(replace(watched.store.control(), observe=True), reason="look")
+    watched.decided()
+    watched.store.set_control(replace(watched.store.control(), observe=False), reason="go")
+    task = watched.store.submit("rebalance", {"dry_run": False})
+
+    (event,) = watched.decided()
+
+    assert (event["trigger"], event["actor"]) == ("request", f"task {task.id}")
+
+
+# -- the interval in tokens
+
+
+def test_interval_counts_tokens_as_requests_have_them(clock: Clock) -> None:
+    # A window has 100,000 routed tokens in one layer, of 50,000 tokens with two experts each.
+    watched = Watched(clock, interval_tokens=100_000)
+    settle(watched)
+
+    assert watched.serve(SKEWED) == []
+    assert watched.serve(SKEWED) == ["interval"]
+
+
+def test_decode_does_not_count_beside_prefill(clock: Clock) -> None:
+    watched = Watched(clock, interval_tokens=100_000)
+    watched.serve(SKEWED, phase="prefill")
+    watched.deployment.swap()
+
+    assert watched.serve(SKEWED, windows=4, phase="decode") == []
+    assert watched.serve(SKEWED, windows=2, phase="prefill") == ["interval"]
+
+
+@pytest.mark.parametrize("planned_on", [None, "decode"], ids=["any phase", "decode"])
+def test_decode_counts_where_ranks_do_nothing_else(clock: Clock, planned_on: Phase | None) -> None:
+    watched = Watched(clock, interval_tokens=100_000)
+    rules = TriggerRules(interval_tokens=100_000)
+    settings = replace(SETTINGS, triggers=rules, phase=planned_on)
+    watched.controller = Controller(watched.store, settings, clock=clock)
+    assert watched.serve(SKEWED, phase="decode") == ["first"]
+    watched.deployment.swap()
+
+    assert watched.serve(SKEWED, windows=2, phase="decode") == ["interval"]
+
+
+# -- what is recorded
+
+
+def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) -> None:
+    watched = Watched(clock)
+    watched.store.change_live({"min_domains": 2, "pay_back_s": 90.0}, reason="a test")
+    watched.deployment.serve(SKEWED)
+
+    (event,) = watched.decided()
+
+    assert event["imbalance_before"] == pytest.approx(1.6)
+    assert 1.0 <= event["imbalance_after"] < 1.6
+    assert event["expected_gain"] > 0
+    assert event["cost_s"] > 0
+    assert (event["trigger"], event["actor"], event["stage"]) == ("load", "controller", "all")
+    assert event["reason"].startswith("imbalance 1.600 -> ")
+    asked = event["asked"]
+    names = {*vars(SETTINGS.request), *OF_BUDGET, *OF_COST}
+    assert set(asked) == names | {"num_uncovered", "uncovered"}
+    assert asked["uncovered"] == [[0, 0], [0, 1], [0, 2], [0, 3]], "there is one host"
+    assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "tokens")
+
+
+def test_realised_gain_follows_the_decision_once(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    watched.deployment.serve(SKEWED)
+    (decision,) = watched.decided()
+    watched.deployment.swap()
+
+    watched.serve(SKEWED, windows=ENOUGH + 2)
+
+    (promise,) = events(watched.store, "promise")
+    assert promise.detail["generation"] == decision["target_generation"]
+    promised = decision["imbalance_before"] - decision["imbalance_after"]
+    assert promise.detail["promised"] == pytest.approx(promised, abs=1e-4)
+    assert promise.detail["given"] == pytest.approx(promised, abs=0.05)
+
+
+def test_new_leader_judges_the_plan_of_the_one_before(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    settle(watched)
+    watched.controller.close()
+    settings = replace(SETTINGS, triggers=TriggerRules(interval_s=RARELY_S))
+
+    watched.controller = Controller(watched.store, settings, clock=clock)
+    watched.serve(SKEWED, windows=ENOUGH + 2)
+
+    (promise,) = events(watched.store, "promise")
+    assert promise.detail["generation"] == 1
+    assert promise.detail["given"] == pytest.approx(promise.detail["promised"], abs=0.05)
+
+
+def test_plan_that_was_judged_is_not_judged_by_the_next_leader(clock: Clock) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    settle(watched)
+    watched.serve(SKEWED, windows=ENOUGH + 1)
+    watched.controller.close()
+
+    watched.controller = Controller(watched.store, SETTINGS, clock=clock)
+    watched.serve(SKEWED, windows=ENOUGH + 1)
+
+    assert len(events(watched.store, "promise")) == 1
