@@ -10,7 +10,9 @@ for the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,11 +46,13 @@ from api.http.schemas import (
     ControlAnswer,
     EventAnswer,
     Health,
+    HistoryAnswer,
     Imbalance,
     Load,
     PlacementAnswer,
     PlacementLine,
     PlanAnswer,
+    RebalanceAnswer,
     State,
     TaskAnswer,
 )
@@ -130,6 +134,24 @@ def get_imbalance(
 ) -> Imbalance:
     """Measured beside contiguous, window by window, with the rebalances between them."""
     return service.imbalance(last)
+
+
+@watch.get("/history", summary="Imbalance by wall-clock time, over all runs")
+def get_history(
+    service: Service,
+    seconds: Annotated[int, Query(ge=60, le=86_400)] = 900,
+    points: Annotated[int, Query(ge=10, le=2000)] = 400,
+) -> HistoryAnswer:
+    """The latest `seconds` in about `points` points; marks are restarts, rebalances, switches."""
+    return service.history(seconds, points)
+
+
+@watch.get("/rebalances", summary="The latest migrations")
+def get_rebalances(
+    service: Service, limit: Annotated[int, Query(ge=1, le=200)] = 20
+) -> list[RebalanceAnswer]:
+    """Newest first: what each was to bring, what it cost, what it brought."""
+    return service.rebalances(limit)
 
 
 @watch.get("/placement", summary="A committed placement", responses=documented(404))
@@ -255,12 +277,27 @@ def create_app(
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
     token: str | None = None,
+    is_watching: bool = False,
 ) -> FastAPI:
     """Make the service of one deployment; ``HttpService`` binds it to a port.
 
     Args:
+        is_watching: whether the store is read in the background while the service runs; otherwise
+            it is read when it is asked.
         token: that every request but the two probes has to prove; None: only this host can ask.
     """
+    service = AdminService(
+        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+    )
+
+    @asynccontextmanager
+    async def watching(app: FastAPI) -> AsyncIterator[None]:
+        service.reader.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.reader.stop)
+
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
         title="EPLB admin API",
@@ -269,9 +306,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,  # the document has a route like all others
         dependencies=[Depends(check_request)],
-    )
-    service = AdminService(
-        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+        lifespan=watching if is_watching else None,
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)

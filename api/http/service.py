@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.schemas import (
@@ -20,6 +21,7 @@ from api.http.schemas import (
     DecisionAnswer,
     EventAnswer,
     Health,
+    HistoryAnswer,
     Imbalance,
     Load,
     LoadWindow,
@@ -29,6 +31,7 @@ from api.http.schemas import (
     PlacementLine,
     PlanAnswer,
     Progress,
+    RebalanceAnswer,
     Score,
     State,
     TaskAnswer,
@@ -36,11 +39,12 @@ from api.http.schemas import (
 )
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
-from api.monitor.health import leadership, problems
+from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.readiness import unready
+from api.monitor.reader import Reader, Reading
 from api.monitor.snapshot import Snapshot
+from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
@@ -77,14 +81,16 @@ class AdminService:
         supervision: Callable[[], SupervisionView] = SupervisionView,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.store, self._monitor = store, Monitor(store, supervision=supervision)
-        self.metrics = Exposition(store, self._monitor, metrics_level)
+        self.store = store
+        self._monitor = Monitor(store, history=History(), supervision=supervision)
+        self.reader = Reader(store, self._monitor, stalled_after_s=stalled_after_s)
+        self.metrics = Exposition(store, self._monitor, metrics_level, reader=self.reader)
+        self._state: tuple[Reading, State] | None = None  # of the latest reading
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
 
     def _snapshot(self) -> Snapshot:
-        self._monitor.refresh()
-        return self._monitor.snapshot()
+        return self.reader.reading().seen
 
     # -- questions
     def health(self) -> Health:
@@ -97,32 +103,41 @@ class AdminService:
         Raises:
             Refused: no run, ranks that are silent or frozen, or no step for too long.
         """
-        seen = self._snapshot()
-        why_not = unready(seen, self._stalled_after_s)
+        reading = self.reader.reading()
+        seen = reading.seen
+        why_not = reading.unread or unready(seen, self._stalled_after_s)
         if why_not is not None:
             raise Refused(503, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
 
     def state(self) -> State:
         """Everything at a glance."""
-        seen = self._snapshot()
-        leads = leadership(self.store, time.time())
+        reading = self.reader.reading()
+        if self._state is not None and self._state[0] is reading:
+            return self._state[1]
+        seen, leads, judged = reading.seen, reading.leads, reading.judged
+        latest = self._monitor.rebalances()[:1]
         fields: dict[str, Any] = {
+            "verdict": judged.grade,
+            "reason": judged.reason,
+            "problems": list(judged.problems),
             "leader": leads.leader,
             "starting": leads.starting,
-            "problems": list(problems(seen, leads, self._stalled_after_s)),
+            "last_rebalance": latest[0] if latest else None,
         }
         others = State.model_fields.keys() - fields.keys()
         fields |= {name: getattr(seen, name) for name in others}
         # Three digits are more than a picture shows, and a third of the bytes.
         for name in ("heatmap", "expert_heat"):
             heat = fields[name]
-            fields[name] = None if heat is None else np.round(heat, 3).tolist()
-        return State.model_validate(fields, from_attributes=True)
+            fields[name] = None if heat is None else _rows(heat)
+        state = State.model_validate(fields, from_attributes=True)
+        self._state = reading, state
+        return state
 
     def load(self, last: int) -> Load:
         """The latest windows with their matrices."""
-        self._monitor.refresh()
+        self._snapshot()
         windows = self._monitor.windows(last)
         return Load(
             windows=[LoadWindow.model_validate(window) for window in windows],
@@ -137,6 +152,25 @@ class AdminService:
             windows=[Score.model_validate(score) for score in seen.series[-last:]],
             rebalances=[Mark.model_validate(mark) for mark in seen.marks],
         )
+
+    def history(self, seconds: int, points: int) -> HistoryAnswer:
+        """Imbalance of the latest stretch of time, of all runs."""
+        until = self._snapshot().time
+        since = until - seconds
+        return HistoryAnswer.model_validate(
+            {
+                "since": since,
+                "until": until,
+                "points": self._monitor.points(since, until, points),
+                "marks": self._monitor.history_marks(since, until),
+            },
+            from_attributes=True,
+        )
+
+    def rebalances(self, limit: int) -> list[RebalanceAnswer]:
+        """The latest migrations of all runs, newest first."""
+        self._snapshot()
+        return [RebalanceAnswer.model_validate(one) for one in self._monitor.rebalances()[:limit]]
 
     def placement(self, generation: int | None) -> PlacementAnswer:
         """The committed placement, or the one of a generation.
@@ -277,6 +311,12 @@ class AdminService:
             raise Refused(422, "the body names no switch, expected movement or observe")
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
+
+
+def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
+    """Rows of ratios; None for a layer without tokens."""
+    rows = zip(np.round(heat, 3).tolist(), np.isnan(heat).any(axis=1).tolist(), strict=True)
+    return [None if is_empty else row for row, is_empty in rows]
 
 
 def _placement_line(line: CommittedPlacement) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
+from api.monitor.reader import Reader
 from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError
 from telemetry.store import LoadStore
@@ -30,7 +31,14 @@ class Exposition:
         ConfigError: an unknown level.
     """
 
-    def __init__(self, store: LoadStore, monitor: Monitor, level: Level = "default") -> None:
+    def __init__(
+        self,
+        store: LoadStore,
+        monitor: Monitor,
+        level: Level = "default",
+        *,
+        reader: Reader | None = None,
+    ) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
         from prometheus_client.registry import Collector
 
@@ -38,6 +46,7 @@ class Exposition:
             known = ", ".join(get_args(Level))
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._store, self._monitor, self._level = store, monitor, level
+        self._reader = reader or Reader(store, monitor)
         self._drift = DriftWatch()
         self.content_type = CONTENT_TYPE_LATEST
         exposition = self
@@ -66,12 +75,14 @@ class Exposition:
             yield _family(metric, scrape.seen.deployment)
 
     def _scrape(self) -> Scrape:
-        self._monitor.refresh()
-        seen = self._monitor.snapshot()
+        reading = self._reader.reading()
+        seen = reading.seen
         windows = self._monitor.windows(KEPT_WINDOWS)
         counts = self._store.sample_counts(seen.run) if seen.run is not None else {}
         return Scrape(
             seen=seen,
+            leads=not reading.leads.why_none,
+            judged=reading.judged,
             latest=windows[-1] if windows else None,
             drift=self._drift.update(seen, windows),
             migration=self._store.published(),

@@ -75,8 +75,9 @@ function list(pairs) {
 
 function showHeader() {
   const wrong = state.problems.length;
-  $("health").textContent = wrong ? plural(wrong, "problem") : "healthy";
-  $("health").className = wrong ? "pill bad" : "pill good";
+  $("health").textContent = `${state.verdict}: ${state.reason}`;
+  $("health").className = `pill ${state.verdict}`;
+  document.title = `${state.verdict}: ${state.deployment}`;
   $("problems").hidden = !wrong;
   $("problems").replaceChildren(...state.problems.map((one) => element("li", {}, one)));
   $("deployment").textContent = state.deployment + (state.run === null ? "" :
@@ -92,10 +93,10 @@ function showHeader() {
 }
 
 function showSummary() {
-  const score = state.last_score, alive = state.ranks.length - state.silent_ranks.length;
+  const score = state.last_score?.measured == null ? null : state.last_score, alive = state.ranks.length - state.silent_ranks.length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
   $("summary").replaceChildren(...list([
-    ["imbalance now", score ? score.measured.toFixed(2) : "–", "busiest rank over mean"],
+    ["imbalance now", score ? score.measured.toFixed(2) : state.last_score ? "no tokens" : "–", "busiest rank over mean"],
     ["unbalanced", score ? score.contiguous.toFixed(2) : "–", "start placement, same window"],
     ["gain", score ? `${gain} %` : "–", gain < 0 ? "more load on the busiest rank" : "less load on the busiest rank"],
     ["ranks that report", `${alive} of ${state.ranks.length}`, ""],
@@ -121,11 +122,13 @@ function showHeat() {
     $("heatmap").replaceChildren(nothing);
     return;
   }
-  drawRankTable($("heatmap"), state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
-  drawExpertCanvas($("experts"), state.expert_heat);
+  const ranks = state.ranks.length, none = (count) => Array(count).fill(null);
+  drawRankTable($("heatmap"), state.heatmap.map((row) => row ?? none(ranks)), state.layer_ids, state.node_of_rank, state.silent_ranks);
+  const experts = state.expert_heat.map((row) => row ?? none(state.num_experts));
+  drawExpertCanvas($("experts"), experts);
   showAxis($("experts-layers"), "layer", state.layer_ids);
-  showAxis($("experts-numbers"), "expert", [...state.expert_heat[0].keys()]);
-  const hottest = Math.max(...state.expert_heat.flat()).toFixed(1);
+  showAxis($("experts-numbers"), "expert", [...experts[0].keys()]);
+  const hottest = Math.max(0, ...experts.flat()).toFixed(1);
   const latest = imbalance.windows.at(-1);
   $("heat-note").textContent = latest ?
     `Latest window, steps ${latest.first_step}–${latest.last_step}` +

@@ -26,7 +26,7 @@ function niceStep(range, most) {
 
 // windows: scores in order of time; rebalances: marks. onPoint(score or null) follows the pointer.
 export function drawChart(host, windows, rebalances, onPoint) {
-  const shown = windows.filter((score) => score.is_complete);
+  const shown = windows.filter((score) => score.is_complete && score.measured !== null);
   if (!shown.length) {
     host.replaceChildren(element("p", { class: "quiet" }, "No complete window of load yet."));
     return;
@@ -122,9 +122,10 @@ export function drawRankTable(host, rows, layerIds, nodeOfRank, silent) {
     const layer = layerIds[at];
     const line = element("tr", {}, element("th", { scope: "row" }, layer));
     row.forEach((ratio, rank) => {
-      const cell = element("td", { title: `layer ${layer}, rank ${rank}: ${ratio.toFixed(3)} × mean` },
-        withNumbers ? ratio.toFixed(2) : "");
-      cell.style.background = rankColour(ratio);
+      const cell = element("td", { title: ratio === null ? `layer ${layer}: no tokens` :
+        `layer ${layer}, rank ${rank}: ${ratio.toFixed(3)} × mean` },
+        !withNumbers ? "" : ratio === null ? "–" : ratio.toFixed(2));
+      if (ratio !== null) cell.style.background = rankColour(ratio);
       line.append(cell);
     });
     body.append(line);
