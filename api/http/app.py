@@ -179,9 +179,10 @@ def get_events(
     service: Service,
     after: Id = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    latest: Annotated[int | None, Query(ge=1, le=1000)] = None,
 ) -> list[EventAnswer]:
-    """Oldest first, past an id: repeat with the last id to continue."""
-    return service.events(after, limit)
+    """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
+    return service.events(after, limit) if latest is None else service.latest_events(latest)
 
 
 @watch.get("/tasks/{task_id}", summary="One task", responses=documented(404))

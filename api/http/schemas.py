@@ -59,6 +59,7 @@ class Mark(Answer):
 class DecisionAnswer(Answer):
     """One decision of the controller."""
 
+    id: int = Field(description="of its event")
     time: float
     decision: str
     reason: str

@@ -226,6 +226,11 @@ class AdminService:
         found = self.store.events(after=after, limit=limit)
         return [EventAnswer(**asdict(event)) for event in found]
 
+    def latest_events(self, limit: int) -> list[EventAnswer]:
+        """The latest events, oldest first."""
+        found = self.store.latest_events(limit=limit)
+        return [EventAnswer(**asdict(event)) for event in reversed(found)]
+
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
 

@@ -21,6 +21,7 @@ from api.processes.supervision import ProcessState
 
 CLOCK_TOLERANCE_S = 1.0
 STALLED_AFTER_S = 30.0  # without a step or a token
+NAMED_RANKS = 8  # more are given as stretches
 INTERVALS = 3.0  # of samples; a deployment that samples seldom is not stopped between two
 
 
@@ -139,7 +140,18 @@ def _ranks(seen: Snapshot) -> Iterator[Finding]:
 
 
 def _named(views: list[RankView]) -> str:
-    return ", ".join(str(view.rank) for view in views)
+    ranks = [view.rank for view in views]
+    return ", ".join(map(str, ranks) if len(ranks) <= NAMED_RANKS else _stretches(ranks))
+
+
+def _stretches(ranks: list[int]) -> Iterator[str]:
+    """Ranks in ascending order as stretches: 0-7, 12."""
+    first = before = ranks[0]
+    for rank in [*ranks[1:], None]:
+        if rank != before + 1:
+            yield str(first) if first == before else f"{first}-{before}"
+            first = rank if rank is not None else before
+        before = rank if rank is not None else before
 
 
 def _tokens(seen: Snapshot, stalled_after_s: float) -> Iterator[Finding]:

@@ -201,6 +201,13 @@ def test_zero_tokens_are_no_perfect_balance() -> None:
     assert found["eplb_balancedness"] == {}
 
 
+def test_many_ranks_are_named_as_stretches() -> None:
+    silent = {*range(20, 32), 40}
+    ranks = tuple(rank(one, **(SILENT if one in silent else {})) for one in range(64))
+
+    assert verdict(seen(ranks=ranks)).reason.startswith("silent ranks: 20-31, 40, expected")
+
+
 def test_every_finding_has_a_text() -> None:
     worst = seen(ranks=(rank(0, ahead_s=60.0), rank(1, **SILENT)), uncounted_ranks=(0,))
 
