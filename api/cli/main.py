@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from api.access.commands import audit, local_actor
+from api.access.commands import keys as keys_commands
 from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
@@ -17,9 +19,13 @@ from api.cli.deploy import compile_kernels, controller, host_cache, launch, serv
 from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.simulate import simulate
-from api.cli.status import status
+from api.cli.status import status, top
 from api.cli.store_commands import app as store_commands
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, configured_store
+from api.cli.store_place import (
+    ConfiguredDeployment,
+    ConfiguredStore,
+    configured_store,
+)
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.config.loader import load
@@ -30,7 +36,8 @@ from api.processes.children import WORKER_MODULES, import_for_children, preload_
 from api.processes.devices import check_gpus
 from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
-from api.terminal.printable import print_error
+from api.terminal.printable import print_error, printable
+from eplb import __version__
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
 
@@ -42,6 +49,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(simulate)
 app.command()(journal)
@@ -49,11 +57,43 @@ app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
 app.command("compile")(compile_kernels)
-for one in (serve, controller, host_cache, launch, check, fsck, status, plan, convert, validate):
+for one in (
+    serve,
+    controller,
+    host_cache,
+    launch,
+    check,
+    fsck,
+    status,
+    top,
+    plan,
+    convert,
+    validate,
+    audit,
+):
     app.command()(one)
 app.add_typer(store_commands, name="store")
+app.add_typer(keys_commands, name="keys")
 
 Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"eplb {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Take the options of every command."""
 
 
 @app.command()
@@ -155,7 +195,7 @@ def _switch(url: str | None, name: str | None, *, movement: bool, reason: str) -
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(change)
+    typer.echo(f"{change}\nby {local_actor()}: {printable(reason)}")
     if not has_reports:
         typer.echo(
             "eplb: no rank reports to this store: the switch is written, and may have no effect",

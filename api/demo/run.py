@@ -68,6 +68,7 @@ def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
             metrics_level=http.metrics_level,
             supervision=supervisor.view,
             limits=limits,
+            state_dir=settings.deployment.state_dir,
             is_watching=True,
         )
         service = HttpService(

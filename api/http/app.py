@@ -22,7 +22,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
-from api.http.authentication import Authentication
+from api.access.audit import Audit
+from api.access.authentication import Authentication
+from api.access.changes import Changes
+from api.access.keys import Actor
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
@@ -43,6 +46,8 @@ from api.http.requests import (
     RollbackRequest,
 )
 from api.http.schemas import (
+    AuditAnswer,
+    AuditPage,
     ControlAnswer,
     EventAnswer,
     Health,
@@ -55,8 +60,9 @@ from api.http.schemas import (
     RebalanceAnswer,
     State,
     TaskAnswer,
+    WhoAnswer,
 )
-from api.http.service import AdminService
+from api.http.service import AdminService, Refused
 from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
@@ -191,6 +197,28 @@ def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
     return service.task(task_id)
 
 
+@watch.get("/whoami", summary="Who asks")
+async def get_whoami(request: Request) -> WhoAnswer:
+    """Name and role of the key."""
+    actor: Actor = request.state.actor
+    return WhoAnswer(name=actor.name, role=actor.role.label)
+
+
+@watch.get("/audit", summary="Who changed what, and why", responses=documented(403, 404))
+def get_audit(
+    request: Request,
+    before: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> AuditPage:
+    """Newest first, those before a number: give `next` as `before` to continue."""
+    audit: Audit | None = request.app.state.audit
+    if audit is None:
+        raise Refused(404, "this service keeps no audit, expected one with a state folder")
+    found = audit.page(before, limit)
+    following = found[-1].number if found and found[-1].number > 1 else None
+    return AuditPage(entries=[AuditAnswer.model_validate(one) for one in found], next=following)
+
+
 @act.post(
     "/rebalances",
     summary="Plan now; move only when dry_run is false",
@@ -278,6 +306,7 @@ def create_app(
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
     token: str | None = None,
+    state_dir: Path | None = None,
     is_watching: bool = False,
 ) -> FastAPI:
     """Make the service of one deployment; ``HttpService`` binds it to a port.
@@ -285,7 +314,9 @@ def create_app(
     Args:
         is_watching: whether the store is read in the background while the service runs; otherwise
             it is read when it is asked.
-        token: that every request but the two probes has to prove; None: only this host can ask.
+        token: that a request but the two probes may prove in place of an access key; None: without
+            keys only this host can ask.
+        state_dir: that has the access keys and the audit; None: there are neither.
     """
     service = AdminService(
         store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
@@ -311,9 +342,11 @@ def create_app(
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
+    app.state.audit = None if state_dir is None else Audit(state_dir)
+    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
     app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    if token is not None:  # around the guard: a stranger's body is not read
-        app.add_middleware(Authentication, token=token)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

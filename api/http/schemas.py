@@ -250,6 +250,35 @@ class PlacementAnswer(PlacementLine):
     slot_share: list[list[float]] = Field(description="[L, S] part of its expert's tokens")
 
 
+class WhoAnswer(Answer):
+    """Who sends the request."""
+
+    name: str
+    role: Literal["viewer", "operator", "admin"]
+
+
+class AuditAnswer(Answer):
+    """One line of the audit."""
+
+    number: int
+    time: float
+    actor: str
+    role: str
+    address: str
+    request: str = Field(description="the same in both lines of one request")
+    action: str
+    reason: str
+    outcome: str = Field(description="asked, then the status of the answer")
+    hash: str
+
+
+class AuditPage(Answer):
+    """Lines of the audit, newest first."""
+
+    entries: list[AuditAnswer]
+    next: int | None = Field(description="for `before`, of the next page; null: there is none")
+
+
 class TransactionAnswer(Answer):
     """Layers that swap together."""
 

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from api.monitor.snapshot import Snapshot, WindowScore
+from api.monitor.verdict import Grade, verdict
 from api.terminal.printable import printable
 
 PLOT_ROWS = 6
@@ -30,13 +31,19 @@ HEAT: tuple[tuple[float, str], ...] = (  # up to this ratio of the mean, this co
     (1.50, "color(166)"),
     (float("inf"), "color(160)"),
 )
+GRADE_STYLE = {
+    Grade.SERVING: "bold black on green",
+    Grade.DEGRADED: "bold black on yellow",
+    Grade.STOPPED: "bold white on red",
+    Grade.BLIND: "bold white on magenta",
+}
 DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET}
 BYTES_PER_UNIT = 1000.0
 
 
 def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> RenderableType:
     """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
-    head = [_header(snapshot), _switches(snapshot)]
+    head = [_verdict(snapshot), _header(snapshot), _switches(snapshot)]
     if snapshot.run is None:
         waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
         return Group(*_printable(head), waiting)
@@ -59,6 +66,12 @@ def _printable(parts: list[Text]) -> list[Text]:
     for part in parts:
         part.plain = printable(part.plain)
     return parts
+
+
+def _verdict(seen: Snapshot) -> Text:
+    judged = verdict(seen)
+    style = GRADE_STYLE[judged.grade]
+    return Text.assemble((f" {judged.grade} ", style), f" {judged.reason}", no_wrap=True)
 
 
 def _header(seen: Snapshot) -> Text:

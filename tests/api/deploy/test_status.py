@@ -248,3 +248,15 @@ def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:
         f"eplb: there is no store at {tmp_path}/store.sqlite, expected the file of a deployment\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["eplb.toml"]
+
+
+def test_top_shows_the_verdict_in_its_first_line_and_why(tmp_path: Path, store: LoadStore) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstore = "{tmp_path}/store.sqlite"\n')
+    report(store, time.time() - 600.0)
+
+    found = CliRunner().invoke(app, ["top", "--once"], env={"EPLB_CONFIG": str(file)})
+
+    assert found.exit_code == 0, found.output
+    assert found.output.startswith(" blind  silent ranks: 0, 1")
+    assert "imbalance 1.60" in found.output
