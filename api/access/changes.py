@@ -123,12 +123,13 @@ class Changes:
     ) -> None:
         async def keep(message: Message) -> None:
             answer.messages.append(message)
+            # Before it is sent: whoever has the answer may repeat the request at once.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                answer.is_done = answer.messages[0]["status"] < 500
             await send(message)
 
         try:
             await self._audited(scope, body, receive, keep, actor)
-            status = next((one["status"] for one in answer.messages if "status" in one), 500)
-            answer.is_done = status < 500
         finally:
             if not answer.is_done:  # a fault of the service: the client may try again
                 self._answers.pop(place, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,10 +123,10 @@ def get_metrics(service: Service) -> Response:
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
-@watch.get("/state", summary="Everything at a glance")
-def get_state(service: Service) -> State:
+@watch.get("/state", summary="Everything at a glance", response_model=State)
+def get_state(service: Service) -> Response:
     """The data of the page: ranks, latest heatmap, migration, bytes, decisions, switches."""
-    return service.state()
+    return _json(service.once_a_reading("state", service.state))
 
 
 @watch.get("/load", summary="Load windows with their matrices")
@@ -142,14 +143,23 @@ def get_imbalance(
     return service.imbalance(last)
 
 
-@watch.get("/history", summary="Imbalance by wall-clock time, over all runs")
+@watch.get(
+    "/history",
+    summary="Imbalance by wall-clock time, over all runs",
+    response_model=HistoryAnswer,
+)
 def get_history(
     service: Service,
     seconds: Annotated[int, Query(ge=60, le=86_400)] = 900,
     points: Annotated[int, Query(ge=10, le=2000)] = 400,
-) -> HistoryAnswer:
+) -> Response:
     """The latest `seconds` in about `points` points; marks are restarts, rebalances, switches."""
-    return service.history(seconds, points)
+    made = partial(service.history, seconds, points)
+    return _json(service.once_a_reading(f"history {seconds} {points}", made))
+
+
+def _json(made: bytes) -> Response:
+    return Response(made, media_type="application/json")
 
 
 @watch.get("/rebalances", summary="The latest migrations")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.schemas import (
@@ -85,7 +86,7 @@ class AdminService:
         self._monitor = Monitor(store, history=History(), supervision=supervision)
         self.reader = Reader(store, self._monitor, stalled_after_s=stalled_after_s)
         self.metrics = Exposition(store, self._monitor, metrics_level, reader=self.reader)
-        self._state: tuple[Reading, State] | None = None  # of the latest reading
+        self._made: tuple[Reading | None, dict[str, bytes]] = (None, {})  # of the latest reading
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
 
@@ -113,8 +114,6 @@ class AdminService:
     def state(self) -> State:
         """Everything at a glance."""
         reading = self.reader.reading()
-        if self._state is not None and self._state[0] is reading:
-            return self._state[1]
         seen, leads, judged = reading.seen, reading.leads, reading.judged
         latest = self._monitor.rebalances()[:1]
         fields: dict[str, Any] = {
@@ -131,9 +130,17 @@ class AdminService:
         for name in ("heatmap", "expert_heat"):
             heat = fields[name]
             fields[name] = None if heat is None else _rows(heat)
-        state = State.model_validate(fields, from_attributes=True)
-        self._state = reading, state
-        return state
+        return State.model_validate(fields, from_attributes=True)
+
+    def once_a_reading(self, name: str, make: Callable[[], BaseModel]) -> bytes:
+        """Make an answer as JSON, once for each reading of the store: many may ask for it."""
+        reading = self.reader.reading()
+        of, made = self._made
+        if of is not reading:  # of two threads at once both make it, and either is right
+            self._made = of, made = reading, {}
+        if name not in made:
+            made[name] = make().model_dump_json().encode()
+        return made[name]
 
     def load(self, last: int) -> Load:
         """The latest windows with their matrices."""
