@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from anyio.to_thread import run_sync
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -152,7 +152,7 @@ class Changes:
             outcome="asked",
         )
         try:
-            await run_sync(self._audit.append, entry)
+            await run_in_threadpool(self._audit.append, entry)
         except AuditError as exc:
             log.error("%s", exc)
             await problem(503, f"nothing was changed: {exc}")(scope, receive, send)
@@ -172,7 +172,7 @@ class Changes:
         finally:
             ended = replace(entry, time=self._clock(), outcome=str(status))
             try:
-                await run_sync(self._audit.append, ended)
+                await run_in_threadpool(self._audit.append, ended)
             except AuditError as exc:  # it was asked for, which is in the audit
                 log.error("the outcome of request %s, %d: %s", entry.request, status, exc)
 
