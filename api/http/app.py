@@ -211,7 +211,7 @@ def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
 async def get_whoami(request: Request) -> WhoAnswer:
     """Name and role of the key."""
     actor: Actor = request.state.actor
-    return WhoAnswer(name=actor.name, role=actor.role.label)
+    return WhoAnswer.model_validate({"name": actor.name, "role": actor.role.label})
 
 
 @watch.get("/audit", summary="Who changed what, and why", responses=documented(403, 404))

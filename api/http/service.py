@@ -327,8 +327,9 @@ class AdminService:
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
     """Rows of ratios; None for a layer without tokens."""
-    rows = zip(np.round(heat, 3).tolist(), np.isnan(heat).any(axis=1).tolist(), strict=True)
-    return [None if is_empty else row for row, is_empty in rows]
+    is_empty = np.isnan(heat).any(axis=1)  # [L]
+    rows: list[list[float]] = np.round(heat, 3).tolist()
+    return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
 
 
 def _placement_line(line: CommittedPlacement) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import RankState, RunInfo, TaskResult
+from telemetry.store import REPORT_EVERY_S, RankState, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
@@ -119,7 +119,9 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
 
     store.acquire_lease("gpu7:4242:9f31c2aa-8812345-5be012", 60.0)
     for rank in range(2):
-        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, 0))
+        # Silent, and without tokens stopped, after three minutes: a busy host draws late.
+        detail = {REPORT_EVERY_S: 60.0}
+        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, 0, detail=detail))
     page.locator("#verdict.serving", has_text="2 ranks serve, at step 7").wait_for()
     assert page.title() == "serving: d"
     assert "process 4242 on host gpu7" in page.locator("#summary").inner_text()
