@@ -67,9 +67,9 @@ def fill(store: LoadStore, size: Size, clock: Now) -> None:
     store.begin_run(RunInfo("run-1", start, *shapes, window_steps=100))
     store.commit(first, expected=None, reason="start")
     store.append(list(_samples(store, size, topology, first, hot, "run-1", range(half), start)))
+    clock.time = start + half * size.window_s
     store.begin_run(RunInfo("run-2", start + half * size.window_s, *shapes, window_steps=100))
     third = half + half // 2
-    clock.time = start + half * size.window_s
     middle = range(third - half)
     at = start + half * size.window_s
     store.append(list(_samples(store, size, topology, first, hot, "run-2", middle, at)))
@@ -77,8 +77,9 @@ def fill(store: LoadStore, size: Size, clock: Now) -> None:
     _rebalance(store, first, second, topology)
     last = range(third - half, size.windows - half)
     store.append(list(_samples(store, size, topology, second, hot * 0.3 + 1, "run-2", last, at)))
+    between_s = (now - clock.time) / (size.events + 1)
     for number in range(size.events):
-        clock.time = now - (size.events - number) * (now - clock.time) / (size.events + 1)
+        clock.time += between_s
         decided = {"decision": "KEEP", "policy": "auto", "generation": 2, "window": number}
         why = {"reason": f"gain {number % 5}.2% < 5% of the mean load; window {number}"}
         store.add_event("plan", decided | why | {"imbalance_before": 1.2, "imbalance_after": 1.19})

@@ -2,6 +2,7 @@
 
 import { element, keyed, set, show, text } from "/static/dom.js";
 
+const SHADES = 200;
 const MOST_NUMBERS = 16;  // ranks whose numbers fit beside each other
 
 // Half the mean and less is all cold, one and a half times the mean and more all hot.
@@ -58,10 +59,8 @@ function emptyTable(layerIds, nodeOfRank) {
 
 function drawPicture(hosts, rows, layerIds, nodeOfRank, silent) {
   const [cold, surface, hot] = colours("--cold", "--surface", "--hot");
-  paint(hosts.canvas, rows, nodeOfRank.length, (ratio) => {
-    const part = Math.min(1, Math.abs(ratio - 1) / 0.5);
-    return mix(surface, ratio > 1 ? hot : cold, part);
-  });
+  paint(hosts.canvas, rows, nodeOfRank.length, 2, (ratio) =>
+    mix(surface, ratio > 1 ? hot : cold, Math.min(1, Math.abs(ratio - 1) / 0.5)));
   hosts.canvas.describe = (layer, rank) => `layer ${layerIds[layer]}, rank ${rank} on node ${nodeOfRank[rank]}` +
     `${silent.includes(rank) ? ", silent" : ""}: ` +
     (rows[layer] === null ? "no tokens" : `${rows[layer][rank].toFixed(3)} × mean`);
@@ -75,7 +74,7 @@ function drawPicture(hosts, rows, layerIds, nodeOfRank, silent) {
 // rows [layers][experts] of expert load over mean.
 export function drawExperts(hosts, rows, layerIds, numExperts) {
   const [from, to] = colours("--surface", "--accent");
-  paint(hosts.canvas, rows, numExperts, (ratio) => mix(from, to, Math.min(1, ratio / 4)));
+  paint(hosts.canvas, rows, numExperts, 4, (ratio) => mix(from, to, Math.min(1, ratio / 4)));
   hosts.canvas.describe = (layer, expert) => `layer ${layerIds[layer]}, expert ${expert}: ` +
     (rows[layer] === null ? "no tokens" : `${rows[layer][expert].toFixed(3)} × mean`);
   drawAxis(hosts.layers, "layer", layerIds);
@@ -83,14 +82,24 @@ export function drawExperts(hosts, rows, layerIds, numExperts) {
 }
 
 // One pixel for each figure, scaled up by the style sheet. A layer without tokens stays clear.
-function paint(canvas, rows, numColumns, colourOf) {
+// Ratios from 0 to `most` have one of SHADES colours, made once for all cells.
+function paint(canvas, rows, numColumns, most, colourOf) {
+  const shades = Uint32Array.from({ length: SHADES + 1 }, (_, at) => {
+    const [red, green, blue] = colourOf((most * at) / SHADES).map(Math.round);
+    return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+  });
   if (canvas.width !== numColumns) canvas.width = numColumns;
   if (canvas.height !== rows.length) canvas.height = rows.length;
   const context = canvas.getContext("2d");
   const image = context.createImageData(numColumns, rows.length);
-  rows.forEach((row, at) => row?.forEach((ratio, column) => {
-    image.data.set([...colourOf(ratio), 255], 4 * (at * numColumns + column));
-  }));
+  const pixels = new Uint32Array(image.data.buffer), scale = SHADES / most;
+  for (let at = 0; at < rows.length; at += 1) {
+    const row = rows[at], start = at * numColumns;
+    if (row === null) continue;
+    for (let column = 0; column < numColumns; column += 1) {
+      pixels[start + column] = shades[Math.min(SHADES, Math.round(row[column] * scale))];
+    }
+  }
   context.putImageData(image, 0, 0);
 }
 
