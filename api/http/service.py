@@ -327,7 +327,7 @@ class AdminService:
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
     """Rows of ratios; None for a layer without tokens."""
-    is_empty: NDArray[np.bool_] = np.isnan(heat).any(axis=1)  # [L]
+    is_empty = np.isnan(heat[:, 0])  # [L]; a row is all NaN or has none
     rows: list[list[float]] = np.round(heat, 3).tolist()
     return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.operating.reads --seconds 20
 
-The store is SQLite with an hour of samples (32 ranks, windows of 10 s), 1,380 roll-ups of a minute,
-200 placements and 100,000 events. A request is late when it was due, not when it was sent: a slow
+The store is SQLite with an hour of samples (32 ranks, windows of 10 s), 1,380 roll-ups of a minute
+and 200 placements. A request is late when it was due, not when it was sent: a slow
 answer delays none of the others in the figures. Client and service share the machine.
 """
 
@@ -45,12 +45,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--events", type=int, default=SIZE.events)
+    parser.add_argument("--windows", type=int, default=SIZE.windows)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         now = time.time()
         store = open_store(Path(folder) / "store.sqlite", "west")
         begun = time.perf_counter()
-        prepare(store, replace(SIZE, events=asked.events), now)
+        prepare(store, replace(SIZE, events=asked.events, windows=asked.windows), now)
         print(f"filled in {time.perf_counter() - begun:.0f} s", flush=True)
         begun, cpu = time.perf_counter(), time.process_time()
         service = HttpService(create_app(store, is_watching=True))
