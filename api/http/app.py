@@ -170,10 +170,16 @@ def get_rebalances(
     return service.rebalances(limit)
 
 
-@watch.get("/placement", summary="A committed placement", responses=documented(404))
-def get_placement(service: Service, generation: Id | None = None) -> PlacementAnswer:
+@watch.get(
+    "/placement",
+    summary="A committed placement",
+    response_model=PlacementAnswer,
+    responses=documented(404),
+)
+def get_placement(service: Service, generation: Id | None = None) -> Response:
     """The one that serves, or the one of a generation."""
-    return service.placement(generation)
+    made = partial(service.placement, generation)
+    return _json(service.once_a_reading(f"placement {generation}", made))
 
 
 @watch.get("/placements", summary="History of placements")

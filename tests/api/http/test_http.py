@@ -508,7 +508,8 @@ def test_dry_run_is_true_or_false_and_nothing_like_it(
         ("/api/v1/state?x=1", "GET /api/v1/state: unknown query parameter 'x', expected none"),
         (
             "/api/v1/events?afetr=1",
-            "GET /api/v1/events: unknown query parameter 'afetr', expected one of: after, limit",
+            "GET /api/v1/events: unknown query parameter 'afetr', expected one of: "
+            "after, latest, limit",
         ),
         (
             "/api/v1/load?last=1&last=2",
