@@ -45,7 +45,7 @@ class RebalanceLog:
         self._history = history
         self._rebalances: dict[int, Rebalance] = {}  # by plan id
         self._plan: Event | None = None  # the decision noted last
-        self._was_moving: bool | None = None
+        self._is_moving = True
 
     def latest(self) -> tuple[Rebalance, ...]:
         """Give the kept ones, newest first."""
@@ -68,9 +68,9 @@ class RebalanceLog:
             self._mark(event, "restart", f"the ranks started: run {detail.get('run')}")
         elif event.kind == "recovery" or (event.kind == "error" and detail.get("where") == "ranks"):
             self._mark(event, "death", str(detail.get("message") or detail.get("reason")))
-        elif event.kind == "control" and detail.get("movement") != self._was_moving:
-            self._was_moving = bool(detail.get("movement"))
-            kind: MarkKind = "resume" if self._was_moving else "pause"
+        elif event.kind == "control" and detail.get("movement") is not self._is_moving:
+            self._is_moving = bool(detail.get("movement"))
+            kind: MarkKind = "resume" if self._is_moving else "pause"
             self._mark(event, kind, str(detail.get("reason", "")))
 
     def _offered(self, event: Event, plan_id: int, generation: int, moves: int) -> None:
